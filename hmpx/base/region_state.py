@@ -159,7 +159,7 @@ def rounding() -> StochasticSteps | None:
 def is_stepping(optimizer: object) -> bool:
     """Whether a step of this optimizer runs in this thread."""
     own = id(optimizer)
-    return any([region.stepping == own for region in _thread.open])
+    return any([region.stepping == own for region in thread.open])
 
 
 def maps() -> bool:

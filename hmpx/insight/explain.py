@@ -124,14 +124,14 @@ def explain(recipe: Stated) -> None:
 
 def recipe_lines(recipe: Recipe) -> list[str]:
     """Return the lines that `explain` prints of a recipe, each a heading and its words."""
-    narrow = recipe.parameter_dtype == "bfloat16"
+    narrow, dtype = recipe.parameter_dtype == "bfloat16", recipe.parameter_dtype or "as they are"
     exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
     masters = recipe.settings().has_masters
     policy = recipe.policy()
     scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
     lines = {
-        "weights": f"{recipe.parameter_dtype}{exceptions}",
+        "weights": f"{dtype}{exceptions}",
         "ops": _ops_in_words(recipe, policy),
         "where": "" if policy is None else _WHERE[recipe.where],
         MODULES: "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items()),
@@ -139,7 +139,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
         "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
-        "gradients": f"{recipe.parameter_dtype}{released}",
+        "gradients": f"{dtype}{released}",
         "state": _STATE[recipe.state_dtype],
         PARAMETERS: _parameters_in_words(recipe),
         "checkpoints": "weights and state as they are held, step number and seed",
@@ -156,14 +156,15 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     if not narrow:
         plain, wide = "plain steps in float32", lines["state"] == "float32"
         of_parameters = [rule.get("dtype") for rule in recipe.parameter_rules.values()]
-        if "bfloat16" in (*recipe.module_dtypes.values(), *of_parameters):
+        if recipe.parameter_dtype is None or "bfloat16" in (*recipe.module_dtypes.values(), *of_parameters):
             lines["updates"] = f"{plain}; {lines['updates']}"
             lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
         else:
             lines |= {"updates": plain, "state": "float32", "checkpoints": "as without hmpx"}
     parts = recipe.bytes_per_parameter()
     held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
-    lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter, with two state tensors as of Adam"
+    of_fp32 = "" if recipe.parameter_dtype else " of FP32 weights"
+    lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter{of_fp32}, with two state tensors as of Adam"
     return [f"{name:12} {line}" for name, line in lines.items() if line]
 
 
@@ -196,7 +197,7 @@ def _parameters_in_words(recipe: Recipe) -> str:
 def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:
     """Say whether FP32 kernels compute ops of the recipe's low precision; "" if they do not."""
     chosen = choose(recipe.kernels)
-    has = policy is not None and (policy.low_precision, DTYPES[recipe.parameter_dtype])
+    has = policy is not None and (policy.low_precision, DTYPES.get(recipe.parameter_dtype or ""))
     return f"{chosen}: {GAINING}" if has and chosen.widened.intersection(has) else ""
 
 

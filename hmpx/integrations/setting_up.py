@@ -21,7 +21,7 @@ from hmpx.recipes import frameworks
 from hmpx.recipes.activate import Activation, cast_before_distribution
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
 from hmpx.recipes.recipe import changed
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, check_torch, detach
@@ -83,7 +83,7 @@ class SettingUp:
                 self._rules += rules
                 if self._conversion is not None and self._conversion.active:
                     self._conversion.add_rules(rules)
-            cast_model(model, self.recipe, undo)
+            tell_cast(cast_model(model, self.recipe, undo))
 
     @contextlib.contextmanager
     def casting_what_is_distributed(self) -> Iterator[None]:

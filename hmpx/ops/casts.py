@@ -20,18 +20,20 @@ from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.compilers import Compilers, forget_compiled
+from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
 from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
+from hmpx.ops.policies.composition import SPARSE_GRADIENTS
 from hmpx.ops.policies.op_lists import is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
-from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
+from hmpx.ops.wrapping.refusals import build_explaining, build_refusing, build_telling
 from hmpx.ops.wrapping.switch import Switch
-from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched
+from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched, named_like
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope
@@ -135,9 +137,14 @@ class PatchTable(Patches):
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
         self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
-        self._low = False  # whether some op is computed in low precision
+        self._low = mapping is not None  # whether some op is given low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
-        patches = (*self._further(policies), *self.beside.patches(), *model_calls.patches(self.switch))
+        patches = (
+            *self._further(policies),
+            *self.beside.patches(),
+            *parametrizations(self.switch),
+            *model_calls.patches(self.switch),
+        )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 
     def apply(self, changes: Changes) -> None:
@@ -183,22 +190,28 @@ class PatchTable(Patches):
         for name, op in catalog().items():
             ruled = any(case.rule is not None for table in self._tables.values() for case in table[name])
             explained = self._low and not op.view and _may_refuse_low(name, ())
-            cases = {scope: table[name] for scope, table in scopes.items()} if ruled or explained else {}
+            cases = {scope: table[name] for scope, table in scopes.items()}
             for entry in op.entries:
                 if entry.in_place:
                     # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
                     # something to do. Its own conversion rounds once where a cast before it would round twice.
                     if op.refuses_mixed:
                         yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
-                elif ruled or (explained and not entry.signature.python):
+                elif ruled or (explained and not entry.signature.python) or name in op_facts.WRONG_IN_LOW:
                     yield name, entry, cases
 
     def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
-        def running(case: Case) -> Callable:
-            kernel = self._kernels.kernel(op, case)
-            return original if kernel is None else kernel.wrap(op, original)
+        function = in_fp32(original) if op in op_facts.WRONG_IN_LOW else original
 
-        built = build_choice(op, entry, cases, original, self.switch, running, self._observer)
+        def running(case: Case) -> Callable:
+            if case.when is not None and case.when is SPARSE_GRADIENTS.get(op):
+                return build_telling(op, cases[-1].rule, function)
+            kernel = self._kernels.kernel(op, case)
+            return function if kernel is None else kernel.wrap(op, original)
+
+        built = build_choice(op, entry, cases, function, self.switch, running, self._observer)
+        if function is not original:
+            return named_like(built, entry.label, original)
         if self._low and _may_refuse_low(op, cases):
             return build_explaining(op, entry.label, original, built)
         instead = op_facts.UNSAFE_OF_LOW.get(op)

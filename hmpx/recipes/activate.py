@@ -20,7 +20,7 @@ from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
@@ -69,7 +69,8 @@ class Activation(Installation):
     def __repr__(self) -> str:
         recipe, state = self.recipe, "active" if self.active else "restored"
         ops = f"ops {recipe.opt_level}" if recipe.opt_level else "ops as they are"
-        return f"<hmpx.Activation, {state}: {recipe.parameter_dtype} weights, {ops}, weights={recipe.weights!r}>"
+        weights = f"{recipe.parameter_dtype} weights" if recipe.parameter_dtype else "weights as they are"
+        return f"<hmpx.Activation, {state}: {weights}, {ops}, weights={recipe.weights!r}>"
 
     def _change(self, changes: Changes) -> None:
         self._conversion = convert(self.recipe, self._policy)
@@ -121,8 +122,7 @@ def cast_models_of(
     with recipe.naming_lines():
         check_names(models, recipe)
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
-        for model in models:
-            cast_model(model, recipe, undo)
+        tell_cast([p for model in models for p in cast_model(model, recipe, undo)])
     return models
 
 

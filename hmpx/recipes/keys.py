@@ -28,9 +28,10 @@ MODULES, PARAMETERS = "modules", "parameters"
 HEAD, NORMS = "<head>", "<norms>"  # patterns of `modules` that say what a module is for
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
+OF_OPS = frozenset((*SIDES, *LISTS, "opt_level", FP8_FORMAT, LOW_PRECISION, MODULES, "kernels", "where", "verbose"))
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
-    "parameter_dtype": tuple(DTYPES),
+    "parameter_dtype": (*DTYPES, None),
     "state_dtype": tuple(map(state_name, STATE_FORMS)),
     LOW_PRECISION: ("bfloat16", "float16", None),
     "kernels": KERNELS,
@@ -39,7 +40,7 @@ _LEGAL = {
     **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
 }
 _OF_PARAMETERS = {  # what a rule for parameters may say
-    "dtype": _LEGAL["parameter_dtype"],
+    "dtype": tuple(DTYPES),
     "weights": _LEGAL["weights"],
     "state_dtype": _LEGAL["state_dtype"],
 }

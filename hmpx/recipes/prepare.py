@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
+from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import ModuleRule
@@ -95,7 +96,7 @@ def prepare(
     with whole.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], whole)
         rules: list[ModuleRule] = rules_for([model], whole)
-        cast_model(model, whole, undo)
+        tell_cast(cast_model(model, whole, undo))
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             for each, asked in zip(stepping, settings, strict=True):
                 before = attached(each)
@@ -208,8 +209,18 @@ def facts(recipe: Recipe) -> dict[str, Any]:
     return asdict(recipe.inlined())
 
 
-def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> None:
+def tell_cast(cast: Sequence[torch.nn.Parameter]) -> None:
+    """Log which parameters a recipe has cast."""
+    if cast:
+        numbers, dtypes = sum(p.numel() for p in cast), " and ".join({dtype_name(p.dtype): None for p in cast})
+        logger.warning("hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes)
+
+
+def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> list[torch.nn.Parameter]:
     """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
+
+    Returns:
+        The parameters that had another dtype.
 
     Raises:
         HmpxError: a parameter must be cast and is replicated or sharded already.
@@ -232,9 +243,6 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     parts = [name for p, name in others.items() if p.untyped_storage().nbytes() > p.nbytes]
     if parts:
         logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", parts[0], len(parts) - 1)
-    widened = [p for p in others if p.dtype in LOW_DTYPES.values() and dtypes[p] is torch.float32]
-    if widened:
-        logger.warning("hmpx: %d parameters in low precision are trained in float32 by the recipe", len(widened))
     for p in others:
         undo.callback(_assign, p, p.data, p.grad)
         _assign(p, p.data.to(dtypes[p]), None if p.grad is None else p.grad.to(dtypes[p]))
@@ -243,6 +251,7 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
         if buffer.dtype in mapped:
             undo.callback(_assign, buffer, buffer.data, None)
             _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
+    return [*others]
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:
@@ -262,7 +271,9 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
     mapped = recipe.mapped()
     for module_name, module in zip(module_names(model), model.modules(), strict=True):
         for name, p in module.named_parameters(recurse=False):
-            dtype = mapped.get(p.dtype, p.dtype) if mapped else DTYPES[recipe.parameter_dtype]
+            dtype = mapped.get(p.dtype, p.dtype)
+            if recipe.parameter_dtype is not None and not mapped:
+                dtype = DTYPES[recipe.parameter_dtype]
             if not p.requires_grad and p.dtype in LOW_DTYPES.values() and dtype is torch.float32:
                 dtype = p.dtype
             whole = f"{module_name}.{name}" if module_name else name

@@ -49,7 +49,8 @@ class Recipe:
         where: "model" or "everywhere", where ops are cast; see `hmpx.convert`.
         verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.
         dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
-        parameter_dtype: "bfloat16" or "float32", of the model's parameters.
+        parameter_dtype: "bfloat16" or "float32", of the model's parameters. None: they keep theirs, as in a file or
+            dict with nothing but keys about ops.
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
             fits a module, or one that it is in, decides.
         parameters: exceptions by the name of a parameter or a pattern, to all of these and to `weights` and
@@ -102,7 +103,7 @@ class Recipe:
     where: Where = "model"
     verbose: bool = False
     dtype_map: Mapping[str, str] = field(default_factory=dict)
-    parameter_dtype: str = "bfloat16"
+    parameter_dtype: str | None = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = Settings.weights
@@ -157,7 +158,7 @@ class Recipe:
         """Return the recipe as a file that needs no other file, with the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
-        keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
+        keys |= {"opt_level": self.opt_level, "parameter_dtype": self.parameter_dtype, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
 
@@ -260,7 +261,7 @@ class Recipe:
         if name is not None:
             way, dtype = settings.way(name), dtype_of(name, self.parameters, self.module_dtypes)
             settings = replace(settings, weights=way.weights, state_dtype=way.state_dtype)
-        return footprint(settings, dtype or DTYPES[self.parameter_dtype], states)
+        return footprint(settings, dtype or DTYPES[self.parameter_dtype or "float32"], states)
 
     def bytes_per_parameter(self, states: int = 2, name: str | None = None) -> dict[str, float]:
         """Return bytes of weights, gradients, masters and state for each parameter, between backward and step.
@@ -279,7 +280,7 @@ class Recipe:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
-        narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
+        narrow = "bfloat16" in (self.parameter_dtype or "bfloat16", *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
             rules = self.parameter_rules.items()
             for pattern, rule in rules if not narrow else ():

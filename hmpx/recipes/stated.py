@@ -13,7 +13,7 @@ from typing import Any
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file
 from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
-from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, problems, spelled_out
+from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, OF_OPS, problems, spelled_out
 from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, with_origins
 from hmpx.recipes.vendors import NXD, nxd_under_zero
 
@@ -24,9 +24,13 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
     """Lay the keys of a file, a dict or an option over a recipe, and return the result. The nearest word wins.
 
     A list replaces the recipe's list of that side, whether each is a file or names. Another `opt_level` drops the
-    lists of the recipe. The patterns of mappings follow those of the recipe.
+    lists of the recipe. The patterns of mappings follow those of the recipe. While all keys are about ops, parameters
+    keep their dtype.
     """
     own: dict[str, Any] = dict(keys)
+    if (own and base.parameter_dtype is None) or base is USUAL:
+        ops_alone = own and own.keys() <= OF_OPS and own.get("opt_level", base.opt_level) is not None
+        own.setdefault("parameter_dtype", None if ops_alone else USUAL.parameter_dtype)
     own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
     other_level = own.get("opt_level", base.opt_level) != base.opt_level
     held = {side for side in SIDES if side in own or f"{side}_file_path" in own} | _in_several(own)

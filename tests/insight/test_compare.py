@@ -254,3 +254,44 @@ def test_compiled_models_run_as_they_are_written():
     found = hmpx.compare(torch.compile(Model(torch.relu)), batches(2), loss_of)
     assert [row.op for row in found.rows] == ["linear", "mul", "relu", "linear", "cross_entropy"]
     assert found.rows[0].module == "first"
+
+
+class Complex(torch.nn.Module):
+    """A complex product between two layers; `parts` holds its matrix as two real ones."""
+
+    def __init__(self, parts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+        matrix = torch.randn(16, 16, dtype=torch.complex64) / 4
+        split = torch.nn.ParameterList([matrix.real.clone(), matrix.imag.clone()])
+        self.matrix = split if parts else torch.nn.Parameter(matrix)
+
+    def forward(self, x):
+        matrix = torch.complex(*self.matrix) if isinstance(self.matrix, torch.nn.ParameterList) else self.matrix
+        return self.last((torch.tanh(self.first(x)).to(torch.complex64) @ matrix).abs())
+
+
+def test_complex_weights_count_as_their_real_and_imaginary_parts():
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
+    lists = {"bf16": ["linear", "tanh"], "fp32": ["cross_entropy"]}
+
+    def found(parts):
+        loss = lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y)  # noqa: E731
+        return hmpx.compare(Complex(parts), batches, loss, lists=lists)
+
+    whole, parts = found(False), found(True)
+    assert whole.gradient_error == pytest.approx(parts.gradient_error, rel=1e-3)
+    of_parts = {(row.op, row.module): row.gradient_error for row in parts.rows}
+    for row in whole.rows:  # an estimate by random directions is right within a factor of two or so
+        assert row.gradient_error <= 4 * of_parts[row.op, row.module]
+
+
+def test_double_weights_stay_double():
+    model = torch.nn.Linear(4, 4).double()
+    batches = [(torch.randn(8, 4).double(),) for _ in range(2)]
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+    assert hmpx.compare(model, batches, lambda model, x: model(x).square().mean()).gradient_error == 0
+    assert set(seen) == {torch.float64}

@@ -140,24 +140,34 @@ class Noise:
 
 def square(gradients: Sequence[Tensor]) -> float:
     """Return the squared norm of all gradients; infinite where one is not finite."""
-    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).double()
+    norms = torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients])
     total = float(norms.square().sum())
     return total if math.isfinite(total) else math.inf
 
 
 def shifts(parameters: Sequence[Tensor], h: float) -> list[list[Tensor]]:
-    """Return h v for each direction v: random numbers of unit variance, of the shape of each parameter."""
+    """Return h v for each direction v: random numbers of unit variance, of the shape of each parameter.
+
+    A complex parameter has two for each element.
+    """
     found = []
     for direction in range(DIRECTIONS):
         generator = torch.Generator().manual_seed(direction)
-        found.append([torch.randn(p.shape, generator=generator).mul_(h).to(p.device) for p in parameters])
+        found.append([_random(p, generator).mul_(h).to(p.device) for p in parameters])
     return found
+
+
+def _random(p: Tensor, generator: torch.Generator) -> Tensor:
+    if p.is_complex():
+        return torch.view_as_complex(torch.randn((*p.shape, 2), generator=generator))
+    return torch.randn(p.shape, generator=generator)
 
 
 def step_size(parameters: Sequence[Tensor]) -> float:
     """Return h, the length of a shift along one direction for each weight."""
-    elements = sum(p.numel() for p in parameters)
-    return _SHIFT * (math.sqrt(square([p.detach().float() for p in parameters]) / elements) or 1.0)
+    elements = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+    wide = [p.detach() if p.is_complex() else p.detach().float() for p in parameters]
+    return _SHIFT * (math.sqrt(square(wide) / elements) or 1.0)
 
 
 def mean_square(values: Sequence[float]) -> float:

@@ -96,7 +96,7 @@ class Subject:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
                     undo.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = tensor.data.float()
+                    tensor.data = _wide(tensor.data)
             return self._run(tree_map(_wide, batch), gradients)
 
     def shifted(self, batch: tuple, shift: Sequence[Tensor]) -> None:
@@ -105,7 +105,7 @@ class Subject:
             with unobserved():
                 for p, step in zip(self.parameters, shift, strict=True):
                     undo.callback(setattr, p, "data", p.data)
-                    p.data = p.data.float() + step
+                    p.data = _wide(p.data) + step
             self.wide(batch)
 
     def not_finite(self, batch: tuple) -> str:
@@ -143,7 +143,7 @@ class Subject:
             return float(loss.detach()), found
 
     def _gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return the gradients of the parameters in FP32."""
+        """Return the gradients of the parameters, those in low precision in FP32."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
         found: Sequence[Tensor | None]
@@ -156,7 +156,7 @@ class Subject:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, found, strict=True)
         with unobserved():
-            return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
+            return [_wide(torch.zeros_like(p) if g is None else _dense(g.detach())) for p, g in pairs]
 
 
 def check_loss(loss: Any, asked: str, has_gradient: bool = True) -> None:
@@ -223,7 +223,12 @@ def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, as
 
 
 def _wide(value: Any) -> Any:
+    """Return a tensor of low precision in FP32; FP64 and complex numbers stay."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _floats(result: Any) -> list[Tensor]:

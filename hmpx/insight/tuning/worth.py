@@ -164,7 +164,7 @@ class Look:
             with unobserved():
                 place = self._look(asked)
         seen = exactly(asked)
-        for tensor in floating((seen.result,)):
+        for tensor in () if transformed else floating((seen.result,)):  # there it stands for several, and has no memory
             memory = tensor.untyped_storage().data_ptr()
             if decided or memory not in self._made:  # a view has the memory of what it looks at
                 self._made[memory] = place

@@ -98,7 +98,8 @@ def capability() -> str:
 
 
 def is_computing(frame: FrameType) -> bool:
-    """Return whether a kernel of hmpx computes an op in `frame`."""
-    from hmpx.ops.computing import matrix_products
+    """Return whether a kernel of hmpx computes an op in `frame`, or its gradient is sparse, so that no list casts it."""
+    from hmpx.ops.computing import in_fp32, matrix_products
+    from hmpx.ops.wrapping import refusals
 
-    return frame.f_code in (fp32_kernels.COMPUTED, matrix_products.COMPUTED)
+    return frame.f_code in (fp32_kernels.COMPUTED, in_fp32.COMPUTED, matrix_products.COMPUTED, refusals.TOLD)

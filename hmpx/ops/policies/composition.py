@@ -228,6 +228,16 @@ COMPOSED: dict[str, tuple[Composition, ...]] = {
 }
 
 
+# Ops that may have a sparse gradient, and the calls in which they do. No cast can hand such a gradient on.
+SPARSE_GRADIENTS: dict[str, Callable[..., bool]] = {
+    "embedding": lambda weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False: sparse,
+    "embedding_bag": lambda weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest, **more: (
+        sparse
+    ),
+    "gather": lambda input, dim, index, *, sparse_grad=False: sparse_grad,
+}
+
+
 @functools.cache
 def callers(part: str) -> tuple[str, ...]:
     """Return the ops that may consist of `part` alone, so that a run of `part` may have been a call of them."""

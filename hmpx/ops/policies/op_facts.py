@@ -135,7 +135,7 @@ NO_LOW_KERNELS = ("fft_", "linalg_", "special_")
 NO_LOW_KERNEL = frozenset(
     """
     _upsample_bilinear2d_aa angle avg_pool3d cdist cholesky cholesky_inverse cholesky_solve complex ctc_loss det
-    geqrf histc histogram histogramdd igamma igammac inverse logdet lu_solve lu_unpack matrix_exp multi_margin_loss
+    geqrf histc histogram histogramdd igamma igammac inverse logdet lu_solve lu_unpack multi_margin_loss
     multilabel_margin_loss nanquantile norm ormqr pdist pinverse polar polygamma qr quantile slogdet stft svd
     triangular_solve view_as_complex
     """.split()
@@ -146,6 +146,21 @@ NO_LOW_FUNCTIONS = ("torch.sparse.addmm", "torch.sparse.mm")
 # a probability of .999 is 1 in BF16, where the loss of the other class is 100 and its gradient 0.
 # torch.autocast("cuda") refuses too.
 UNSAFE_OF_LOW = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
+
+# Ops whose kernels for BF16 and FP16 give garbage without an error, in forward or backward: they are computed in FP32
+# wherever they are called, and their result has the input's dtype. `tests/ops/test_wrong_in_low.py` looks for more.
+WRONG_IN_LOW = frozenset({"matrix_exp", "linalg_matrix_exp"})
+
+# torch's own parametrizations, computed in FP32: those that are modules, and the older hooks.
+PARAMETRIZATIONS = (
+    *(
+        f"torch.nn.utils.parametrizations.{name}.{method}"
+        for name in ("_Orthogonal", "_SpectralNorm", "_WeightNorm")
+        for method in ("forward", "right_inverse")
+    ),
+    "torch.nn.utils.spectral_norm.SpectralNorm.compute_weight",
+    "torch.nn.utils.weight_norm.WeightNorm.compute_weight",
+)
 
 # Names torch has that are conversions or bookkeeping, not ops with a precision.
 NOT_OPS = frozenset(

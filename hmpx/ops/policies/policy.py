@@ -19,7 +19,7 @@ from hmpx.base import process_state as state
 from hmpx.base.autocast_state import SCOPES
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
-from hmpx.ops.policies.composition import ONLY_FP32, Composition
+from hmpx.ops.policies.composition import ONLY_FP32, SPARSE_GRADIENTS, Composition
 from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.policies.op_lists import SIDES
 
@@ -147,14 +147,17 @@ class Policy:
     def cases(self, op: Op) -> tuple[Case, ...]:
         """Return the cases of an op; the first case that accepts a call's arguments decides.
 
-        Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
+        Its own listing goes first, then that of the op that it follows as another name, then those of its parts. Where
+        its gradient is sparse, it is as if in no list.
         """
         if op.view:
             return (Case(None),)
         listed = self.listed_as(op)
         if listed is not None:
             follows = (op.follows,) if op.follows and not self.listed(op.name) else ()
-            return (self._doing(op, listed, None, follows),)
+            case = self._doing(op, listed, None, follows)
+            sparse = SPARSE_GRADIENTS.get(op.name)
+            return (case,) if sparse is None else (self._doing(op, None, sparse, follows), case)
         rows = op.rows or (catalog()[op.follows].rows if op.follows else ())
         cases = [self._case(op, row) for row in rows]
         if all(case.when is not None for case in cases):

@@ -50,9 +50,9 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call, op, args, kwargs)
     if overrides(args, kwargs) and not hasattr(op, "hands_on"):
-        subclasses = _subclasses(args, kwargs)
-        function = handed(op, *map(type, subclasses))
-        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+        found = subclasses(args, kwargs)
+        function = handed(op, *map(type, found))
+        return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
     return op(*args, **kwargs)
 
 
@@ -69,9 +69,9 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
         original = original.hands_on
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        subclasses = _subclasses(args, kwargs)
-        function = _looked_up(original, *map(type, subclasses)) or functools.wraps(public(original))(casting(op))
-        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+        found = subclasses(args, kwargs)
+        function = _looked_up(original, *map(type, found)) or functools.wraps(public(original))(casting(op))
+        return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
 
     vars(ask)["hands_on"] = original
     return ask
@@ -79,7 +79,7 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
 
 def overrides(args: tuple, kwargs: dict) -> bool:
     """Return whether the class of an argument overrides functions."""
-    return torch.overrides.has_torch_function(_subclasses(args, kwargs))
+    return torch.overrides.has_torch_function(subclasses(args, kwargs))
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
@@ -98,7 +98,8 @@ def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
         yield from value if type(value) in (list, tuple) else (value,)
 
 
-def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
+def subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors of other classes than torch's plain ones, in lists and tuples too."""
     return list(filter(_is_other, _items(args, kwargs)))
 
 
@@ -111,7 +112,7 @@ def breaks_graph(op: Callable, args: tuple, kwargs: dict) -> bool:
     """Return whether Dynamo cannot trace this call: a class compares `op` with a wrapper, which is no op to Dynamo."""
     if not torch.compiler.is_dynamo_compiling():
         return False
-    classes = [type(item) for item in _subclasses(args, kwargs)]
+    classes = [type(item) for item in subclasses(args, kwargs)]
     return bool(classes) and _is_compared(op, *classes)
 
 

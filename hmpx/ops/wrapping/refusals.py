@@ -16,7 +16,9 @@ import torch
 from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
+from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.callers import pass_over
+from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import named_like
 
@@ -65,6 +67,32 @@ def build_refusing(
 
     pass_over(refusing.__code__)
     return named_like(refusing, label, original)
+
+
+def build_telling(op: str, rule: Rule | None, function: Callable) -> Callable:
+    """Return `function`, called where the gradient of an op is sparse, with a warning, once, if a list asks for a cast.
+
+    rule: of the list.
+    """
+    told = False
+
+    def telling(*args, **kwargs):
+        nonlocal told
+        found = eligible_dtypes((*args, *kwargs.values()))
+        if not told and found and found[0] is not TARGETS.get(rule, found[0]):
+            told = True
+            logger.warning(
+                "hmpx: %s is in the %s list, and its gradient is sparse: its weight stays %s, since torch cannot send a "
+                "sparse gradient through a cast; for the cast, make it with sparse=False",
+                *(op, rule, dtype_name(found[0])),
+            )
+        return function(*args, **kwargs)
+
+    vars(telling)["hands_on"] = function
+    return telling
+
+
+TOLD = build_telling("", None, torch.embedding).__code__
 
 
 def _explain(error: Exception, op: str, values: Iterable[Any]) -> None:

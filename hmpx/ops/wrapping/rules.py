@@ -23,6 +23,7 @@ from hmpx.ops.wrapping.overriding import (
     lose_class,
     out_of_graph,
     overrides,
+    subclasses,
 )
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
@@ -177,6 +178,8 @@ def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tup
     except Exception:  # of a class that knows few functions, and cannot read a dtype or cast
         if overrides(args, kwargs):
             return None
+        if subclasses(args, kwargs):  # its class was asked, and calls the op: it has no such cast
+            return args, kwargs
         raise
     return None if lose_class((args, kwargs), fitting) else fitting
 
@@ -209,14 +212,13 @@ def _with_weight(signature: Signature, args: tuple) -> tuple:
 
 
 def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
-    """Widen statistics that are narrower than the input, which torch refuses; return pairs to write back."""
-    widened = []
-    values = list(args)
-    if signature.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
-        for i in (*signature.statistics, *signature.beside):
-            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
-                wide = cast(values[i], torch.float32)
-                if i in signature.statistics:
-                    widened.append((values[i], wide))
-                values[i] = wide
-    return tuple(values), widened
+    """Widen statistics that are neither FP32 nor of the input's dtype, which torch refuses; return pairs to write back.
+
+    What stands beside them is widened with them.
+    """
+    group = {i: args[i] for i in (*signature.statistics, *signature.beside) if i < len(args) and is_eligible(args[i])}
+    if not signature.beside or all(each.dtype in (torch.float32, args[0].dtype) for each in group.values()):
+        return args, []
+    wide = {i: cast(each, torch.float32) for i, each in group.items()}
+    written = [(group[i], wide[i]) for i in signature.statistics if i in wide and wide[i] is not group[i]]
+    return tuple(wide.get(i, value) for i, value in enumerate(args)), written

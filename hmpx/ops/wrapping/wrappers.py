@@ -40,6 +40,7 @@ class Patching(enum.Enum):
     UNCAST = "uncast"  # no casts inside: not the model's forward
     FORWARD = "forward"  # what runs inside is a model's forward
     BACKWARD = "backward"  # what runs inside is beside the model, but for forwards that are computed again
+    FP32 = "in fp32"  # it computes in FP32 and returns its input's dtype
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
     EXPLAINED = "explained"  # torch's error says why, and nothing else changes
@@ -136,7 +137,7 @@ def build_choice(
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
             wrapper = _observed(entry, point, original, running(case), switch, observer)
         elif case.rule is None:
-            return original
+            return running(case)
         else:
             wrapper = _casting(entry, *_computing(entry, case.rule, original, running(case)), original, switch)
         return named_like(wrapper, entry.label, original)
@@ -259,7 +260,7 @@ def _observed(
     """Return the wrapper of an entry point while an observer is active."""
     public(original)
     if point.rule is None:
-        plain, inner = original, stand_in(original, casting=False)
+        plain, inner = run, stand_in(run, casting=False)
     else:
         rule, run = _computing(entry, point.rule, original, run)
         plain = _casting(entry, rule, run, original, switch)

@@ -1,0 +1,114 @@
+"""torch's own parametrizations are computed in FP32, wherever the weight is read, and give the dtype of the weight."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils import parametrizations as new
+from torch.nn.utils import spectral_norm, weight_norm
+
+import hmpx
+
+KINDS = {
+    "weight_norm": new.weight_norm,
+    "spectral_norm": new.spectral_norm,
+    "matrix_exp": lambda layer: new.orthogonal(layer, orthogonal_map="matrix_exp"),
+    "cayley": lambda layer: new.orthogonal(layer, orthogonal_map="cayley"),
+    "householder": lambda layer: new.orthogonal(layer, orthogonal_map="householder"),
+    "no trivialization": lambda layer: new.orthogonal(layer, use_trivialization=False),
+    "older weight_norm": weight_norm,
+    "older spectral_norm": spectral_norm,
+}
+RECIPES = ("bf16-sr", "lean8", "flash", "nxd-standard", "xla-use-bf16", "hmp-o1", "autocast-cpu")
+
+
+def made(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layer = KINDS[kind](torch.nn.Linear(8, 6))
+    return layer.to(dtype)
+
+
+def read(layer):
+    layer(torch.ones(2, 8))  # the older ones compute it in a hook
+    return layer.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_is_that_of_fp32_rounded_once(kind, dtype):
+    """The reference is the parametrization in FP32, of the same numbers, without hmpx."""
+    layer = made(kind, dtype)
+    wide = made(kind)
+    wide.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        with hmpx.convert():
+            found = read(layer)
+            found.float().square().sum().backward()
+        exact = read(wide)
+        exact.to(dtype).float().square().sum().backward()
+        assert found.dtype is dtype and torch.equal(found, exact.to(dtype))
+        wide.load_state_dict(layer.state_dict())  # what spectral_norm iterates is rounded after each
+    for p, q in zip(layer.parameters(), wide.parameters(), strict=True):
+        if q.grad is not None:
+            assert p.grad is not None and torch.allclose(p.grad.float(), q.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same(kind):
+    layer = made(kind, torch.bfloat16).eval()
+    with hmpx.convert():
+        with torch.no_grad():
+            found = read(layer)
+        with hmpx.disable_casts(), torch.no_grad():
+            layer(torch.ones(2, 8).bfloat16())
+            assert torch.equal(layer.weight, found)
+
+
+def loss_of(kind, recipe):
+    model = torch.nn.Sequential(made(kind))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs, targets = torch.randn(32, 8), torch.randn(32, 6)
+    if recipe is not None:
+        hmpx.prepare(model, optimizer, recipe)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (model(inputs).float() - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+    hmpx.restore(optimizer)
+    return loss.item()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_under_every_kind_of_recipe(kind, recipe):
+    assert loss_of(kind, recipe) == pytest.approx(loss_of(kind, None), abs=0.02)
+
+
+def test_an_assigned_weight_is_kept():
+    layer = made("householder", torch.bfloat16)
+    wanted = torch.eye(8)[:6].bfloat16()
+    with hmpx.convert():
+        layer.weight = wanted
+        assert torch.allclose(layer.weight.float(), wanted.float(), atol=0.01)
+
+
+def test_what_a_program_registers_itself_is_a_part_of_the_model():
+    class Symmetric(torch.nn.Module):
+        def forward(self, weight):
+            return weight.matmul(weight.mT)
+
+    layer = torch.nn.Linear(4, 4)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    with hmpx.convert():
+        assert layer.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "matrix_exp", "older spectral_norm"])
+def test_compiled_code_is_one_graph(kind):
+    layer, same = made(kind, torch.bfloat16), made(kind, torch.bfloat16)
+    with hmpx.convert():
+        compiled = torch.compile(same, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(2, 8)), layer(torch.ones(2, 8)))
