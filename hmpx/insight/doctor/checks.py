@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, some
-from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
 from hmpx.insight.unchosen import MIXING, unchosen
@@ -55,10 +55,8 @@ def _low(op: OpCall, notes: Notes) -> str | None:
 
 
 def _loss(op: OpCall, notes: Notes) -> str | None:
-    """A loss function in low precision, or `backward()` of a scalar in it, which begins with a gradient of 1."""
-    if op.name == "ones_like":
-        return "" if not op.out.dim() and op.out.dtype in LOW and op.is_called_from("_make_grads") else None
-    return _low(op, notes)
+    """A loss function in low precision; `Notes.loss` sees the backward passes that begin with one."""
+    return _low(op, notes) if any(each.requires_grad for each in op.given) else None
 
 
 def _cumulative(op: OpCall, notes: Notes) -> str | None:
@@ -120,7 +118,7 @@ def _unchosen(op: OpCall, notes: Notes) -> str | None:
 
 
 _LOSSES = "_log_softmax nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss "
-_LOSSES += "binary_cross_entropy_with_logits _ctc_loss kl_div multi_margin_loss ones_like"
+_LOSSES += "binary_cross_entropy_with_logits _ctc_loss kl_div multi_margin_loss"
 _CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _MOMENTS = ("mean", "mul", "pow", "square", "sub")
 CHECKS = [
@@ -229,7 +227,7 @@ def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     """Return one problem for all lines of a kind."""
-    named = [spot for spot in spots if spot.op != "ones_like"]
+    named = [spot for spot in spots if spot.op != BACKWARD]
     ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
