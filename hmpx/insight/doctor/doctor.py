@@ -142,7 +142,7 @@ class Examination:
                 # Updates by hand come after a backward pass, and before the next one.
                 if not self._optimizers and torch._C._current_graph_task_id() == -1:
                     self._iterated()
-                    if self._steps is not None and self._iterations > self._steps and self._notes.spots("by hand"):
+                    if self._steps is not None and self._iterations > self._steps and writes.are_steps(self._notes):
                         self._end()
             backward(tensors, grad_tensors, *args, **kwargs)
 
@@ -297,8 +297,8 @@ class Examination:
             reasons.append("steps that another thread took, such as that of a backward pass on a GPU")
         if self._optimizers:
             reasons += unchecked_of([*self._optimizers.values()])
-        elif not self._notes.spots("by hand") and not self._elsewhere:
-            reasons.append("updates: no torch optimizer has stepped, and no weight in low precision was written by hand")
+        elif not writes.are_steps(self._notes) and not self._elsewhere:
+            reasons.append("updates: no torch.optim.Optimizer has stepped")
         if self._compiles:
             reasons.append("ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at")
         elif not self._watched:

@@ -47,7 +47,8 @@ class Spot:
     """One line of the program at which one kind of thing was found.
 
     said: what was found there the first time. is_inside: whether `module` is not the outermost one. mended_by: what
-    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls.
+    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls. places: where the
+    memory of the tensors begins that it writes to.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Spot:
     mended_by: str = ""
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
+    places: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -140,7 +142,8 @@ class Notes:
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
         made_nan: whether an op has made a NaN of finite numbers. born: where the memory of tensors in low precision
-            begins that are younger than the iteration, or gradients. leaves: of those that ops have read as weights.
+            begins that are younger than the iteration, or gradients. leaves: the same of weights that ops have read,
+            by their dtype.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
     """
 
@@ -151,7 +154,7 @@ class Notes:
         self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
         self.made_nan = False
         self.born: set[int] = set()
-        self.leaves: set[int] = set()
+        self.leaves: dict[torch.dtype, set[int]] = {}
         self.skipped: list[bool] = []
         self.scale = 0.0
         self._spots: dict[tuple, Spot] = {}
@@ -181,6 +184,10 @@ class Notes:
         """Note a backward pass that begins with scalars of these dtypes, each with a gradient of 1."""
         if any(dtype in LOW for dtype in dtypes):
             self.note_line("loss", BACKWARD, frame)
+
+    def are_weights(self, places: set[int]) -> bool:
+        """Whether the memory that begins at one of these places holds weights."""
+        return any(places & known for known in self.leaves.values())
 
     def spots(self, *kinds: str) -> list[Spot]:
         """Return the lines of some kinds, in the order in which they were found."""
@@ -272,8 +279,9 @@ class OpWatch(DispatchWatch):
         """Note which memory is of this iteration, and which holds weights. given: what autograd looks at."""
         if name not in VIEWS and not (name.endswith("_") and stage != "backward"):  # which writes to gradients
             self._notes.born.update(memory(t) for t in results if t.dtype in LOW)
-        leaves = (t for t in given if t.requires_grad and t.is_leaf and t.dtype in LOW)
-        self._notes.leaves.update(map(memory, leaves))
+        for t in given:
+            if t.requires_grad and t.is_leaf:
+                self._notes.leaves.setdefault(t.dtype, set()).add(memory(t))
 
     def _look(self, op: OpCall) -> None:
         if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):

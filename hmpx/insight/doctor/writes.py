@@ -27,8 +27,9 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
         return
     if op.before is not None:
         _in_place(notes, op, op.before)
-    elif op.name in ("add", "sub", "mul", "div", "lerp") and op.results and not op.is_in_forward:
-        _out_of_place(notes, op)
+    elif op.name in ("add", "sub", "mul", "div", "lerp") and op.results:
+        if not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
+            _out_of_place(notes, op)
 
 
 def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
@@ -41,7 +42,7 @@ def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
     exact = [each.float() for each in before]  # copies
     op.func(exact if targets is op.args[0] else exact[0], *_in_fp32(op.args[1:]), **_in_fp32(op.kwargs))
     for target, old, x in zip(targets, before, exact, strict=True):
-        _count(notes, op, target, old, few(target), x)
+        _count(notes, op, target, old, few(target), x, memory(target))
 
 
 def _out_of_place(notes: Notes, op: OpCall) -> None:
@@ -55,9 +56,11 @@ def _out_of_place(notes: Notes, op: OpCall) -> None:
         notes.add(op.out, scaled=(few(first).clone(), float(other), memory(first)))
     if op.out.dtype not in LOW or first.dtype not in LOW or op.out.shape != first.shape:
         return
-    is_replaced = not op.out.dim() or op.name == "lerp" or (op.name != "mul" and memory(first) in notes.leaves)
+    is_replaced = not op.out.dim() or op.name == "lerp" or first.requires_grad or op.is_in_forward
+    is_replaced |= 0 < abs(notes.facts(other).get("scaled", (None, 1.0))[1]) < 0.5
     if is_replaced and memory(first) not in notes.born:
-        _count(notes, op, first, few(first), few(op.out), op.func(*_in_fp32(op.args), **_in_fp32(op.kwargs)))
+        exact = op.func(*_in_fp32(op.args), **_in_fp32(op.kwargs))
+        _count(notes, op, first, few(first), few(op.out), exact, memory(first), memory(op.out))
     elif op.name == "add" and isinstance(other, Tensor):
         for product, rest in ((first, other), (other, first)):
             _average(notes, op, product, rest)
@@ -71,29 +74,35 @@ def _average(notes: Notes, op: OpCall, product: Tensor, rest: Tensor) -> None:
         return
     if average.shape == added.shape and where not in notes.born:
         exact = average.float() * d + added.float() * factor
-        _count(notes, op, op.out, average, few(op.out), exact)
+        _count(notes, op, op.out, average, few(op.out), exact, where, memory(op.out))
 
 
-def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> None:
+def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *places: int) -> None:
     ideal, real = exact.float() - old.float(), new.float() - old.float()
     if not bool(torch.isfinite(ideal).all()) or not bool(ideal.any()):
         return
-    kind = "by hand" if memory(target) in notes.leaves else "write"
     size = float(ideal.square().sum())
     numbers = {"dot": float((real * ideal).sum()) / size, "elements": target.numel(), "moves": int((ideal != 0).sum())}
     by_torch = op.is_called_from("swa_utils.py")
-    notes.note(kind, op, dtype_name(target.dtype), **numbers, tensors=1, by_torch=by_torch)
+    spot = notes.note("write", op, dtype_name(target.dtype), **numbers, tensors=1, by_torch=by_torch)
+    spot.places.update(places)
+
+
+def are_steps(notes: Notes) -> bool:
+    """Whether weights were seen that are FP32, or that the program itself updates."""
+    is_written = any(notes.are_weights(spot.places) for spot in notes.spots("write"))
+    return is_written or bool(notes.leaves) and not notes.leaves.keys() & LOW
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
     lines: dict[str, list[Spot]] = {}
-    for spot in notes.spots("write", "by hand"):
+    for spot in notes.spots("write"):
         lines.setdefault(spot.where, []).append(spot)
     for where, spots in lines.items():
         worst = min(spots, key=_kept)
         numbers, op, kept = worst.numbers, worst.name, max(_kept(worst), 0)
         move = f"{percent(min(kept, 1))} of the way that it moves a float32 copy"
-        if worst.kind == "by hand":
+        if notes.are_weights(worst.places):
             if kept < LIMIT:
                 said = f"{op} moves weights in {worst.said}, which no torch optimizer steps, {move}"
                 do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
@@ -103,7 +112,7 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
             said = f"{op} moves a number in {worst.said} {move}: a rate, a scale or a running sum that stands still"
             do = "keep it in a Python float, or in float32"
             yield Problem("running value", True, said, do, where, (), (op,), 0.4)
-        elif kept < _LOST and numbers["moves"] >= 8:
+        elif kept < _LOST and (numbers["moves"] >= 8 or not numbers["dot"]):
             of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
             said = f"{op} moves a tensor in {worst.said}{of_torch} {move}: an average or a count that stands still"
             do = "make it in float32: average = p.detach().float().clone(), then average.lerp_(p.float(), 1 - decay)"
