@@ -129,6 +129,11 @@ class DispatchWatch(TorchDispatchMode):
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
     is_open = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile while it is open, as it does without."""
+        return True
+
     def open(self) -> None:
         if not self.is_open:
             self.__enter__()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from hmpx import conversion
 from hmpx.insight.doctor.diagnosis import Diagnosis
@@ -27,8 +28,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "run an unmodified script and say what is wrong with its precision",
         "Run the first steps of a script as it is, without a recipe and with the bits that it has without this, and\n"
         "print what is wrong with its precision to standard error, the worst first: the evidence, the line or the\n"
-        "parameter, and the one thing to do. The script ends after --steps steps of an optimizer. The exit status is\n"
-        "1 if something is wrong. Of many ranks, the first prints.",
+        "parameter, and the one thing to do. The script ends after --steps steps of an optimizer; its `finally` blocks\n"
+        "run, and may save a checkpoint. The exit status is 0 if nothing is wrong, 1 if something is, and 2 if nothing\n"
+        "is in what could be looked at, but something could not. Of many ranks, the first prints.",
         "train.py\n--steps 200 -m package.train --lr 0.1\n--fix recipe.yaml train.py\n--recipe recipe.yaml train.py",
     )
     command.add_argument(
@@ -46,7 +48,8 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    outputs = {kind: of_rank(path) for kind in ("html", "json", "fix") if (path := getattr(options, kind))}
+    outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
+    outputs |= {"fix": Path(options.fix).absolute()} if options.fix else {}  # which the first rank writes
     for kind, path in outputs.items():
         check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
@@ -68,7 +71,7 @@ def _doctor(options: argparse.Namespace) -> int:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         _show(found, outputs, started)
-    return status or int(found.wrong and is_first_rank())
+    return status or (found.status if is_first_rank() else 0)
 
 
 def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
@@ -76,7 +79,7 @@ def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
     written = []
     for kind, path in outputs.items():
         if kind == "fix" and found.recipe is None:
-            written.append("hmpx: no recipe answers these findings, so none was written: edit the lines that they name")
+            written.append(f"hmpx: {found.unfixed}, so no recipe was written")
         elif kind != "fix" or is_first_rank():
             getattr(found, kind)(path)
             written.append(f"hmpx: wrote {path}")
@@ -85,4 +88,4 @@ def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
         if started:
             names = ", ".join(f"{name} ({number})" for name, number in started.items())
             written.append(f"hmpx: the script started processes, which were not looked at: {names}")
-        print("", found, *written, sep="\n", file=sys.stderr)
+        print("", *written, found, sep="\n", file=sys.stderr)

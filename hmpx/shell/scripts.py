@@ -105,7 +105,7 @@ def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
     return recipe, f"{said} is recipe {_RECIPES[deciding]}{settings}"
 
 
-_OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # options that a script rarely has
+_OWN = ("--recipe", "--list", "--set", "--fix", *(f"--{side}" for side in SIDES))  # options that a script rarely has
 
 
 def behind(options: argparse.Namespace) -> list[str]:

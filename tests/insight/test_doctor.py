@@ -53,7 +53,7 @@ def test_bytes_of_the_mend_stand_beside_those_of_today():
     """By hand: weight, gradient and two tensors of state; 2 bytes each today, and 4 for the state in FP32."""
     with hmpx.doctor() as found:
         next(train for name, train in PLANTED.items() if name.endswith("bf16_weights_under_fused_adamw"))(True)
-    assert "12 bytes a parameter for 8 today" in found.findings[0].do
+    assert "12 bytes per parameter instead of 8" in found.findings[0].do
 
 
 def norm(x):

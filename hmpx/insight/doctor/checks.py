@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, some
-from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
 from hmpx.insight.unchosen import MIXING, unchosen
@@ -20,6 +20,7 @@ from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
+_MANY = 64  # so many integers are not even by chance
 _HUGE = 1e4  # a larger constant was meant to be out of reach
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
@@ -55,10 +56,8 @@ def _low(op: OpCall, notes: Notes) -> str | None:
 
 
 def _loss(op: OpCall, notes: Notes) -> str | None:
-    """A loss function in low precision, or `backward()` of a scalar in it, which begins with a gradient of 1."""
-    if op.name == "ones_like":
-        return "" if not op.out.dim() and op.out.dtype in LOW and op.is_called_from("_make_grads") else None
-    return _low(op, notes)
+    """A loss function in low precision; `Notes.loss` sees the backward passes that begin with one."""
+    return _low(op, notes) if any(each.requires_grad for each in op.given) else None
 
 
 def _cumulative(op: OpCall, notes: Notes) -> str | None:
@@ -81,26 +80,39 @@ def _probabilities(op: OpCall, notes: Notes) -> str | None:
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, notes)
 
 
-def _integers(op: OpCall, notes: Notes) -> str | None:
-    """Integers that became others in low precision. Floating numbers count if they are many, whole, and not all one."""
+def _positions(op: OpCall, notes: Notes) -> str | None:
+    """Numbers that count up by one, as far as low precision can: behind that, neighbours are the same."""
     out = op.out
-    if out.dtype not in LOW or out.numel() < 2:
+    if out.dtype not in LOW or out.numel() <= _EXACT[out.dtype]:
         return None
-    exact = op.func(*op.args, **{**op.kwargs, "dtype": torch.float64}) if op.name == "arange" else op.args[0]
-    if exact.dtype in LOW or exact.dtype is torch.bool or exact.dtype.is_complex:
+    row = (out.reshape(-1, out.shape[-1])[0] if out.shape[-1] > 1 else out.reshape(-1)).double()
+    steps, least = row.diff(), _EXACT[out.dtype]
+    exact = row[1:] < least
+    if not exact.any() or bool((steps[exact] != 1).any()) or bool((steps < 0).any()) or not bool((steps == 0).any()):
         return None
-    if op.name != "arange" and exact.dtype.is_floating_point:
-        few = exact.reshape(-1)[:64]
-        if out.numel() <= 64 or bool((few != few.round()).any()) or bool((few == few[0]).all()):
-            return None
-        if bool((exact != exact.round()).any()) or not bool(torch.isfinite(exact).all()):
-            return None
-    exact = exact.to(out.device, torch.float64)
-    changed = exact != out.double()
-    if not bool(changed.any()):
+    return f"{int((steps == 0).sum())} of {row.numel()} up to {float(row[-1]):.0f} are the same as the one before"
+
+
+def _angles(op: OpCall, notes: Notes) -> str | None:
+    """Angles that are farther apart than a turn takes."""
+    angles = op.given[0]
+    largest = float(angles.abs().max()) if angles.dtype in LOW and angles.numel() > 1 else 0.0
+    least = 256  # where BF16 numbers are 2 apart
+    if not least < largest < math.inf:
         return None
-    first, became = float(exact[changed].flatten()[0]), float(out[changed].flatten()[0])
-    return f"{int(changed.sum())} of {out.numel()} integers change, {first:.0f} becomes {became:.0f}"
+    apart = largest * torch.finfo(angles.dtype).eps
+    return f"up to {largest:.0f}, where its numbers are {apart:.1g} apart" if apart > 0.5 else None
+
+
+def _indices(op: OpCall, notes: Notes) -> str | None:
+    """Integers of numbers that came through low precision, and so miss every other one."""
+    given = op.given[0]
+    if given.numel() < 2:
+        return None
+    above = given[given.abs() > _EXACT.get(given.dtype, _EXACT[torch.bfloat16])]
+    if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
+        return None
+    return f"up to {float(above.abs().max()):.0f}, of which every other one or more never occurs" if above.numel() else None
 
 
 def _mask(op: OpCall, notes: Notes) -> str | None:
@@ -120,7 +132,7 @@ def _unchosen(op: OpCall, notes: Notes) -> str | None:
 
 
 _LOSSES = "_log_softmax nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss "
-_LOSSES += "binary_cross_entropy_with_logits _ctc_loss kl_div multi_margin_loss ones_like"
+_LOSSES += "binary_cross_entropy_with_logits _ctc_loss kl_div multi_margin_loss"
 _CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _MOMENTS = ("mean", "mul", "pow", "square", "sub")
 CHECKS = [
@@ -154,7 +166,15 @@ CHECKS = [
     Check(
         "integers", True, "positions or indices in low precision",
         "keep positions in an integer dtype or float32, outside of autocast, until they are embedded",
-        0.65, _CASTS, _integers, "place",
+        0.65, (*_CASTS, "range", "linspace", "lift_fresh", "copy_"), _positions, "place",
+    ),
+    Check(
+        "angles", True, "sine or cosine of angles in low precision",
+        "multiply positions and frequencies in float32, and cast the result of sin and cos", 0.66, ("sin", "cos"), _angles,
+    ),
+    Check(
+        "indices", True, "integers are made of numbers in low precision",
+        "draw and multiply them in float32 or as integers: torch.randint, x.float()", 0.66, ("_to_copy",), _indices,
     ),
     Check(
         "mask", True, "a finite mask value becomes -inf in low precision, and a row in which all is masked NaN",
@@ -168,16 +188,20 @@ CHECKS = [
 ]  # fmt: skip
 
 
+_OF_SETUP = ("integers", "angles")  # tables that the model is made with
 _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in CHECKS for name in each.ops}
 
 
 def look_at_op(notes: Notes, op: OpCall) -> None:
-    """Look at one op of the forward pass by the table."""
-    if op.stage != "forward" or not op.results or op.before is not None:
+    """Look at one op of the forward pass by the table; while the model is made, at positions alone."""
+    is_index = not op.results and op.name == "_to_copy" and op.kwargs.get("dtype") is not torch.bool
+    if op.stage not in ("forward", "set up") or op.before is not None or not (op.results or is_index):
         return
-    if moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else ""):
+    if op.results and (moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else "")):
         notes.add(op.out, moment=moment)
     for check in _CHECKS_OF.get(op.name, ()):
+        if is_index != (check.evidence is _indices) or (op.stage != "forward" and check.kind not in _OF_SETUP):
+            continue
         said = check.evidence(op, notes)
         if said is not None and not op.is_beside:
             spot = notes.note(check.kind, op, said)
@@ -229,7 +253,7 @@ def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     """Return one problem for all lines of a kind."""
-    named = [spot for spot in spots if spot.op != "ones_like"]
+    named = [spot for spot in spots if spot.op != BACKWARD]
     ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class Diagnosis(Report):
         findings: a `Problem` for each thing that was found: `kind`, `wrong`, `said`, `do`, `where`, `names`, `ops`.
         wrong: whether one of them harms the training; the others are notes.
         looked: what was looked at, in words: how many steps, which of them for what, which optimizers.
+        not_checked: what could not be looked at, and why.
         recipe: the smallest `hmpx.Recipe` that answers the findings; None if none does. reasons: by key of the
             recipe, why. recipe_text: the recipe as a file, with the reasons as comments.
 
@@ -93,6 +94,7 @@ class Diagnosis(Report):
 
     findings: list[Problem] = field(default_factory=list)
     looked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
     recipe: Recipe | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     recipe_text: str = ""
@@ -102,6 +104,12 @@ class Diagnosis(Report):
         """Return whether something harms the training."""
         return any(each.wrong for each in self.findings)
 
+    @property
+    def status(self) -> int:
+        """The exit status of the command: 1 if something is wrong; 2 if nothing is in what could be looked at, but
+        something could not; 0 if nothing is."""
+        return 1 if self.wrong else 2 if self.not_checked else 0
+
     def __str__(self) -> str:
         width = min(terminal_width(), 120)
         lines = [*self.looked, ""]
@@ -109,9 +117,12 @@ class Diagnosis(Report):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
             if [each.to_do] != [later.to_do for later in self.findings[i + 1 : i + 2]]:  # say it once, below the last
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
+        for each in self.not_checked:
+            lines += textwrap.wrap(f"not checked: {each}", width, subsequent_indent=" " * 7)
         wrong = sum(each.wrong for each in self.findings)
         notes = len(self.findings) - wrong
-        verdict = f"{number(wrong, 'thing')} wrong" if wrong else "nothing wrong was found"
+        limits = " in what was looked at, and not all could be" if self.not_checked else " was found"
+        verdict = f"{number(wrong, 'thing')} wrong" if wrong else f"nothing wrong{limits}"
         return "\n".join([*lines, verdict + (f", {number(notes, 'note')}" if notes else "")])
 
     def as_json(self) -> dict[str, Any]:
@@ -120,9 +131,15 @@ class Diagnosis(Report):
             "schema": SCHEMA,
             "wrong": self.wrong,
             "looked": self.looked,
+            "not_checked": self.not_checked,
             "findings": [each.as_json() for each in self.findings],
             "recipe": self.recipe_text,
         }
+
+    @property
+    def unfixed(self) -> str:
+        """Why there is no recipe."""
+        return "no recipe answers these findings: follow each finding's do" if self.findings else "nothing to fix"
 
     def _page(self) -> str:
         return filled(str(__package__), "doctor", str(self), self.as_json())
@@ -134,9 +151,19 @@ class Diagnosis(Report):
             HmpxError: no recipe answers them.
         """
         if self.recipe is None:
-            told = "; what to do instead stands with each" if self.findings else ", and nothing was found"
-            raise HmpxError(f"no recipe answers these findings{told}")
+            raise HmpxError(self.unfixed)
         Path(path).write_text(self.recipe_text, encoding="utf-8")
+
+
+def merged(problems: Iterable[Problem]) -> list[Problem]:
+    """Return one problem for a kind and a line; of several, the one that weighs most, with the names of all."""
+    found: dict[tuple[str, str], Problem] = {}
+    for each in problems:
+        key = (each.kind, each.where or each.said)
+        before = found.get(key, each)
+        most = max(before, each, key=lambda one: (one.wrong, one.weight))
+        found[key] = replace(most, names=tuple(dict.fromkeys((*most.names, *before.names, *each.names))))
+    return [*found.values()]
 
 
 def percent(share: float) -> str:

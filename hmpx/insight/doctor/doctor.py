@@ -1,8 +1,8 @@
 """`doctor`: a region in which a training is looked at as it is.
 
-Hooks around the optimizer's steps look at updates and gradients in some steps, and open an `OpWatch` for one iteration
-now and then. Nothing is converted, nothing of torch is patched but `GradScaler.step`, and no random number is drawn, so
-the training has the bits that it has without.
+Hooks around the optimizer's steps let FP32 copies step along in some steps, and open an `OpWatch` for one iteration now
+and then. Nothing is converted, nothing of torch is patched but `backward` and `GradScaler.step`, and no random number is
+drawn, so the training has the bits that it has without.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor import checks, followed, gradients
-from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.doctor import checks, followed, gradients, writes
+from hmpx.insight.doctor.diagnosis import Diagnosis, merged
+from hmpx.insight.doctor.findings import of_steps, unchecked_of
 from hmpx.insight.doctor.fix import Base, Script, recipe_for
 from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
+from hmpx.insight.tensors import LOW
+from hmpx.insight.text_table import number, short_place
 from hmpx.ops.wrapping.callers import frames, users_line
 from hmpx.recipes.module_patterns import module_names
-from hmpx.updates.stepping.names import names_in, parameters
+from hmpx.updates.stepping.names import inside_zero, names_in, parameters
+from hmpx.updates.stepping.step_call import StepCall
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -46,7 +50,7 @@ _FOLLOWED = (
     (checks.look_at_op, checks.of_ops),
     (checks.look_for_nonfinite, checks.of_nonfinite),
     (followed.look_at_casts, followed.of_casts),
-    (followed.look_at_writes, followed.of_writes),
+    (writes.look_at_writes, writes.of_writes),
     (followed.look_at_products, followed.of_products),
     (gradients.look_at_scale, gradients.of_scale),
 )
@@ -72,21 +76,29 @@ class Examination:
         self._modules: set[str] = set()  # names of theirs
         self._iterations = 0
         self._watched: list[int] = []  # iterations whose ops were looked at
+        self._is_due = False  # to look at ops, as soon as no backward pass runs
+        self._running: FrameType | None = None  # of the step that runs
+        self._last_hook: Any = None  # behind the hooks that the program has put around the step
+        self._elsewhere = False  # whether another thread has stepped
         self._thread = threading.get_ident()
         self._began = self._last = perf_counter()
         self._took = 0.0  # looking at ops
         self._plain = 0.0  # the shortest iteration in which nobody looked
         self._compiled = _frames_compiled()  # before
+        self._changes = Changes()
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Look at what runs inside."""
-        changes = Changes()
+        changes = self._changes
         try:
             changes.callback(self._watch.close)
             changes.callback(register_optimizer_step_pre_hook(self._before).remove)
             changes.callback(register_optimizer_step_post_hook(self._after).remove)
             changes.callback(register_module_forward_pre_hook(self._model_is_made).remove)
+            changes.callback(lambda: self._last_hook and self._last_hook.remove())
+            backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
+            changes.put(backward, self._backward(torch.autograd.backward))
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             changes.put(place, self._scaled(torch.amp.GradScaler.step))
             self._watch.look_at(math.inf, setting_up=1 not in self._at)
@@ -102,10 +114,39 @@ class Examination:
     def _steps_done(self) -> int:
         return sum(each.steps for each in self._optimizers.values())
 
+    @property
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
     def _model_is_made(self, *_: Any) -> None:
         """A forward pass or a step begins."""
-        if self._watch.setting_up and threading.get_ident() == self._thread:
+        if self._watch.setting_up and self._is_here:
             self._watch.close()
+        self._look_if_due()
+
+    def _look_if_due(self) -> None:
+        # Modes that are opened in a backward pass are gone at its end; compiled code would run under a mode.
+        if self._is_due and self._is_here and torch._C._current_graph_task_id() == -1 and not self._compiles:
+            self._is_due = False
+            self._watch.look_at(_ITERATION)
+
+    def _backward(self, backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._is_here:
+                seeded = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
+                losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                with aside(self._trouble):
+                    if seeded is None:
+                        self._notes.loss([each.dtype for each in losses], sys._getframe(1))
+                # Updates by hand come after a backward pass, and before the next one.
+                if not self._optimizers and torch._C._current_graph_task_id() == -1:
+                    self._iterated()
+                    if self._steps is not None and self._iterations > self._steps and writes.are_steps(self._notes):
+                        self._end()
+            backward(tensors, grad_tensors, *args, **kwargs)
+
+        return begins
 
     def _scaled(self, step: Callable) -> Callable:
         @functools.wraps(step)
@@ -117,20 +158,54 @@ class Examination:
                 self._notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
                 self._notes.scale = scaler.get_scale()
             if is_skipped and self._steps is not None and len(self._notes.skipped) >= self._steps:
-                raise Enough
+                self._end()
             return result
 
         return scaled
 
-    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if threading.get_ident() != self._thread:
-            return
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
+        """A step begins. Return its arguments, if one is a closure, which makes the gradients."""
+        self._elsewhere |= not self._is_here
+        caller = sys._getframe(1)
+        is_inside = self._running is not None and any(each is self._running for each in frames(caller))
+        if not self._is_here or is_inside or inside_zero(optimizer) is not None:
+            return None
+        self._running = caller
         self._model_is_made()
+        self._watch.stepping = True
         with aside(self._trouble):
             if id(optimizer) not in self._optimizers:
-                self._first_step(optimizer, sys._getframe(1))
-            self._optimizers[id(optimizer)].begin()
-        self._watch.stepping = not args and not kwargs  # without a closure, in which a forward pass would run
+                if not self._optimizers:
+                    self._iterations = 0  # which were backward passes
+                self._first_step(optimizer, caller)
+        seen = self._optimizers[id(optimizer)]
+        call = StepCall(optimizer, type(optimizer).step, args[1:], kwargs).with_functions(
+            functools.partial(self._evaluated, seen)
+        )
+        if call.closure is not None:
+            seen.evaluations = 0
+            return (optimizer, *call.args), dict(call.kwargs)
+        if self._last_hook is not None:
+            self._last_hook.remove()
+        self._last_hook = optimizer.register_step_pre_hook(lambda *_: self._begin(seen))
+        return None
+
+    def _begin(self, seen: SteppedOptimizer) -> None:
+        """The gradients of a step are there."""
+        with self._watch.paused(), aside(self._trouble, is_whole=True):
+            seen.begin()
+
+    def _evaluated(self, seen: SteppedOptimizer, closure: Callable) -> Callable:
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            self._watch.stepping = False
+            result = closure(*args, **kwargs)
+            self._watch.stepping = True
+            seen.evaluations += 1
+            if seen.evaluations == 1:
+                self._begin(seen)
+            return result
+
+        return evaluated
 
     def _first_step(self, optimizer: Optimizer, caller: FrameType) -> None:
         params = parameters(optimizer)
@@ -144,16 +219,16 @@ class Examination:
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         seen = self._optimizers.get(id(optimizer))
-        if threading.get_ident() != self._thread or seen is None:
+        if not self._is_here or seen is None or self._running is not sys._getframe(1):
             return
-        self._watch.stepping = False
-        with aside(self._trouble):
+        self._watch.stepping, self._running = False, None
+        with self._watch.paused(), aside(self._trouble, is_whole=True):
             seen.end()
-            self._sums.stepped(parameters(optimizer))
+            self._sums.stepped()
         if seen is next(iter(self._optimizers.values())):
             self._iterated()
         if self._steps is not None and seen.steps >= self._steps:
-            raise Enough
+            self._end()
 
     def _iterated(self) -> None:
         """The first optimizer has stepped: an iteration is over, and the next one begins."""
@@ -166,31 +241,39 @@ class Examination:
             self._watch.close()
         elif self._iterations > 1:
             self._plain = min(self._plain or took, took)
-        number = self._iterations + 1
+        next_one = self._iterations + 1
         is_affordable = self._took <= _SHARE * (now - self._began)
-        is_due = number in self._at or number == 3 or (number % 10 == 0 and is_affordable)
-        if is_due and not self._compiles:  # compiled code would run under a mode
-            self._watch.look_at(_ITERATION)
+        self._is_due = next_one in self._at or next_one == 3 or (next_one % 10 == 0 and is_affordable)
+        self._look_if_due()
 
     @property
     def _compiles(self) -> bool:
         """Whether torch.compile has compiled anything meanwhile."""
         return _frames_compiled() > self._compiled
 
+    def _end(self) -> None:
+        """End the script, whose `finally` blocks run: whoever saves something in them is told so."""
+        told: list[str] = []
+        for owner, name in ((torch, "save"), (torch.nn.Module, "state_dict")):
+            place = f"{'torch' if owner is torch else 'torch.nn.Module'}.{name}"
+            self._changes.put(Attribute(owner, name, place), _told_once(getattr(owner, name), place, told))
+        raise Enough
+
     def finish(self, found: Diagnosis) -> None:
         """Write what was found into `found`."""
-        with aside(self._trouble):
+        with aside(self._trouble, is_whole=True):
             self._replicas.note("last", self._trained)
-        numbered = enumerate(self._trained)
-        names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in numbered}
+            for each in self._optimizers.values():
+                each.close()
+        every = dict.fromkeys(self._trained)
+        names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(every)}
         problems = [problem for findings in self._findings for problem in findings(self._notes, names)]
-        problems += [problem for each in self._optimizers.values() for problem in each.problems(names)]
-        problems += self._replicas.problems(names)
-        found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
+        problems += [*of_steps([*self._optimizers.values()], names), *self._replicas.problems(names)]
+        found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
         script = Script(self._trained, self._names, self._modules, followed.are_products_low_by_hand(self._notes))
         with aside(self._trouble):
-            found.recipe, found.reasons, found.recipe_text = recipe_for(problems, script, self._base)
-        found.looked[:] = self._looked()
+            found.recipe, found.reasons, found.recipe_text = recipe_for(found.findings, script, self._base)
+        found.looked[:], found.not_checked[:] = self._looked(), self._not_checked()
 
     def _looked(self) -> list[str]:
         seen = self._optimizers.values()
@@ -200,13 +283,40 @@ class Examination:
             dtypes[dtype_name(p.dtype)] += p.numel()
         held = " and ".join(f"{count:,} in {name}" for name, count in dtypes.items())
         steps = max((each.steps for each in seen), default=0)
-        samples = max((each.samples for each in seen), default=0)
-        ops = f"at ops in iterations {', '.join(map(str, self._watched))}" if self._watched else "at no ops"
-        lines = [f"{steps} steps of {classes}; parameters: {held}" if steps else "no optimizer has stepped"]
-        lines += [f"looked at updates in {samples} of them (1, 2, 4, 7, 11 and so on), {ops}"] if steps else []
+        looked = max((each.looked for each in seen), default=0)
+        lines = [f"{number(steps, 'step')} of {classes}; parameters: {held}"] if steps else []
+        lines += [f"beside {number(looked, 'step')} of them, float32 copies took the same step"] if looked else []
+        if self._watched:
+            lines += [f"looked at ops in iterations {', '.join(map(str, self._watched[:9]))}"]
+            lines[-1] += " and so on" if len(self._watched) > 9 else ""
+        return lines or ["nothing was looked at"]
+
+    def _not_checked(self) -> list[str]:
+        reasons = []
+        if self._elsewhere:
+            reasons.append("steps that another thread took, such as that of a backward pass on a GPU")
+        if self._optimizers:
+            reasons += unchecked_of([*self._optimizers.values()])
+        elif not writes.are_steps(self._notes) and not self._elsewhere:
+            reasons.append("updates: no torch.optim.Optimizer has stepped")
         if self._compiles:
-            lines.append("compiled code hides its ops: set TORCH_COMPILE_DISABLE=1 to have them looked at")
-        return lines + [f"could not look at everything: {each}" for each in self._trouble[:1]]
+            reasons.append("ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at")
+        elif not self._watched:
+            reasons.append(f"ops: the script ended after {number(self._iterations, 'iteration')}, the third is looked at")
+        return reasons + [f"what raised when it was looked at: {each}" for each in self._trouble[:1]]
+
+
+def _told_once(function: Callable, name: str, told: list[str]) -> Callable:
+    @functools.wraps(function)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        if not told:
+            told.append(name)
+            where = short_place(users_line(sys._getframe(1)))
+            said = f"hmpx: doctor is ending the script, and {where} calls {name}: what it saves is of an early step"
+            print(said, file=sys.stderr)
+        return function(*args, **kwargs)
+
+    return telling
 
 
 def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
@@ -235,10 +345,10 @@ def _frames_compiled() -> int:
 def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.AbstractContextManager[Diagnosis]:
     """Look at a training as it is, and say what is wrong with its precision.
 
-    Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter. Ops are looked at in the third iteration, and in every tenth as long as that takes no more than a
-    tenth of the time. Nothing is converted, and the training has the bits that it has without. Compiled code hides its
-    ops. The thread that opens it is looked at, on each rank its own part.
+    Beside steps 2 to 9, 20 to 27, 40 to 47, 80 to 87 and so on, FP32 copies of weights in BF16 and FP16 take the same
+    steps. Ops are looked at in the third iteration, and in every tenth as long as that takes no more than a tenth of
+    the time. Nothing is converted, and the training has the bits that it has without. What could not be looked at is
+    told: compiled code hides its ops. The thread that opens it is looked at, on each rank its own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.
@@ -268,7 +378,7 @@ def examined(steps: int | None, at: Collection[int], base: Base | None = None) -
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
     if process_state.examined:
         raise HmpxError("hmpx.doctor is open already: read what it found, or close it first")
-    found, examination = Diagnosis(), Examination(steps, at, base)
+    found, examination = Diagnosis(not_checked=["all of it: the region is still open"]), Examination(steps, at, base)
     process_state.examined.append(examination)
     try:
         with examination.hooks():

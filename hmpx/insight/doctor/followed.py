@@ -1,4 +1,4 @@
-"""What takes several ops to see: casts in vain, lost writes, and where products ran."""
+"""What takes several ops to see: casts in vain, and where products ran."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
-from hmpx.insight.doctor.op_watch import FEW, VIEWS, Notes, OpCall, Spot, in_autocast
-from hmpx.insight.doctor.steps import sample
+from hmpx.insight.doctor.op_watch import VIEWS, Notes, OpCall, Spot, in_autocast
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.insight.text_table import number, short_place
 
@@ -121,100 +119,6 @@ class EarlyUpcasts:
             said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
             do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work "
             yield Problem("upcast", True, said, f"{do}in place", spot.where, which, weight=0.55)
-
-
-def look_at_writes(notes: Notes, op: OpCall) -> None:
-    """Follow tensors in low precision that are updated outside of the optimizer: averages, steps by hand, numbers.
-
-    A sample of such a tensor is updated in FP32, too. An update is lost if it moves the sample and not the tensor.
-    """
-    if op.stage != "forward":
-        return
-    if op.before is not None:
-        _in_place(notes, op, op.before)
-    elif op.name in ("add", "sub", "mul", "div"):
-        _out_of_place(notes, op)
-
-
-def _out_of_place(notes: Notes, op: OpCall) -> None:
-    first, other = (*op.args, None, None)[:2]
-    if not op.results or not isinstance(first, Tensor) or first.requires_grad or op.is_beside or op.is_in_forward:
-        return
-    if op.name == "mul" and isinstance(other, int | float):
-        notes.add(op.out, scaled=(weakref.ref(first), float(other)))
-    elif op.name == "add" and len(op.args) == 2 and op.out.dtype in LOW:
-        for product, rest in ((first, other), (other, first)):
-            _average(notes, op, product, rest)
-    if not op.out.dim() and op.out.dtype in LOW and first.dtype in LOW:
-        exact = op.func(*_few_in_fp32(op.args))
-        _count(notes, op, exact != first.float(), op.out == first, op.out)
-
-
-def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
-    targets = op.args[0] if isinstance(op.args[0], list | tuple) else [op.args[0]]
-    shapes = {t.shape for t in targets}
-    others = [t for t in tree_leaves((op.args, op.kwargs)) if isinstance(t, Tensor) and t.dim()]
-    made = any((t.requires_grad and not t.is_leaf) or t.grad_fn is not None for t in targets)
-    if made or not all(t.shape in shapes for t in others) or op.is_beside or op.is_in_forward:
-        return
-    exact = [each.float() for each in before]  # copies
-    op.func(exact if targets is op.args[0] else exact[0], *_few_in_fp32(op.args[1:]), **_few_in_fp32(op.kwargs))
-    for target, old, x in zip(targets, before, exact, strict=True):
-        _count(notes, op, (x != old.float()) & torch.isfinite(x), sample(target, FEW) == old, target)
-
-
-def _average(notes: Notes, op: OpCall, product: Any, rest: Any) -> None:
-    """Look at a sum of d x average and (1 - d) x something else."""
-    one, two = notes.facts(product).get("scaled"), notes.facts(rest).get("scaled")
-    average = one[0]() if one else None
-    if one is None or two is None or average is None or not 0.5 < one[1] < 1 or abs(one[1] + two[1] - 1) > 1e-6:
-        return
-    if average.shape != op.out.shape or average.dtype != op.out.dtype:
-        return
-    old, added = sample(average, FEW), sample(rest, FEW).float()
-    updated = (added - old.float() * two[1]).abs() > added.abs() / 64  # or else they are equal
-    _count(notes, op, updated, sample(op.out, FEW) == old, op.out)
-
-
-def _count(notes: Notes, op: OpCall, updated: Tensor, stayed: Tensor, target: Tensor) -> None:
-    numbers = {"updates": int(updated.sum()), "lost": int((updated & stayed).sum()), "elements": target.numel()}
-    by_torch = op.is_called_from("swa_utils.py")
-    notes.note("write", op, dtype_name(target.dtype), **numbers, tensors=1, by_torch=by_torch)
-
-
-def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
-    lines: dict[str, list[Spot]] = {}
-    for spot in notes.spots("write"):
-        lines.setdefault(spot.where, []).append(spot)
-    for where, spots in lines.items():
-        worst = max(spots, key=lambda spot: spot.numbers["lost"] / max(spot.numbers["updates"], 1))
-        numbers, op = worst.numbers, worst.name
-        updates, lost = numbers["updates"], numbers["lost"]
-        if lost <= 0.5 * updates:
-            continue
-        if numbers["elements"] == numbers["tensors"]:
-            said = f"{op} leaves a single number in {worst.said} as it is ({lost:.0f} of {updates:.0f} times): "
-            said += "a learning rate, a loss scale or a running sum that stands still"
-            do = "keep it in a Python float, or in float32"
-            yield Problem("running value", True, said, do, where, (), (op,), 0.4)
-        elif updates >= 8:
-            of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
-            said = f"{op} loses {percent(lost / updates)} of what it should add to a tensor in {worst.said}"
-            said += f"{of_torch}: an average (EMA) that does not move, or a step by hand that does nothing"
-            do = "keep the average in float32, or take torch.optim.swa_utils.AveragedModel under hmpx"
-            do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else do
-            recipe = {"weights": "stochastic"} if of_torch else {}
-            yield Problem("average of weights", True, said, do, where, (), (op,), 0.7, recipe)
-
-
-def _few_in_fp32(values: Any) -> Any:
-    """Return the arguments of an op with samples in FP32 in the place of tensors."""
-
-    def of(tensor: Tensor) -> Tensor:
-        few = sample(tensor, FEW) if tensor.dim() else tensor
-        return few.float() if few.dtype in LOW else few
-
-    return tree_map_only(Tensor, of, values)
 
 
 _PRODUCTS = frozenset(

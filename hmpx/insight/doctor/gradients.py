@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
-from hmpx.insight.doctor.op_watch import FEW, Notes, OpCall
-from hmpx.insight.doctor.steps import sample
+from hmpx.insight.doctor.op_watch import FEW, Notes, OpCall, few
+from hmpx.insight.doctor.twin import sample
 from hmpx.insight.tensors import LOW, Tensor
 
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
@@ -21,30 +21,28 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}  # by the place of a gradient
+        self._off: dict[int, tuple[float, float]] = {}  # squares: of what is off there, and of the sum
         self._added: Counter[int] = Counter()
-        self._error = self._size = 0.0  # sums of squares, of what is off and of the gradients
+        self._error = self._size = 0.0  # the same of all steps
         self._most = 0  # backward passes before a step
         self._dtype: torch.dtype | None = None
 
     def look(self, notes: Notes, op: OpCall) -> None:
         if op.name == "add_" and op.before and op.node and "AccumulateGrad" in op.node.name() and len(op.given) > 1:
-            key = op.given[0].data_ptr()
-            self._sums[key] = self._sums.get(key, op.before[0].float()) + sample(op.given[1], FEW).float()
+            grad, key = op.given[0], op.given[0].data_ptr()
+            now, more = few(grad).float(), few(op.given[1]).float()
+            total = self._sums[key] = self._sums.get(key, op.before[0].float()) + more
+            self._off[key] = float((now - total).square().sum()), float(total.square().sum())
+            self._dtype = grad.dtype
             self._added[key] += 1
 
-    def stepped(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Compare the gradients that a step has taken with the sums."""
-        for p in params:
-            if p.grad is None or p.grad.dtype not in LOW or p.grad.layout is not torch.strided:
-                continue
-            total = self._sums.get(p.grad.data_ptr())
-            if total is None:
-                continue
-            self._dtype = p.grad.dtype
-            self._most = max(self._most, self._added[p.grad.data_ptr()] + 1)
-            self._error += float((sample(p.grad, FEW).float() - total).square().sum())
-            self._size += float(total.square().sum())
+    def stepped(self) -> None:
+        """Count what the gradients of a step were off by, before they were clipped."""
+        self._most = max([self._most, *(1 + count for count in self._added.values())])
+        self._error += sum(error for error, _ in self._off.values())
+        self._size += sum(size for _, size in self._off.values())
         self._sums.clear()
+        self._off.clear()
         self._added.clear()
 
     def problems(self, notes: Notes, names: Names) -> Iterator[Problem]:

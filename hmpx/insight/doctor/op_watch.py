@@ -22,7 +22,7 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.insight.audit import DispatchWatch
-from hmpx.insight.doctor.steps import sample
+from hmpx.insight.doctor.twin import sample
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite
@@ -30,12 +30,14 @@ from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 from hmpx.ops.wrapping.observing import unobserved
 
+BACKWARD = "backward"
 FEW = 256  # elements of one tensor that are looked at
 VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
 )
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
 _WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
+_WRITES |= {"index_add_", "scatter_add_"}
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _node = torch._C._current_autograd_node
 
@@ -45,7 +47,8 @@ class Spot:
     """One line of the program at which one kind of thing was found.
 
     said: what was found there the first time. is_inside: whether `module` is not the outermost one. mended_by: what
-    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls.
+    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls. places: where the
+    memory of the tensors begins that it writes to.
     """
 
     kind: str
@@ -57,6 +60,7 @@ class Spot:
     mended_by: str = ""
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
+    places: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -71,10 +75,11 @@ class OpCall:
     Attributes:
         func: the op with its overload. name: without overload, as in "add_" or "_softmax".
         given, results: the floating tensors among its arguments and its results.
-        before: samples of the low-precision tensors that it writes to in place, from before; None if there are none.
+        before: copies, or samples, of the low-precision tensors that it writes to in place, from before; None if there
+            are none, or outside of a backward pass if they are of this iteration.
         frame: the innermost Python frame below torch's dispatcher.
         stage: "set up" before the first forward pass, "forward", "backward" or "step". node: of autograd, in a backward
-            pass.
+            pass. graphed: whether autograd looks on.
     """
 
     func: Any
@@ -87,6 +92,7 @@ class OpCall:
     frame: python_types.FrameType
     stage: str
     node: Any
+    graphed: bool
 
     @property
     def out(self) -> Tensor:
@@ -135,7 +141,9 @@ class Notes:
 
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
-        made_nan: whether an op has made a NaN of finite numbers.
+        made_nan: whether an op has made a NaN of finite numbers. born: where the memory of tensors in low precision
+            begins that are younger than the iteration, or gradients. leaves: the same of weights that ops have read,
+            by their dtype.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
     """
 
@@ -145,6 +153,8 @@ class Notes:
         self.names = ModuleNames()
         self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
         self.made_nan = False
+        self.born: set[int] = set()
+        self.leaves: dict[torch.dtype, set[int]] = {}
         self.skipped: list[bool] = []
         self.scale = 0.0
         self._spots: dict[tuple, Spot] = {}
@@ -152,17 +162,32 @@ class Notes:
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line; a line is kept once for a kind, an op and a module."""
-        user, module = users_frame(op.frame), next(modules(op.frame), None)
-        key = kind, op.name, user and user.f_code, user and user.f_lineno, module
+        return self.note_line(kind, op.name, op.frame, said, **numbers)
+
+    def note_line(
+        self, kind: str, op: str, frame: python_types.FrameType, said: str = "", **numbers: float
+    ) -> Spot:
+        """Count one call of the line that runs in a frame."""
+        user, module = users_frame(frame), next(modules(frame), None)
+        key = kind, op, user and user.f_code, user and user.f_lineno, module
         spot = self._spots.get(key)
         if spot is None:
             where = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
-            name = self.names.of_module(module, op.frame)
-            spot = Spot(kind, op.name, where, name, name not in ("", type(module).__name__), said)
+            name = self.names.of_module(module, frame)
+            spot = Spot(kind, op, where, name, name not in ("", type(module).__name__), said)
             self._spots[key] = spot
         spot.calls += 1
         spot.numbers.update(numbers)
         return spot
+
+    def loss(self, dtypes: Sequence[torch.dtype], frame: python_types.FrameType) -> None:
+        """Note a backward pass that begins with scalars of these dtypes, each with a gradient of 1."""
+        if any(dtype in LOW for dtype in dtypes):
+            self.note_line("loss", BACKWARD, frame)
+
+    def are_weights(self, places: set[int]) -> bool:
+        """Whether the memory that begins at one of these places holds weights."""
+        return any(places & known for known in self.leaves.values())
 
     def spots(self, *kinds: str) -> list[Spot]:
         """Return the lines of some kinds, in the order in which they were found."""
@@ -182,6 +207,7 @@ class Notes:
     def forget_facts(self) -> None:
         self._facts.clear()
         self.last_cast = None
+        self.born.clear()
 
 
 class OpWatch(DispatchWatch):
@@ -202,6 +228,15 @@ class OpWatch(DispatchWatch):
         self._left, self.setting_up = most, setting_up
         self.open()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at nothing that runs inside."""
+        left, self._left = self._left, 0
+        try:
+            yield
+        finally:
+            self._left = left
+
     def close(self) -> None:
         """Look at no more; below a mode that was opened since, this one waits."""
         self._left, self.setting_up = 0, False
@@ -216,10 +251,10 @@ class OpWatch(DispatchWatch):
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
-        before = None
+        before, graphed = None, torch.is_grad_enabled()
         if name in _WRITES and not self.setting_up and not self.stepping:
             with aside(self._trouble):
-                before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
+                before = self._before(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
         with aside(self._trouble):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
@@ -227,8 +262,26 @@ class OpWatch(DispatchWatch):
                 node = _node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
-                self._look(OpCall(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
+                self._trace(name, stage, given if graphed and name != "detach" else [], results)
+                frame = sys._getframe(1)
+                self._look(OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed))
         return result
+
+    def _before(self, targets: Sequence[Any]) -> list[Tensor] | None:
+        """Keep what an op is about to write to: gradients, and what lives on between iterations, in low precision."""
+        if not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
+            return None
+        if not targets or (_node() is None and any(memory(t) in self._notes.born for t in targets)):
+            return None
+        return [few(t).clone() for t in targets]
+
+    def _trace(self, name: str, stage: str, given: list[Tensor], results: list[Tensor]) -> None:
+        """Note which memory is of this iteration, and which holds weights. given: what autograd looks at."""
+        if name not in VIEWS and not (name.endswith("_") and stage != "backward"):  # which writes to gradients
+            self._notes.born.update(memory(t) for t in results if t.dtype in LOW)
+        for t in given:
+            if t.requires_grad and t.is_leaf:
+                self._notes.leaves.setdefault(t.dtype, set()).add(memory(t))
 
     def _look(self, op: OpCall) -> None:
         if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):
@@ -245,19 +298,26 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _samples(targets: Sequence[Any]) -> list[Tensor] | None:
-    """Keep samples of the tensors that an op is about to write to; None unless all are in low precision."""
-    if not targets or not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() for t in targets):
-        return None
-    return [sample(t, FEW).clone() for t in targets]
+def memory(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins, which it shares with its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def few(tensor: Tensor) -> Tensor:
+    """Return a small tensor as it is, and else a sample."""
+    return tensor.detach() if tensor.numel() <= FEW else sample(tensor, FEW)
 
 
 @contextlib.contextmanager
-def aside(trouble: list[str]) -> Iterator[None]:
-    """Compute for the doctor alone: no op in here is looked at or cast, and what fails harms nobody and is told."""
+def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
+    """Compute for the doctor alone: no op in here is looked at or cast, and what fails harms nobody and is told.
+
+    is_whole: whether classes of tensors have their own ops in here; an `OpWatch` is to be paused then.
+    """
     uncast = unobserved() if process_state.converted else contextlib.nullcontext()
+    hidden = contextlib.nullcontext() if is_whole else torch._C._DisableTorchDispatch()
     try:
-        with torch.no_grad(), torch._C._DisableTorchDispatch(), uncast:
+        with torch.no_grad(), hidden, uncast:
             yield
     except Exception as error:  # of a kind of tensor that nobody has thought of
         if not trouble:

@@ -1,261 +1,264 @@
-"""What becomes of the updates of weights in BF16 and FP16 that a plain optimizer steps.
+"""What becomes of the updates of weights in BF16 and FP16: how far they move, beside FP32 copies of them.
 
-In some steps, a sample of each parameter is stepped again by the optimizer's own code: in FP32, and in the dtype of the
-weights. An update is lost if it moves the FP32 sample and not the weight, as `Attachment.updates()` counts it. The same
-step without weight decay, and one with a gradient of zeros, tell what becomes of the decay and of the state.
-
-An optimizer that treats each element by itself does the same to a sample as to the whole, so one parameter that is put
-together of samples of many stands for all of them.
+In windows of some steps, early and late, the optimizer's own code steps FP32 copies with the gradients of the script.
+*kept* is <movement of the weights, movement of the copies> / <movement of the copies, movement of the copies>: 1 where
+the weights move as FP32 weights would, 0 where they stay. It judges every way to hold and to round weights.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hmpx.base import region_state
-from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
+from hmpx.insight.doctor.twin import NotChecked, Twin, sample, samples, twins_of
 from hmpx.insight.tensors import LOW
-from hmpx.recipes.recipe import Recipe
-from hmpx.updates.lost_updates import THRESHOLD
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.step_hooks import own_step
 from hmpx.updates.stepping.names import parameters
-from hmpx.updates.stepping.optimizer_scope import scope_of
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-Values = dict[str, Any]  # of a parameter: a sample of its weight, under the key "", and of its state
 
-_MOST = 1024  # elements of one tensor that are looked at
-_FAITHFUL = 0.9  # of a sample: at least so many come out as in the step when it is taken again in low precision
-_LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_SR = "hmpx.attach(optimizer) (steps and state in FP32, stochastic rounding{}; see tune_weights too)"
-_WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does{}"
+_LENGTH = 8  # steps of a window
 
 
-def is_sampled(step: int) -> bool:
-    """Whether updates are looked at in a step, counted from 1: in 1, 2, 4, 7, 11, 16, 22, ..."""
-    root = int((2 * (step - 1)) ** 0.5)
-    return any(each * (each + 1) // 2 == step - 1 for each in (root - 1, root, root + 1))
+def window_of(step: int) -> int:
+    """Return the first step of the window that a step, counted from 1, is in; 0 for none.
+
+    Windows begin at 2, 20, 40, 80, 160 and so on: a warm-up hides what is lost, a rate that has fallen makes it.
+    """
+    start = 2 if step < 20 else 20
+    while start > 2 and 2 * start <= step:
+        start *= 2
+    return start if start <= step < start + _LENGTH else 0
 
 
-def sample(tensor: Tensor, most: int = _MOST) -> Tensor:
-    """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
-    flat = local(tensor.detach()).reshape(-1)
-    step = -(-flat.numel() // most)
-    return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
+class Moves:
+    """Sums over elements, steps and windows of how weights have moved and how their FP32 copies have.
+
+    Attributes:
+        dot, size: <weights, copies> and <copies, copies>. noise: the variance of `dot`, if weights were rounded
+        stochastically. moves: the number of elements that would then have moved. moved: those that did. updates: of
+        copies. lost: those of them that left the weight as it was. elements: that were looked at.
+    """
+
+    def __init__(self, *sums: float) -> None:
+        names = ("dot", "size", "noise", "moves", "moved", "updates", "lost", "elements")
+        self.dot, self.size, self.noise, self.moves, self.moved, self.updates, self.lost, self.elements = (
+            sums or (0.0,) * len(names)
+        )
+
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def kept(self) -> float:
+        return self.dot / self.size if self.size else 1.0
+
+    @property
+    def error(self) -> float:
+        """What `kept` may be off by, by accident of rounding: three standard deviations."""
+        return 3 * self.noise**0.5 / self.size if self.size else 0.0
+
+    def is_below(self, limit: float) -> bool:
+        """Whether the weights have kept less than this, beyond accident."""
+        if not self.moved and self.moves > 8:  # e^-8
+            return True
+        return self.kept + self.error < limit
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it can be told at all."""
+        return self.error < 0.5 or self.moves > 8
 
 
-def _sampled(p: Parameter, state: Mapping[str, Any]) -> Values:
-    shaped = {key for key, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and key != "step"}
-    own = {"": sample(p), **{key: sample(v) if key in shaped else v for key, v in state.items()}}
-    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
+def total(moves: Sequence[Moves]) -> Moves:
+    return sum(moves, Moves())
 
 
-def _joined(several: Sequence[Values]) -> Values:
-    """Return the samples of parameters that are alike as those of one parameter."""
-    first = several[0]
-    shaped = [key for key, v in first.items() if isinstance(v, Tensor) and v.shape == first[""].shape]
-    return {**first, **{key: torch.cat([values[key] for values in several]) for key in shaped}}
+class _Beside:
+    """A twin beside its parameters, over the steps of a window."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.twin = twin
+        self.sizes = [sample(p).numel() for p in twin.params]
+        self.ulp = torch.cat([_spacing(sample(p)) for p in twin.params])
+        self._held = self._hidden()  # at the beginning
+        self.state = twin.real_state()
+        self._last = self._before = samples(twin.params).float()
+        self._update = torch.zeros_like(self._last)
+        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = self._update.expand(6, -1).clone()
+        self.medians: list[float] = []
+
+    def _hidden(self) -> dict[str, Tensor]:
+        """Return the tensors that may hold what the weights cannot: state, masters of hmpx."""
+        attachment = attachment_of(self.twin.optimizer)
+        masters = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else [None]
+        return self.twin.real_state() | ({} if None in masters else {"masters": samples(masters)})
+
+    def begin(self) -> None:
+        self._before = samples(self.twin.params).float()
+        if not torch.equal(self._before, self._last):
+            self.twin.take_weights()  # something else has moved them: clipping, averaging, a load
+        before = self.twin.weights()
+        self.twin.step()
+        self._update = self.twin.weights() - before
+
+    def end(self) -> None:
+        self._last = samples(self.twin.params).float()
+        moved, update = self._last - self._before, self._update
+        self._real += moved
+        self._ideal += update
+        self._noise += torch.minimum(self.ulp * update.abs(), self.ulp.square() / 4)
+        self._moves += (update.abs() / self.ulp).clamp(max=1)
+        is_update = (update != 0) & torch.isfinite(update)
+        self._updates += is_update
+        self._lost += is_update & (moved == 0)
+        if is_update.any():
+            self.medians.append(float((update.abs() / self.ulp)[is_update].median()))
+
+    def result(self) -> dict[Parameter, Moves]:
+        real, ideal = self._real, self._ideal
+        if not torch.isfinite(torch.stack([real, ideal])).all():
+            return {}
+        if float(real @ ideal) < 0.9 * float(ideal @ ideal):
+            real = self._with_hidden(real, ideal)
+        rows = [real * ideal, ideal * ideal, ideal.square() * self._noise, self._moves, real != 0, self._updates]
+        rows += [self._lost, torch.ones_like(ideal)]
+        sums = [part.double().sum(1).tolist() for part in torch.stack([*map(torch.Tensor.float, rows)]).split(self.sizes, 1)]
+        return {p: Moves(*row) for p, row in zip(self.twin.params, sums, strict=True)}
+
+    def _with_hidden(self, real: Tensor, ideal: Tensor) -> Tensor:
+        """Return the movement of the weights with what the optimizer holds beside them: Kahan terms, masters."""
+        now, length = self._hidden(), float(ideal @ ideal)
+        for key in self._held.keys() & now.keys():
+            more = now[key].float() - self._held[key].float()
+            for all_of_it in (real + more, real - more, more):
+                dot, own = float(all_of_it @ ideal), float(all_of_it @ all_of_it)
+                if 0.8 * length < dot < 1.25 * length and dot * dot > 0.8 * own * length:
+                    return all_of_it
+        return real
 
 
 class SteppedOptimizer:
     """What was seen of one optimizer.
 
     Attributes:
-        steps, samples: how many there were, and how many of them were looked at.
-        is_rounded: whether hmpx holds the weights, and so rounds them.
+        where: the line that steps it. steps, looked: how many there were, and how many of them were looked at.
+        moves: by window and parameter. medians: of |update| in units of a weight's last digit.
+        unchecked: why its updates could not be looked at; "" if they could.
+        asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp.
+        falls, stays: by key of state in low precision: elements that fall where the gradient is 0, and those that stay.
+        samples, no_grad, zero_grad: how often gradients were looked at, and how often there was none, or zeros.
     """
 
     def __init__(self, optimizer: Optimizer, where: str) -> None:
-        self.optimizer, self._where = optimizer, where
-        self.steps = self.samples = 0
-        self.is_rounded = False
-        self._in_fp32 = False  # whether hmpx takes the steps: in FP32, and weights are rounded after
-        self._updates: Counter[Parameter] = Counter()
-        self._lost: Counter[Parameter] = Counter()
-        self._sizes: list[float] = []  # medians of |update| in ulp
-        self._asked = self._arrived = 0.0  # what weight decay does in FP32, and what arrives in the weights, in ulp
-        self._falls: Counter[str] = Counter()  # by key of state: elements that should fall
-        self._stays: Counter[str] = Counter()  # and those of them that stay
-        self._moving = self._still = 0  # of a class whose steps cannot be taken again: weights with a gradient
-        self._no_grad: Counter[Parameter] = Counter()  # samples
-        self._zero_grad: Counter[Parameter] = Counter()
-        self._nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
-        self._before: list[tuple[Parameter, dict[str, Any], Values]] = []  # with its group
-        self._grads: dict[Parameter, Tensor] = {}
+        self.optimizer, self.where = optimizer, where
+        self.steps = self.looked = self.samples = 0
+        self.moves: dict[int, dict[Parameter, Moves]] = {}
+        self.medians: list[float] = []
+        self.unchecked = ""
+        self.asked = self.arrived = 0.0
+        self.falls: Counter[str] = Counter()
+        self.stays: Counter[str] = Counter()
+        self.no_grad: Counter[Parameter] = Counter()
+        self.zero_grad: Counter[Parameter] = Counter()
+        self.nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
+        self.evaluations = 0  # of a closure, in the step that runs
+        self._window = 0
+        self._beside: list[_Beside] = []
+        self._with_grad: list[int] = []
+        self._stepping = False
 
     def begin(self) -> None:
-        """A step begins."""
-        how = attachment_of(self.optimizer)
-        self._in_fp32 = how is not None
-        self.is_rounded = region_state.rounding() is not None or (how is not None and how.settings.weights != "nearest")
-        self._before, self._grads = [], {}
-        if not is_sampled(self.steps + 1):
+        """A step begins, and its gradients are there."""
+        if self._stepping:
+            self._beside = []  # the last one has raised
+        if bool(getattr(self.optimizer, "found_inf", None)):
             return
-        self._grads = {p: p.grad for p in parameters(self.optimizer) if p.grad is not None}
-        for group in self.optimizer.param_groups if not self.is_rounded else ():
-            for p in group["params"]:
-                if p.dtype in LOW and local(p).numel():
-                    self._before.append((p, group, _sampled(p, self.optimizer.state.get(p) or {})))
+        params = [p for p in parameters(self.optimizer) if p.requires_grad]
+        grads = {p: p.grad for p in params if p.grad is not None}
+        few = sorted(grads, key=lambda p: p.numel())[:8]  # NaN spreads to all
+        self._look_for_nonfinite("gradients", [grads[p] for p in few])
+        window = window_of(self.steps + 1)
+        if window != self._window:
+            self.close()
+            self._window = window
+        if not window:
+            return
+        if self.steps + 1 in (window, window + 2):
+            self.samples += 1
+            self.no_grad.update(p for p in params if p not in grads)
+            dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
+            self.zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
+        with_grad = list(map(id, grads))
+        try:
+            if not self._beside or (with_grad != self._with_grad and self._beside[0].twin.is_sampled):
+                self._add_up()
+                self._beside = [_Beside(twin) for twin in twins_of(self.optimizer)]
+                self._with_grad = with_grad
+                self._look_at_parts()
+            for each in self._beside:
+                each.begin()
+            self._stepping = bool(self._beside)
+        except NotChecked as why:
+            self._beside, self.unchecked = [], str(why)
 
     def end(self) -> None:
         """The step is done."""
         self.steps += 1
-        params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        grads = {p: grad for p in params if (grad := p.grad if p.grad is not None else self._grads.get(p)) is not None}
-        dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
-        few = sorted(dense, key=lambda p: p.numel())[:8]  # NaN spreads to all
-        for what, tensors in (("weights", few), ("gradients", [grads[p] for p in few])):
-            if self._nonfinite is None and not _are_finite(tensors):
-                self._nonfinite = what, self.steps
-        if not is_sampled(self.steps):
-            return
-        self.samples += 1
-        self._no_grad.update(p for p in params if p not in grads)
-        self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
-        alike: dict[tuple, list[tuple[Parameter, dict[str, Any], Values]]] = defaultdict(list)
-        for p, group, values in self._before if not bool(getattr(self.optimizer, "found_inf", None)) else ():
-            if p in dense:  # those that are alike are stepped as one
-                numbers = tuple((key, value) for key, value in values.items() if isinstance(value, int | float))
-                kind = (id(group), p.dtype, p.device, *values, *numbers)
-                alike[kind].append((p, group, values))
-        for several in alike.values():
-            params, groups, before = zip(*several, strict=True)
-            self._compare(params, groups[0], _joined(before), torch.cat([sample(dense[p]) for p in params]))
+        few = sorted(parameters(self.optimizer), key=lambda p: p.numel())[:8]
+        self._look_for_nonfinite("weights", [p for p in few if p.requires_grad])
+        if self._stepping:
+            self._stepping = False
+            if self.evaluations > 1:
+                self._beside, self.unchecked = [], f"its step calls the closure {self.evaluations} times"
+            self.looked += bool(self._beside)
+            for each in self._beside:
+                each.end()
 
-    def _compare(self, params: Sequence[Parameter], group: dict[str, Any], before: Values, grad: Tensor) -> None:
-        """Compare what parameters that are alike have become with what they become in steps taken again."""
-        of_each = [sample(p) for p in params]
-        old, new = before[""], torch.cat(of_each)
-        if scope_of(self.optimizer) != "element":
-            changing = (grad != 0) & torch.isfinite(grad)
-            self._moving += int(changing.sum())
-            self._still += int((changing & (new == old)).sum())
-            return
-        wide, ulp = old.float(), _spacing(old)
-        again = self._stepped(group, before, grad, wide=False)[""]
-        if float((again == new).float().mean()) < _FAITHFUL:
-            return
-        exact = self._stepped(group, before, grad, wide=True)[""]
-        updated = (exact != wide) & torch.isfinite(exact)
-        if bool(updated.any()):
-            self._sizes.append(float(((exact - wide).abs() / ulp)[updated].median()))
-        parts = torch.stack([updated, updated & (new == old)]).split([len(few) for few in of_each], 1)
-        for p, (count, lost) in zip(params, torch.stack([part.sum(1) for part in parts]).tolist(), strict=True):
-            self._updates[p] += count
-            self._lost[p] += lost
-        if group.get("weight_decay"):
-            without = {**group, "weight_decay": 0 * group["weight_decay"]}
-            asked = exact - self._stepped(without, before, grad, wide=True)[""]
-            arrived = again.float() - self._stepped(without, before, grad, wide=False)[""].float()
-            self._asked += float((asked.abs() / ulp).nansum())
-            self._arrived += float((arrived * asked.sign() / ulp).nansum())
-        low = [key for key, v in before.items() if key and isinstance(v, Tensor) and v.dtype in LOW]
-        if low:
-            falling, left = (self._stepped(group, before, torch.zeros_like(grad), wide) for wide in (True, False))
-            for key in low:
-                falls = (falling[key] != before[key].float()) & (falling[key].abs() > 1e-30)
-                self._falls[key] += int(falls.sum())
-                self._stays[key] += int((falls & (left[key] == before[key])).sum())
+    def close(self) -> None:
+        """A window is over, or there are no more steps."""
+        self._add_up()
+        self._beside = []
 
-    def _stepped(self, group: dict[str, Any], before: Values, grad: Tensor, wide: bool) -> Values:
-        """Return what the optimizer's own code makes of one parameter and its state, in FP32 or in their own dtypes."""
-        own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in before.items()}
-        widens = wide or self._in_fp32
-        if widens:
-            own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
-        p = Parameter(own.pop(""))
-        p.grad = grad.to(p.dtype)
-        twin = object.__new__(type(self.optimizer))
-        state = defaultdict(dict, {p: own} if own else {})
-        vars(twin).update(vars(self.optimizer), **{name: OrderedDict() for name in _HOOKS}, state=state)
-        for name in ("grad_scale", "found_inf"):  # of GradScaler, which has seen to the gradient
-            vars(twin).pop(name, None)
-        plain: dict[str, Any] = {"foreach": False, "capturable": False, "differentiable": False}
-        plain["fused"] = bool(group.get("fused")) and not widens
-        plain["lr"] = float(group.get("lr", 0.0))
-        twin.param_groups = [{**group, **{key: v for key, v in plain.items() if key in group}, "params": [p]}]
-        own_step(type(self.optimizer))(twin)
-        return {"": p.detach() if wide else p.detach().to(before[""].dtype), **state[p]}
+    def _add_up(self) -> None:
+        for each in self._beside:
+            rows = self.moves.setdefault(self._window, {})
+            for p, moves in each.result().items():
+                rows[p] = rows.get(p, Moves()) + moves
+            self.medians += each.medians
+    def _look_at_parts(self) -> None:
+        """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
+        for each in self._beside if attachment_of(self.optimizer) is None else ():
+            params, decay = each.twin.params, each.twin.group.get("weight_decay")
+            if decay and each.twin.is_sampled:
+                wide, narrow = (
+                    self._once(params, is_wide).weights() - self._once(params, is_wide, weight_decay=0 * decay).weights()
+                    for is_wide in (True, False)
+                )
+                self.asked += float((wide.abs() / each.ulp).nansum())
+                self.arrived += float((narrow * wide.sign() / each.ulp).nansum())
+            low = {key: v for key, v in each.state.items() if v.dtype in LOW and each.twin.is_sampled}
+            wide, narrow = (self._once(params, is_wide, 0.0).state() if low else {} for is_wide in (True, False))
+            for key, before in low.items():
+                falls = (wide[key] != before.float()) & (wide[key].abs() > 1e-30)
+                self.falls[key] += int(falls.sum())
+                self.stays[key] += int((falls & (narrow[key] == before)).sum())
 
-    def problems(self, names: Names) -> Iterator[Problem]:
-        """What all that says about the training. names: of the parameters."""
-        if not self.is_rounded:
-            yield from self._of_updates(names)
-        where, rates = self._where, [group.get("lr") for group in self.optimizer.param_groups]
-        low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
-        if low is not None:
-            said = f"the learning rate is a tensor in {dtype_name(low)}: a factor of 0.999 leaves it as it is"
-            do = "give the optimizer a float, or a tensor in float32"
-            yield Problem("learning rate", True, said, do, where, weight=0.4)
-        if self._nonfinite is not None:
-            what, step = self._nonfinite
-            said = f"{what} are inf or NaN {f'from step {step} on' if what == 'weights' else f'in step {step}'}"
-            do = f"doctor --at {step} looks at every op of that step and names the first"
-            yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
-        params = parameters(self.optimizer)
-        for found, what in ((self._no_grad, "no gradient"), (self._zero_grad, "a gradient of zeros")):
-            always = tuple(names[p] for p in params if found[p] == self.samples)
-            every = len(always) == len(params)
-            if self.samples > 1 and always and not (every and what == "no gradient"):
-                said = f"{len(always)} of {len(params)} parameters had {what} in each step that was looked at: "
-                do = "leave them out of the optimizer, or look for what cuts them off"
-                yield Problem("gradients", every, said + some(always), do, where, always, weight=0.05)
+    def _once(self, params: Sequence[Parameter], is_wide: bool, gradient: float = 1.0, **changed: Any) -> Twin:
+        """Return a copy that has taken one step."""
+        twin = Twin(self.optimizer, params, True, is_wide, **changed)
+        twin.step(gradient)
+        return twin
 
-    def _of_updates(self, names: Names) -> Iterator[Problem]:
-        cls, where = type(self.optimizer).__name__, self._where
-        half = any(p.dtype is torch.float16 for p in self._updates)
-        recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
-        do = (_WIDE if half else _SR).format(self._bytes(Recipe(**recipe)))
-        updates = self._updates.total()
-        worst = sorted(self._updates, key=lambda p: -self._lost[p] / max(self._updates[p], 1))
-        losing = [p for p in worst if self._lost[p] > THRESHOLD * self._updates[p]]
-        if losing:
-            lost, first = self._lost.total() / updates, losing[0]
-            said = (  # in the words of `Attachment.updates()`
-                f"round-to-nearest loses {percent(lost)} of the updates of {dtype_name(first.dtype)} weights by {cls}, "
-                f"and more than {100 * THRESHOLD:g} % in {len(losing)} of {len(worst)} parameters, worst in "
-                f"{names[first]} ({percent(self._lost[first] / self._updates[first])}); half of the updates are below "
-                f"{statistics.median(self._sizes):.2g} ulp"
-            )
-            yield Problem("lost updates", True, said, do, where, tuple(names[p] for p in losing), (), lost, recipe)
-        elif not updates and self._still > THRESHOLD * self._moving:
-            share = self._still / self._moving
-            said = f"{percent(share)} of the weights in low precision that had a gradient did not move in a step of "
-            said += f"{cls}, which cannot be taken again in FP32 to tell why"
-            do_ask = "hmpx.attach(optimizer).updates() counts what is lost"
-            yield Problem("lost updates", False, said, do_ask, where, weight=share)
-        if self._asked >= _LEAST_DECAY and self._arrived < 0.1 * self._asked:
-            group = next(group for group in self.optimizer.param_groups if group.get("weight_decay"))
-            a_step = float(group["lr"]) * float(group["weight_decay"])
-            said = f"{percent(max(self._arrived / self._asked, 0.0))} of the weight decay arrives: lr x weight_decay "
-            said += f"takes {a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
-            yield Problem("weight decay", True, said, do, where, weight=0.5, recipe=recipe)
-        for key, falls in self._falls.items():
-            stays = self._stays[key]
-            if stays > 0.5 * falls:
-                said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes "
-                said += "off less than half an ulp"
-                yield Problem("optimizer state", True, said, do, where, weight=0.45, recipe=recipe)
-
-    def _bytes(self, recipe: Recipe) -> str:
-        """Return in words the bytes of weight, gradient and state under a recipe, and those of today."""
-        for p in self._updates:
-            state = (self.optimizer.state.get(p) or {}).values()
-            held = [each for each in state if isinstance(each, Tensor) and each.dim() and each.shape == p.shape]
-            today = 2 * p.element_size() + sum(each.element_size() for each in held)
-            return f", {sum(recipe.bytes_per_parameter(len(held)).values()):g} bytes a parameter for {today} today"
-        return ""
+    def _look_for_nonfinite(self, what: str, tensors: Sequence[Tensor]) -> None:
+        if self.nonfinite is None and not _are_finite(tensors):
+            self.nonfinite = what, self.steps + (what == "gradients")
 
 
 def _spacing(weight: Tensor) -> Tensor:
@@ -266,5 +269,6 @@ def _spacing(weight: Tensor) -> Tensor:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    largest = [few.float().abs().max().cpu() for each in tensors if (few := sample(each)).numel()]
+    dense = [sample(each) for each in tensors if each.layout is torch.strided]
+    largest = [few.float().abs().max().cpu() for few in dense if few.numel()]
     return not largest or bool(torch.isfinite(torch.stack(largest)).all())

@@ -1,0 +1,251 @@
+"""An FP32 copy of weights in low precision, stepped by the optimizer's own code with the gradients of the script.
+
+An optimizer that treats each element by itself does the same to a sample as to the whole, so one parameter that is put
+together of samples of many stands for all of them. Any other optimizer steps copies of whole parameters and their
+state, if these fit into `BOUND` bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hmpx.insight.run_state import eager, kept
+from hmpx.insight.tensors import LOW
+from hmpx.insight.text_table import size
+from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
+from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
+from hmpx.updates.step_hooks import own_step
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.optimizer_scope import scope_of
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+MOST = 1024  # elements of one tensor that are looked at
+BOUND = 1e9  # bytes that the copies of one optimizer may take
+_PLAINLY = {"foreach": False, "capturable": False, "differentiable": False, "fused": False}
+
+
+class NotChecked(Exception):
+    """Says why updates could not be looked at."""
+
+
+def sample(tensor: Tensor, most: int = MOST) -> Tensor:
+    """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
+    flat = local(tensor.detach()).reshape(-1)
+    step = -(-flat.numel() // most)
+    return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
+
+
+def samples(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the samples of several tensors as one, in their dtype."""
+    return torch.cat([sample(each) for each in tensors])
+
+
+def of_shape(p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that have its shape and hold floating numbers."""
+    shaped = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and key != "step"}
+    return {key: v for key, v in shaped.items() if v.is_floating_point() and (type(v) in PLAIN or is_sharded(v))}
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if type(value) in PLAIN and value.dtype in LOW else value
+
+
+def _left(value: Any) -> Any:
+    return value
+
+
+class Twin:
+    """A copy of some parameters of an optimizer that steps them in FP32.
+
+    Attributes:
+        params: the real ones that are watched: in low precision. is_sampled: whether it is a copy of samples alone.
+        group: of the first.
+
+    is_wide: whether it is in FP32, or else in the dtypes of the real ones. changed: settings that are others here.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, params: Sequence[Parameter], is_sampled: bool, is_wide: bool = True, **changed: Any
+    ) -> None:
+        self.params = [p for p in params if p.dtype in LOW]
+        self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
+        self._wide, self._changed = _widened if is_wide else _left, changed
+        self.group = next(group for group in optimizer.param_groups if any(p is params[0] for p in group["params"]))
+        self._copies = (self._sample if is_sampled else self._whole)()
+
+    def _sample(self) -> dict[Parameter, Parameter]:
+        self._twin = _copied(self.optimizer, {}, {"state", "param_groups"})
+        first = self.params[0]
+        q = Parameter(self._wide(samples(self.params)))
+        states = [_read(self.optimizer, p) for p in self.params]
+        state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in states[0].items()}
+        for key in of_shape(first, states[0]):
+            state[key] = samples([each[key] for each in states])
+        self._twin.state = defaultdict(dict, {q: {key: self._wide(v) for key, v in state.items()}} if state else {})
+        self._twin.param_groups = [{**self.group, "params": [q]}]
+        return {first: q}
+
+    def _whole(self) -> dict[Parameter, Parameter]:
+        copies = {p: Parameter(_widened(p.detach()).clone(), p.requires_grad) for p in self._all}
+        memo: dict[int, Any] = {id(p): q for p, q in copies.items()}
+        if scope_of(self.optimizer) == "whole":
+            self._twin = _copied(self.optimizer, memo, set())
+        else:  # some of its parameters, each by itself
+            self._twin = _copied(self.optimizer, memo, {"state", "param_groups"})
+            states = {q: _read(self.optimizer, p) for p, q in copies.items()}
+            self._twin.state = defaultdict(dict, {q: copy.deepcopy(state, memo) for q, state in states.items() if state})
+            self._twin.param_groups = [
+                {**group, "params": [copies[p] for p in group["params"] if p in copies]}
+                for group in self.optimizer.param_groups
+            ]
+        for p, q in copies.items():
+            if p.dtype in LOW and q in self._twin.state:
+                self._twin.state[q] = tree_map_only(Tensor, _widened, self._twin.state[q])
+        return copies
+
+    def step(self, factor: float = 1.0) -> None:
+        """Take one step with the gradients, times a factor, and the settings that the real parameters have now.
+
+        Raises:
+            NotChecked: the optimizer's code cannot do it.
+        """
+        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler that leaves the rest to a fused kernel
+        for real, group in zip(self._groups(), self._twin.param_groups, strict=True):
+            plain = {key: v for key, v in _PLAINLY.items() if key in real}
+            plain |= {"lr": float(real["lr"])} if isinstance(real.get("lr"), Tensor) else {}
+            own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in real.items() if key != "params"}
+            group.update({**own, **plain, **self._changed})
+        for p, q in self._copies.items():
+            grads = [each.grad for each in self.params] if self.is_sampled else [p.grad]
+            if grads[0] is None:
+                q.grad = None
+                continue
+            grad = samples(grads) if self.is_sampled else grads[0].detach()  # type: ignore[arg-type]
+            q.grad = grad.to(q.dtype, copy=True)
+            if factor != 1.0 or scale is not None:
+                q.grad *= factor if scale is None else factor / scale
+        try:
+            with kept(None), eager():
+                own_step(type(self._twin))(self._twin)
+        except Exception as error:
+            raise NotChecked(f"its step cannot be repeated on a copy: {type(error).__name__}: {_line(error)}") from None
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [self.group] if self.is_sampled else self.optimizer.param_groups
+
+    def weights(self) -> Tensor:
+        """Return samples of the copies, as one tensor."""
+        return _flat(self._watched(), self.is_sampled).detach().float().clone()
+
+    def _watched(self) -> list[Parameter]:
+        return [q for p, q in self._copies.items() if p.dtype in LOW]
+
+    def take_weights(self) -> None:
+        """Give the copies the weights that the parameters have now."""
+        for p, q in self._copies.items():
+            q.data.copy_(samples(self.params) if self.is_sampled else p.detach())
+
+    def state(self) -> dict[str, Tensor]:
+        """Return samples of the state that has the shape of its parameter, by its key."""
+        return _state(self._twin, self._watched(), self.is_sampled)
+
+    def real_state(self) -> dict[str, Tensor]:
+        """Return the same of the real state."""
+        return _state(self.optimizer, self.params)
+
+
+def _state(optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = False) -> dict[str, Tensor]:
+    states = [of_shape(p, _read(optimizer, p)) for p in params]
+    keys = [key for key in states[0] if all(key in each for each in states)]
+    return {key: _flat([each[key] for each in states], is_sample).clone() for key in keys}
+
+
+def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
+    """Return the state of a parameter; as numbers, where hmpx holds it in 8 bits."""
+    state = optimizer.state.get(p) or {}
+    seen = held(state, p) if is_coded(state) else state
+    return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
+
+
+def _flat(tensors: Iterable[Tensor], is_sample: bool) -> Tensor:
+    first, *_ = tensors
+    return first if is_sample else samples(tensors)
+
+
+def twins_of(optimizer: Optimizer) -> list[Twin]:
+    """Return copies of the parameters in low precision that have a gradient; those that are alike share one.
+
+    Raises:
+        NotChecked: they cannot be copied.
+    """
+    every = [p for p in parameters(optimizer) if p.grad is not None and local(p.detach()).numel()]
+    low = [p for p in every if p.dtype in LOW]
+    odd = next((p for p in low if type(p) not in PLAIN and not is_sharded(p)), None)
+    if odd is not None:
+        raise NotChecked(f"weights are a {type(odd).__name__}, whose values hmpx does not read")
+    if not low:
+        return []
+    scope = scope_of(optimizer)
+    if scope == "element":
+        alike: dict[tuple, list[Parameter]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if any(p is each for each in low) and p.grad.layout is torch.strided:
+                    alike[_kind(group, p, _read(optimizer, p))].append(p)
+        return [Twin(optimizer, several, True) for several in alike.values()]
+    if any(is_sharded(p) for p in low):
+        raise NotChecked("its step looks across elements, which are on several ranks")
+    params = parameters(optimizer) if scope == "whole" else low
+    taken, left = [], BOUND
+    for p in params:
+        left -= _bytes(p, optimizer.state.get(p))
+        taken += [p] if left >= 0 else []
+    if not taken or (scope == "whole" and left < 0):
+        raise NotChecked(f"a copy of its parameters and state takes {size(BOUND - left)}, and may take {size(BOUND)}")
+    return [Twin(optimizer, taken, False)]
+
+
+def _kind(group: dict[str, Any], p: Parameter, state: Mapping[str, Any]) -> tuple:
+    """Return what parameters share that can be put together to one."""
+    numbers = [v for v in state.values() if isinstance(v, int | float)]
+    numbers += [float(v) for v in state.values() if isinstance(v, Tensor) and not v.dim() and v.is_cpu]
+    return (id(group), p.dtype, p.device, *state, *numbers)
+
+
+def _bytes(p: Parameter, state: Any) -> float:
+    held = sum(t.numel() * max(4, t.element_size()) for t in tree_leaves(state) if isinstance(t, Tensor))
+    return held + 3.0 * 4 * p.numel()  # weight, gradient, and what the step computes in between
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Optimizer:
+    """Copy an optimizer, with those that it holds and without hooks. memo: of `copy.deepcopy`. apart: what is left out.
+
+    Raises:
+        NotChecked: something that it holds cannot be copied.
+    """
+    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and id(value) not in memo:
+            _copied(value, memo, set())
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            vars(twin)[name] = OrderedDict()
+        elif name not in apart and name not in ("step", "grad_scale", "found_inf"):  # a scheduler has wrapped `step`
+            try:
+                vars(twin)[name] = copy.deepcopy(value, memo)
+            except Exception as error:
+                raise NotChecked(f"its {name} cannot be copied: {_line(error)}") from None
+    return twin
