@@ -145,7 +145,7 @@ def test_the_numbers_of_torchao(recipe):
         for ours, its in zip(found, wanted, strict=True):
             assert ours.dtype is its.dtype
             if recipe == "tensorwise":
-                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 3e-3), (shape, dtype)
+                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 2e-4), (shape, dtype)
             else:
                 assert torch.equal(ours, its), (shape, dtype)
 
@@ -176,6 +176,92 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
     a, b = torch.randn(8, 24), torch.randn(24, 16)  # a batch of 24 in the gradient of a weight
     exact = multiply(a, b, *ours, How(form, "float32", False), torch.float32)
     assert distance(multiply(a, b, *ours, How(form, "scaled_mm", False), torch.float32), exact) < 3e-7
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_a_product_is_rounded_once(kernels):
+    """The codes multiplied in FP64 and rounded to BF16 are as far away from that product: output and both gradients."""
+    forms = (*FORMATS.values(), Format("rowwise"), Format(power_of_two=True), GW_HP)
+    for form in forms:
+        torch.manual_seed(0)
+        x, weight = torch.randn(64, 256).bfloat16().requires_grad_(), torch.randn(128, 256).bfloat16().requires_grad_()
+        gradient = (torch.randn(64, 128) * 1e-3).bfloat16()
+        with hmpx.convert(fp8=["linear"], fp8_format=form, kernels=kernels):
+            y = F.linear(x, weight)
+        found = (y, *torch.autograd.grad(y, (x, weight), gradient))
+        a, b, g = x.detach(), weight.detach().t(), gradient
+        of_weight = "tensorwise" if form.weight_tensorwise else form.scaling
+        exact = [
+            in_fp64(a, form.forward, form, -1, form.scaling) @ in_fp64(b, form.forward, form, -2, form.scaling, True),
+            in_fp64(g, form.backward, form, -1, form.scaling) @ in_fp64(b.t(), form.forward, form, -2, of_weight, True),
+            (a.double().t() @ g.double()).t(),
+        ]
+        if "weight_gradient" in form.products:
+            made = in_fp64(a.t(), form.forward, form, -1, form.scaling)
+            exact[2] = (made @ in_fp64(g, form.backward, form, -2, form.scaling)).t()
+        for ours, wanted in zip(found, exact, strict=True):
+            assert distance(ours, wanted) < 1.01 * distance(wanted.bfloat16(), wanted), form
+
+
+def in_fp64(x, name, form, dim, scaling, weight=False):
+    codes, scale = quantize(x, name, form, dim, scaling, weight)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise", "mx", "blockwise"])
+def test_compiled_with_dynamic_shapes(form):
+    """One graph serves batches of several sizes, with the bits of eager."""
+    torch.manual_seed(0)
+    model, graphs = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), []
+
+    def counting(module, inputs):
+        graphs.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    with hmpx.convert(fp8=["linear"], fp8_format=form):
+        compiled = torch.compile(model, backend=counting, dynamic=True, fullgraph=True)
+        for rows in (32, 64, 96):
+            x = torch.randn(rows, 64)
+            assert all(map(torch.equal, trained(model, compiled, x), trained(model, model, x))), rows
+    assert len(graphs) <= 2
+
+
+class OfLinear(torch.Tensor):
+    """A weight that knows one function, as quantized ones do: its transpose is not to be had."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            return function(args[0], args[1].inner, *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"only linear, and not {function}")
+
+
+def test_a_weight_that_is_no_plain_tensor_stays_in_bf16():
+    """Of a class of one's own, and of torchao in 8 bits; record says so, and the numbers are those of the bf16 list."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(16, 64), [OfLinear(torch.randn(64, 64).bfloat16())]
+    quantization = pytest.importorskip("torchao.quantization")
+    base = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
+    weights.append(base.requires_grad_(False)[0].weight)
+    for weight in weights:
+        with hmpx.convert(bf16=["linear"]):
+            expected = F.linear(x, weight)
+        with hmpx.convert(fp8=["linear"]), hmpx.record() as log:
+            assert torch.equal(F.linear(x, weight), expected), type(weight)
+        assert [[*site.in_low] for site in log.sites if site.op == "linear"] == [["a tensor subclass, sparse or nested"]]
 
 
 def test_blocks_are_decoded_before_they_are_multiplied():
