@@ -30,7 +30,7 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
+from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters, refuse_wrapping
 
 logger = logging.getLogger("hmpx")
 
@@ -230,6 +230,8 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
     reduced = replicas()
     for p, name in others.items():
+        if p.requires_grad:
+            refuse_wrapping(p, name)
         if p in reduced or is_sharded(p):
             raise HmpxError(
                 f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "

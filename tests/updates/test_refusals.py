@@ -132,3 +132,34 @@ def test_optimizers_that_cannot_be_stepped_in_fp32_are_refused():
 def test_only_optimizers_are_detached(thing):
     with pytest.raises(hmpx.HmpxError, match=r"detach needs a torch.optim.Optimizer"):
         hmpx.detach(thing)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_around_other_tensors_are_refused_and_ops_are_cast_beside_them(dtype):
+    """torchao's training with products in INT8: its weights are tensors around BF16 or FP32 ones."""
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64)).to(dtype)
+        quantize_(model, training.Int8MixedPrecisionTrainingConfig())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        model(torch.ones(8, 64).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        return model[0].weight._data.clone()
+
+    expected, (model, optimizer) = step(*made()), made()
+    ways = [lambda: hmpx.prepare(model, optimizer, "bf16-sr")]
+    if dtype is torch.bfloat16:
+        ways.append(lambda: hmpx.attach(optimizer))
+    for set_up in ways:
+        with pytest.raises(hmpx.HmpxError, match=r"parameter '0.*' is a torchao\..*hmpx.convert\(\) casts ops"):
+            set_up()
+    assert model[0].weight.dtype is model[0].weight._data.dtype is dtype
+    assert torch.equal(step(model, optimizer), expected)
+    model, optimizer = made()
+    with hmpx.convert():
+        assert model(torch.randn(8, 64)).dtype is torch.bfloat16

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed
+from hmpx.updates.ranks.sharding import Box, Place, box_of, is_sharded, local, placed
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
@@ -205,6 +206,8 @@ class BF16Parameters:
         now = layout(optimizer)
         if now is None or self._known[0] != now:
             ours = self.named(optimizer)
+            for name, p in ours:
+                refuse_wrapping(p, name)
             with torch.no_grad():
                 shared = overlaps([p for _, p in ours])
                 self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
@@ -247,6 +250,20 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
                 f"parameters {segment.name!r} and {other!r} share memory, and each update would undo the other: "
                 "give the optimizer one of them"
             )
+
+
+def refuse_wrapping(p: Parameter, name: str) -> None:
+    """Raise if a parameter holds its numbers in tensors of its own, as quantized ones do.
+
+    Raises:
+        HmpxError: the class of the parameter has no storage, and is no DTensor.
+    """
+    if type(p) is not Parameter and is_traceable_wrapper_subclass(p) and not is_sharded(p):
+        raise HmpxError(
+            f"parameter {name!r} is a {type(p).__module__}.{type(p).__qualname__}, which holds its numbers in tensors of "
+            "its own: hmpx cannot round them. Leave its updates to the library of that class; hmpx.convert() casts ops "
+            "beside it, and so does a recipe where its dtype is float32"
+        )
 
 
 def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
