@@ -14,8 +14,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
-from hmpx.conversion import Conversion
 from hmpx.base.dtype_names import dtype_name
+from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.op_lists import LOW_DTYPES
@@ -212,7 +212,9 @@ def tell_cast(cast: Sequence[torch.nn.Parameter]) -> None:
     """Log which parameters a recipe has cast."""
     if cast:
         numbers, dtypes = sum(p.numel() for p in cast), " and ".join({dtype_name(p.dtype): None for p in cast})
-        logger.warning("hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes)
+        logger.warning(
+            "hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes
+        )
 
 
 def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> list[torch.nn.Parameter]:

@@ -28,7 +28,7 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
     keep their dtype.
     """
     own: dict[str, Any] = dict(keys)
-    if own and base.parameter_dtype is None or base is USUAL:
+    if (own and base.parameter_dtype is None) or base is USUAL:
         ops_alone = own and own.keys() <= OF_OPS and own.get("opt_level", base.opt_level) is not None
         own.setdefault("parameter_dtype", None if ops_alone else USUAL.parameter_dtype)
     own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
