@@ -158,7 +158,11 @@ class Recipe:
         """Return the recipe as a file that needs no other file, with the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
-        keys |= {"opt_level": self.opt_level, "parameter_dtype": self.parameter_dtype, **{side: list(keys[side]) for side in SIDES if side in keys}}
+        keys |= {
+            "opt_level": self.opt_level,
+            "parameter_dtype": self.parameter_dtype,
+            **{side: list(keys[side]) for side in SIDES if side in keys},
+        }
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
 
@@ -280,7 +284,11 @@ class Recipe:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
-        narrow = "bfloat16" in (self.parameter_dtype or "bfloat16", *self.module_dtypes.values(), *self.dtype_map.values())
+        narrow = "bfloat16" in (
+            self.parameter_dtype or "bfloat16",
+            *self.module_dtypes.values(),
+            *self.dtype_map.values(),
+        )
         with self.naming_lines():
             rules = self.parameter_rules.items()
             for pattern, rule in rules if not narrow else ():

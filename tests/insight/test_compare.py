@@ -295,3 +295,47 @@ def test_double_weights_stay_double():
     model.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
     assert hmpx.compare(model, batches, lambda model, x: model(x).square().mean()).gradient_error == 0
     assert set(seen) == {torch.float64}
+
+
+class Looking(torch.nn.Module):
+    """An embedding whose gradient may be sparse."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = torch.nn.Embedding(12, 16, sparse=sparse), torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.words(x).mean(1)))
+
+
+class Mapped(torch.nn.Module):
+    """A layer under `torch.func.vmap`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.func.vmap(lambda row: torch.tanh(self.first(row)))(x))
+
+
+def cross_entropy(model, x, y):
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def test_sparse_gradients_count_as_dense_ones():
+    torch.manual_seed(1)
+    batches = [(torch.randint(12, (8, 3)), torch.randint(4, (8,))) for _ in range(4)]
+    lists = {"bf16": ["linear"]}
+    sparse, dense = (hmpx.compare(Looking(each), batches, cross_entropy, lists=lists) for each in (True, False))
+    assert sparse.gradient_error == pytest.approx(dense.gradient_error, rel=0.5)
+    assert hmpx.tune(Looking(True), batches, cross_entropy) is not None
+
+
+def test_tune_goes_through_vmap():
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
+    assert hmpx.compare(Mapped(), batches, cross_entropy).gradient_error < 0.2
+    assert hmpx.tune(Mapped(), batches, cross_entropy) is not None

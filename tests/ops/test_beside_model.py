@@ -111,11 +111,13 @@ def test_what_changes_or_observes_a_module():
         assert found.dtype is torch.float32 and torch.equal(found, expected), make
 
 
-def test_pruning_and_weight_norm_are_cast_in_the_forward(lists):
-    """Their hooks are part of the model."""
-    layer = parametrizations.weight_norm(torch.nn.Linear(4, 4))
-    with hmpx.convert(**lists(bf16="_weight_norm")):
-        assert layer.weight.dtype is torch.bfloat16
+def test_pruning_is_cast_in_the_forward_and_weight_norm_is_in_fp32(lists):
+    """The hook of pruning is part of the model; torch's own parametrizations are in FP32 whatever lists say."""
+    pruned = torch.nn.utils.prune.l1_unstructured(torch.nn.Linear(4, 4), "weight", 0.5)
+    normed = parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    with hmpx.convert(**lists(bf16="_weight_norm mul linear")):
+        pruned(torch.ones(1, 4))
+        assert pruned.weight.dtype is torch.bfloat16 and normed.weight.dtype is torch.float32
 
 
 def test_a_grad_scaler_steps_a_fused_optimizer():

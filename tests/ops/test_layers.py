@@ -21,7 +21,8 @@ def tensor(*shape, dtype=FP32):
 
 @pytest.mark.parametrize("rule", ["bf16", "fp32", None])
 def test_running_statistics_are_updated_where_they_are(lists, rule):
-    cases = itertools.product((BF16, FP32), (BF16, FP32), (nn.BatchNorm1d, nn.InstanceNorm1d), (True, False))
+    dtypes = (BF16, FP32, torch.float16)
+    cases = itertools.product(dtypes, dtypes, (nn.BatchNorm1d, nn.InstanceNorm1d), (True, False))
     with hmpx.convert(**lists(**{rule: "batch_norm instance_norm"} if rule else {})):
         for stats, given, norm, training in cases:
             layer = norm(3, affine=True, track_running_stats=True).to(stats).train(training)

@@ -351,3 +351,12 @@ def test_a_class_that_derives_from_parameter_gets_the_gradients_of_autocast():
         out.float().square().sum().backward()
         found.append((out, x.grad, weight.grad))
     assert all(map(same, *found))
+
+
+def test_a_class_without_a_cast_is_left_as_it_is():
+    values, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
+    masked = torch.masked.masked_tensor(values, mask)
+    with hmpx.convert():  # `mul` is in the bf16 list, and a MaskedTensor has no BF16
+        for found in (masked * 2, 2 * masked, masked * masked, torch.mul(masked, 2.0)):
+            assert found.dtype is FP32 and type(found) is type(masked)
+        assert torch.equal((masked * 2).get_data()[mask], values[mask] * 2)

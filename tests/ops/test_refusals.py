@@ -92,3 +92,13 @@ def test_every_op_without_a_kernel_is_known(device):
             python = all(entry.signature.python for entry in catalog()[name].entries)
             known = name in op_facts.NO_LOW_KERNEL or name.startswith(op_facts.NO_LOW_KERNELS)
             assert known or python, name
+
+
+def test_under_a_map_of_dtypes_the_error_says_so_too():
+    with hmpx.activate("xla-use-bf16"):
+        with pytest.raises(RuntimeError) as refused:
+            torch.fft.fft(torch.ones(8).float())
+        text = "\n".join((*map(str, refused.value.args), *getattr(refused.value, "__notes__", ())))
+        assert "the input of fft_fft is bfloat16" in text
+        with hmpx.casts(fp32=["fft_fft"]):  # what the note says
+            assert torch.fft.fft(torch.ones(8).float()).dtype is torch.complex64

@@ -98,7 +98,7 @@ def capability() -> str:
 
 
 def is_computing(frame: FrameType) -> bool:
-    """Return whether a kernel of hmpx computes an op in `frame`, or its gradient is sparse, so that no list casts it."""
+    """Return whether a kernel of hmpx computes an op in `frame`, or no list casts it, since its gradient is sparse."""
     from hmpx.ops.computing import in_fp32, matrix_products
     from hmpx.ops.wrapping import refusals
 

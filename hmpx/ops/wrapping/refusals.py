@@ -74,16 +74,16 @@ def build_telling(op: str, rule: Rule | None, function: Callable) -> Callable:
 
     rule: of the list.
     """
-    told = False
+    told, target = False, TARGETS.get(rule) if rule else None
 
     def telling(*args, **kwargs):
         nonlocal told
         found = eligible_dtypes((*args, *kwargs.values()))
-        if not told and found and found[0] is not TARGETS.get(rule, found[0]):
+        if not told and found and target not in (None, found[0]):
             told = True
             logger.warning(
-                "hmpx: %s is in the %s list, and its gradient is sparse: its weight stays %s, since torch cannot send a "
-                "sparse gradient through a cast; for the cast, make it with sparse=False",
+                "hmpx: %s is in the %s list, and its gradient is sparse: its weight stays %s, since torch cannot send "
+                "a sparse gradient through a cast; for the cast, make it with sparse=False",
                 *(op, rule, dtype_name(found[0])),
             )
         return function(*args, **kwargs)
