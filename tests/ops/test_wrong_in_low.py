@@ -125,5 +125,6 @@ def garbage(dtype):
 def test_no_other_op_of_torch_gives_garbage(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {canonical(name) for name in garbage(dtype)}
-    assert found - NO_FAULT == op_facts.WRONG_IN_LOW
+        found = {canonical(f"torch.{name}") for name in garbage(dtype)}
+    assert "matrix_exp" in found  # or this torch has mended it
+    assert found - NO_FAULT <= op_facts.WRONG_IN_LOW
