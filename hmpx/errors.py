@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class HmpxError(Exception):
@@ -53,6 +54,18 @@ class OptLevelError(HmpxError, ValueError):
 # A user meets these as hmpx.X, so that is how a traceback spells them.
 for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
+
+
+FEW = 10  # problems that a message says in full
+MORE = re.compile(r"and \d+ more")
+
+
+def few(problems: Sequence[str]) -> str:
+    """Return the message of many problems: the first ones, a line each, and the number of the others."""
+    counted = [each for each in problems if MORE.fullmatch(each)]  # by an earlier call
+    said = [each for each in problems if each not in counted]
+    others = len(said[FEW:]) + sum(int(each.split()[1]) for each in counted)
+    return "\n".join([*said[:FEW], *([f"and {others} more"] if others else [])])
 
 
 def did_you_mean(name: str, legal: Iterable[str], cutoff: float = 0.6, meant: str | None = None) -> str:

@@ -135,7 +135,7 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise _Refused(event, f"the alias *{event.anchor} stands in what it repeats")
+                raise _Refused(event, f"the alias {event.anchor!r} stands in what it repeats")
         else:
             self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in _inside(node))
         if max(self._made, self._sizes[id(node)]) > _NODES:

@@ -31,10 +31,17 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
         candidates["hmpx Triton kernel"] = lambda: triton.round_list([native.Rounding(out, x, "")], 0)
     candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, 0x9E3779B97F4A7C15, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
-    candidates |= _torchao(out, x)
+    notes = []
+    for name, candidate in _torchao(out, x).items():
+        try:
+            candidate()
+            candidates[name] = candidate
+        except Exception as error:  # torch.compile finds no compiler, or torch lies on a path with a space
+            notes.append(_why_not(name, error))
     times = measure.best_times(candidates, repeat, device)
     more = {name: {"GB/s": 6 * elements / seconds / 1e9} for name, seconds in times.items()}
-    return measure.Bench(f"FP32 to BF16, {elements} elements, {measure.where(device)}", measure.rows(times, more))
+    title = f"FP32 to BF16, {elements} elements, {measure.where(device)}"
+    return measure.Bench(title, measure.rows(times, more), notes)
 
 
 def _randint(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,17 +18,19 @@ from typing import Any
 import yaml
 
 from hmpx.base.yaml_files import composed
-from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.errors import FEW, MORE, HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import shipped_names
-from hmpx.recipes.files import recipe_names, recipe_path
+from hmpx.recipes.files import recipe_names, recipe_path, without_text
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import faults, read_recipe
 from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
+
+_UNKNOWN = "unknown"
 
 
 class Undecided(str):
@@ -61,7 +64,7 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
         yield from lists.problems
         folder = "" if one_set else str(Path(path).parent)
         seen = folders.setdefault(folder, {}) if path in sides else {}
-        in_this_file: set[str] = set()
+        in_this_file = Counter[str]()
         for side in SIDES:
             for listed in lists.side(side) or ():
                 yield from _check_name(listed, sides.get(path, side), seen, in_this_file)
@@ -92,8 +95,12 @@ def _check_recipe(name: str) -> Iterator[str]:
     path = recipe_path(name)
     found: list[str] = []
     try:
-        found += [*_check_lists(path), *faults(path)]
-        found += [each for each in _undecided(path) if not any(each.partition(": ")[2] in said for said in found)]
+        found += _check_lists(path)
+        several = len(found) > FEW  # these are all of them
+        found += [each for each in faults(path) if not (several and MORE.fullmatch(each))]
+        if all(isinstance(each, Undecided) for each in found):
+            known = {each.rpartition(": ")[2] for each in found}
+            found += [each for each in _undecided(path) if each.rpartition(": ")[2] not in known]
     except HmpxError as error:
         found += str(error).splitlines()
     said: dict[str, str] = {}  # what is found in two ways is said once
@@ -111,12 +118,12 @@ def _check_lists(path: Path) -> Iterator[str]:
     """Yield the problems of the lists of a recipe, read from its YAML, whatever else is wrong in it."""
     root = composed(path, SIDES)
     seen: dict[str, tuple[str, Listed]] = {}
-    in_this_file: set[str] = set()
+    in_this_file = Counter[str]()
     for key, value in root.value:
         if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
             where = f"{path}:{key.start_mark.line + 1}: {key.value}: "
             named = os.path.normpath(path.parent / value.value)
-            yield from (type(problem)(f"{where}{problem}") for problem in check_files([named]))
+            yield from (type(problem)(f"{where}{without_text(problem)}") for problem in check_files([named]))
         elif key.value in SIDES and isinstance(value, yaml.SequenceNode):
             names = [each for each in value.value if isinstance(each, yaml.ScalarNode)]
             for listed in (Listed(each.value, str(path), each.start_mark.line + 1) for each in names):
@@ -136,7 +143,7 @@ def _undecided(path: Path) -> Iterator[Undecided]:
 
 
 def _check_name(
-    listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: set[str]
+    listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: Counter[str]
 ) -> Iterator[str]:
     name = canonical(listed.name)
     if listed.problem:
@@ -148,7 +155,9 @@ def _check_name(
         if aten_only(name):
             yield f"{listed.where}: {listed.name!r} has no Python entry point; it will not be reached"
         elif not may_be_user_function(name):
-            yield f"{listed.where}: {unknown_op(listed.name)}"
+            in_this_file[_UNKNOWN] += 1  # the nearest name is sought in two thousand
+            said = unknown_op(listed.name) if in_this_file[_UNKNOWN] <= FEW else f"unknown op {listed.name!r}"
+            yield f"{listed.where}: {said}"
             return
         elif problem := of_user_function(name):
             yield type(problem)(f"{listed.where}: {problem}")
@@ -159,7 +168,7 @@ def _check_name(
         yield f"{listed.where}: {listed.name!r} is on both sides; the other has it at {first.where}"
     elif first_side == side and f"{side} {name}" in in_this_file:
         yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
-    in_this_file.add(f"{side} {name}")
+    in_this_file[f"{side} {name}"] += 1
 
 
 def of_user_function(name: str) -> str:

@@ -99,6 +99,7 @@ def short_place(where: str) -> str:
 
 def short_places(text: str) -> str:
     """Shorten each path in a sentence as `short_place` does."""
+    text = text.replace(os.path.join(os.getcwd(), ""), "")  # which may have a space in it
     return re.sub(r"(?<![\w.])/[^\s:]+:\d+", lambda found: short_place(found[0]), text)
 
 

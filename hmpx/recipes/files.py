@@ -6,6 +6,7 @@ An error that is found later, when a list is read or a model is cast, still name
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from hmpx.base.yaml_files import composed, lines_inside, shown, value_of
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import FEW, HmpxError, did_you_mean
+from hmpx.ops.policies.catalog import legal_names
 from hmpx.ops.policies.op_lists import SIDES, shipped
-from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
+from hmpx.recipes.keys import EXTENDS, LISTS, WORDS, problems, spelled_out
 from hmpx.recipes.vendors import NXD, NXD_BASE, NXD_MASTERS, gaudi_keys, nxd_keys, nxd_under_zero
 
 
@@ -75,7 +77,7 @@ class Origins:
             message = "\n".join(map(self.located, str(error).splitlines()))
             if message == str(error):
                 raise
-            raise type(error)(message) from error
+            raise type(error)(message) from None  # the cause may show what the message does not
 
     def located(self, problem: str) -> str:
         """Return a problem with the place of its key in front, if it is about a key and does not say a place itself."""
@@ -83,7 +85,7 @@ class Origins:
             return problem
         for key, path in self.lists.items():
             if shown(path) in problem and (key,) in self.by_key:
-                return f"{self.where(key)}: {key}: {problem}"
+                return f"{self.where(key)}: {key}: {without_text(problem)}"
         # The most exact one, and of several the last, in the nearest file: until that line, all was right.
         found = [key for key in self.by_key if is_about(problem, key)]
         if not found:
@@ -91,11 +93,38 @@ class Origins:
         return f"{self.where(*max(reversed(found), key=len))}: {problem}"
 
 
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
+
+
+def without_text(problem: str) -> str:
+    """Return a problem without what it quotes, except ops, keys and words like them.
+
+    For a problem in a file that another file names: that may be a stranger's, and name any file of the user's.
+    """
+    said, hint, meant = problem.partition("; did you mean ")
+
+    def shown_or_not(quoted: re.Match) -> str:
+        word = quoted[0][1:-1]
+        known = word in _words() or (hint and word.isidentifier() and did_you_mean(word, _words(), cutoff=0.75))
+        return quoted[0] if known else _NOT_SHOWN
+
+    kept = _QUOTED.sub(shown_or_not, said)
+    return kept if _NOT_SHOWN in kept else f"{kept}{hint}{meant}"
+
+
+_NOT_SHOWN = "(text that is not shown)"
+
+
+@functools.cache
+def _words() -> frozenset[str]:
+    return legal_names() | WORDS
+
+
 def is_about(problem: str, key: tuple) -> bool:
     """Return whether a message is about a key. A key that is a word (`weights`) opens it, or stands before ``=``."""
-    name = re.escape(str(key[0]))
     if len(key) > 1:
         return isinstance(key[1], str) and problem.startswith(f"{key[0]}: {key[1]!r}")
+    name = re.escape(str(key[0]))
     anywhere = "_" in name
     return bool(re.search(rf"\b{name}\b" if anywhere else rf"^{name}\b|\b{name}=", problem))
 
@@ -176,6 +205,10 @@ def read_keys(path: Path, legal: Sequence[str]) -> Read:
         except HmpxError as error:
             wrong[str(error)] = None
             faulty.add(key.value)
+            continue
+        if len(wrong) >= FEW and key.value not in (*legal, EXTENDS):  # without the nearest key
+            wrong[f"{path}:{line}: {key.value!r} is no key of a recipe"] = None
+            del values[key.value]
             continue
         for inside, problem in problems(key.value, values[key.value], legal):
             wrong[f"{path}:{lines.get((key.value, inside), line)}: {problem}"] = None

@@ -6,6 +6,7 @@ A recipe's keys are the arguments of `hmpx.convert` and `hmpx.attach`, and what 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.errors import HmpxError
+from hmpx.errors import FEW, HmpxError
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
@@ -228,13 +229,18 @@ class Recipe:
         """
         found: dict[str, Overlay] = {}
         wrong: list[str] = []
-        places = self._origins.by_key
-        for pattern, rule in self.modules.items():
+        lines = defaultdict[Any, dict[tuple, str]](dict)  # of the names, by pattern
+        for key, place in self._origins.by_key.items():
+            if key[0] == MODULES and len(key) > 2:
+                lines[key[1]][key[2:]] = str(place)
+        for number, (pattern, rule) in enumerate(self.modules.items()):
+            if len(wrong) >= FEW - 1:
+                wrong.append(f"{MODULES}: {len(self.modules) - number} more rules were not looked at")
+                break
             where = f"{self._origins.where(MODULES, pattern) or 'recipe'}, {MODULES} {pattern!r}"
-            of_names = {key[2:]: str(place) for key, place in places.items() if key[:2] == (MODULES, pattern)}
             try:
                 with self.naming_lines():
-                    found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", of_names)
+                    found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", lines[pattern])
             except HmpxError as error:
                 wrong.append(str(error))
         if wrong:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, few
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file
-from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
+from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path, without_text
 from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, OF_OPS, problems, spelled_out
 from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, with_origins
 from hmpx.recipes.vendors import NXD, nxd_under_zero
@@ -70,7 +70,7 @@ def read_recipe(name: str | os.PathLike[str]) -> Recipe:
     recipe, wrong, _ = _read_with_rules(recipe_path(name))
     if wrong:
         kinds = set(wrong.values())
-        raise (kinds.pop() if len(kinds) == 1 else HmpxError)("\n".join(wrong))
+        raise (kinds.pop() if len(kinds) == 1 else HmpxError)(few([*wrong]))
     return recipe
 
 
@@ -81,7 +81,7 @@ def faults(path: Path) -> list[str]:
         HmpxError: it cannot be read, or extends itself.
     """
     recipe, wrong, faulty = _read_with_rules(path)
-    return list(wrong | _raised(recipe.settings, faulty) | _raised(recipe.policy, faulty))
+    return list(wrong | _of_others(_raised(recipe.settings, faulty) | _raised(recipe.policy, faulty), path))
 
 
 _Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
@@ -92,7 +92,12 @@ def _read_with_rules(path: Path) -> tuple[Recipe, _Wrong, Collection[str]]:
     recipe, wrong, faulty = _read(path, ())
     if any(getattr(recipe, side) for side in SIDES):
         wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
-    return recipe, wrong | _raised(recipe.overlays, faulty), faulty
+    return recipe, _of_others(wrong | _raised(recipe.overlays, faulty), path), faulty
+
+
+def _of_others(wrong: _Wrong, path: Path) -> _Wrong:
+    """Return the problems of a file and of others that it names, those of the others without their text."""
+    return {each if each.startswith(f"{path}:") else without_text(each): kind for each, kind in wrong.items()}
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
@@ -112,7 +117,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collecti
         try:
             around, found, others = _read(base, tuple(chain))
         except HmpxError as error:
-            raise error if re.match(r".*:\d+: ", str(error)) else HmpxError(f"{extends}{error}") from None
+            said = "\n".join(map(without_text, str(error).splitlines()))
+            raise type(error)(said if re.match(r".*:\d+: ", said) else f"{extends}{said}") from None
     recipe = laid_over(around, keys, origins)
     return recipe, dict.fromkeys(wrong, HmpxError) | found, {*faulty, *others}
 
@@ -162,5 +168,5 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     wrong = [problem for key, value in values.items() for _, problem in problems(key, value, KEYS)]
     wrong += [both for _, both in named_twice(values)]
     if wrong:
-        raise HmpxError("\n".join(wrong))
+        raise HmpxError(few(wrong))
     return values

@@ -240,6 +240,7 @@ class Attachment:
         self._claim.drop(gone)
         released.forget(gone)
         new = [p for p in now if p not in self._dtypes]
+        released.disown(new)
         wide = [p for p in new if p.dtype is torch.float32]
         if wide and torch.bfloat16 in self._dtypes.values():
             logger.warning(

@@ -32,7 +32,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 _gone: dict[torch.Tensor, str] = {}  # until its optimizer's step is finished: the name of that optimizer's class
-_stepped_by: dict[torch.Tensor, weakref.ref[Optimizer]] = {}  # until the claim ends: who has released it last
+_stepped_by: dict[torch.Tensor, weakref.ref[Optimizer]] = {}  # who has released it last, until a claim begins or ends
 _asked = threading.local()  # now: whether one of these functions is running in this thread
 
 # Each function, and the argument in which it is given parameters or gradients.
@@ -112,6 +112,11 @@ def forget(params: Iterable[Parameter]) -> None:
             open_steps[0],
         )
     finish(params)
+    disown(params)
+
+
+def disown(params: Iterable[Parameter]) -> None:
+    """Forget who has released these gradients last: a new optimizer of theirs has not missed any."""
     for p in params:
         _stepped_by.pop(p, None)
 

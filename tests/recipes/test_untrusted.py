@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 
 import pytest
 
 import hmpx
+from hmpx.insight import check
 from hmpx.insight.check import check_files
+from hmpx.ops.policies import build_policy
 from hmpx.recipes.stated import read_recipe
+from hmpx.shell.main import main
 from tests.support import python
 
 ANCHORS = "abcdefghi"
@@ -18,7 +22,7 @@ NESTED = "modules:\n  a: &a {fp32: [mm, mm]}\n" + "".join(
 )
 WRONG = {
     "aliases that repeat aliases": (NESTED, ":6: more than 50000 names and values, with those that aliases repeat"),
-    "an alias in what it repeats": ("seed: 1\nbf16: &a [*a]\n", ":2: the alias *a stands in what it repeats"),
+    "an alias in what it repeats": ("seed: 1\nbf16: &a [*a]\n", ":2: the alias 'a' stands in what it repeats"),
     "a tag": ("seed: 1\nfp32: !!python/object/apply:os.system [ls]\n", ":2: the tag "),
     "deep nesting": (
         f"seed: 1\nbf16: {'[' * 9000}{']' * 9000}\n",
@@ -136,3 +140,99 @@ def test_what_reads_a_file_imports_no_module_that_the_file_names(tmp_path):
         "3 checked, 0 problems",
     ]
     assert "not decided: evil.f" in said["explain evil.f --recipe mine.yaml"]
+
+
+SECRET = "hunter2hunter2"
+FOREIGN = {
+    "secret.env": f"API_KEY={SECRET}\n",
+    "bare": f"{SECRET}\n",
+    "passwd": f"root:x:0:0:{SECRET}:/root:/bin/sh\n",
+    "quoted": f"it's \"{SECRET}\" '{SECRET}\n",
+    "many": "".join(f"{SECRET} {i}\n" for i in range(30)),
+    "binary": b"\xff" + SECRET.encode(),
+    "names.yaml": f"bf16: [{SECRET}, 'a {SECRET}']\n",
+    "values.yaml": f"weights: {SECRET}\nbf16: {SECRET}\nlow_precision: {SECRET}\nfp8_format: {SECRET}\n",
+    "key.yaml": f"{SECRET}: [a]\n",
+    "alias.yaml": f"a: *{SECRET}\n",
+    "inside.yaml": f"bf16: &{SECRET} [*{SECRET}]\n",
+    "tag.yaml": f"a: !{SECRET} b\n",
+    "broken.yaml": f"a: '{SECRET}\nb: {SECRET}",
+    "nxd.yaml": f"mixed_precision_config: {{{SECRET}: {SECRET}}}\n",
+    "token.json": f'{{"token": "{SECRET}"}}',
+    "list.json": f'{{"hmp_bf16_ops": ["{SECRET}"]}}',
+    "broken.json": f'{{"token": "{SECRET}',
+    "gaudi.json": f'{{"use_habana_mixed_precision": true, "hmp_bf16_ops": ["{SECRET}"], "hmp_{SECRET}": "{SECRET}"}}',
+}
+
+
+@pytest.mark.parametrize("key", ["bf16_file_path", "extends"])
+def test_of_a_file_that_a_recipe_names_no_text_is_shown(key, tmp_path, capsys, caplog, monkeypatch):
+    """A stranger's recipe may name any file of the user's, and a message may go to a log that others read."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("DEBUG")
+    for name, text in FOREIGN.items():
+        if key == "extends" and not name.endswith(("yaml", "json")):
+            continue
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        (tmp_path / "mine.yaml").write_text(f"{key}: {name}\n")
+        try:
+            with hmpx.activate("mine.yaml"):
+                pass
+        except hmpx.HmpxError:
+            assert SECRET not in traceback.format_exc() and f"{name}:" in traceback.format_exc(), name
+        for command in ("check mine.yaml", "explain linear --recipe mine.yaml", "recipes mine.yaml"):
+            main(command.split())
+            said = capsys.readouterr()
+            assert SECRET not in said.out + said.err + caplog.text, (name, command)
+
+
+def test_of_a_file_that_a_recipe_names_ops_and_keys_are_shown(tmp_path):
+    (tmp_path / "mine.txt").write_text("linear\nsofmax\nsemicolon\n")
+    (tmp_path / "base.yaml").write_text("weigths: split\nkernels: nativ\n")
+    (tmp_path / "mine.yaml").write_text("bf16_file_path: mine.txt\n")
+    (tmp_path / "other.yaml").write_text("extends: base.yaml\n")
+    assert refused(lambda path: read_recipe(path).policy(), tmp_path / "mine.yaml").splitlines() == [
+        f"{tmp_path}/mine.yaml:1: bf16_file_path: {tmp_path}/mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?",
+        f"{tmp_path}/mine.yaml:1: bf16_file_path: {tmp_path}/mine.txt:3: unknown op (text that is not shown)",
+    ]
+    said = refused(read_recipe, tmp_path / "other.yaml")
+    assert f"{tmp_path}/base.yaml:1: 'weigths' is no key of a recipe; did you mean 'weights'?" in said
+    assert f"{tmp_path}/base.yaml:2: kernels is 'nativ', none of" in said
+
+
+MOST = 1000
+MANY = {
+    "mine.txt": "".join(f"name{i}\n" for i in range(MOST)),
+    "words.txt": "".join(f"a b{i}\n" for i in range(MOST)),
+    "list.json": '{"hmp_bf16_ops": [' + ", ".join(f'"name{i}"' for i in range(MOST)) + "]}",
+    "ops.yaml": "weights: split\nbf16:\n" + "".join(f"- name{i}\n" for i in range(MOST)),
+    "keys.yaml": "weights: split\n" + "".join(f"key{i}: 1\n" for i in range(MOST)),
+    "named.yaml": "weights: split\nbf16_file_path: mine.txt\n",
+    "extends.yaml": "extends: ops.yaml\n",
+}
+
+
+def test_of_thousands_of_problems_the_first_are_said_and_the_others_counted(tmp_path, monkeypatch):
+    """To seek the name that is spelt most alike takes milliseconds: it is done for the first ten."""
+    monkeypatch.chdir(tmp_path)
+    sought = []
+    for place in (build_policy, check):
+        unknown_op = place.unknown_op
+        monkeypatch.setattr(place, "unknown_op", lambda name, tell=unknown_op: sought.append(name) or tell(name))
+    for name, text in MANY.items():
+        (tmp_path / name).write_text(text)
+    for name in MANY:
+        sought.clear()
+        read = hmpx.activate if name.endswith("yaml") else lambda path: hmpx.convert(bf16_file_path=path)
+        lines = refused(read, name)
+        assert lines.splitlines()[10:] == [f"and {MOST - 10} more"] and len(sought) <= 10, name
+        sought.clear()
+        problems = [*check_files([name])]
+        assert len(problems) == (11 if name == "extends.yaml" else MOST) and len(sought) <= 30, name
+
+
+def test_unknown_names_that_are_only_warned_of_are_counted_too(tmp_path, caplog):
+    (tmp_path / "mine.txt").write_text(MANY["mine.txt"])
+    with hmpx.convert(bf16_file_path=tmp_path / "mine.txt", unknown="warn"):
+        pass
+    assert len(caplog.records) == 11 and caplog.text.endswith(f": and {MOST - 10} more unknown ops (skipped)\n")

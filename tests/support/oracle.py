@@ -10,7 +10,7 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
   in neither way was written by hand, and counts.
 - `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
   `"8bit"`: every one that has the parameter's shape and a dimension, to numbers that `eight_bits.py` lists, and before
-  the step as "parameter.key.moved", which changes what was held in another form.
+  the step as "parameter.key.moved", which changes what was held in another form. Of Muon, `"8bit"` is BF16.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ class Reference:
     def way(self) -> str:
         return self.settings.get("weights", "stochastic")
 
+    @property
+    def state_dtype(self) -> Any:
+        given = self.settings.get("state_dtype")
+        return BF16 if given == "8bit" and self.setup.optimizer == "Muon" else given
+
     def names(self) -> dict[Entry, str]:
         """What the random numbers of each parameter are keyed by."""
         named = {entry.name for entry in self.entries} if self.setup.names == "named_parameters" else self.given
@@ -189,7 +194,7 @@ class Reference:
     def adopt(self, entry: Entry, name: str, numbers: dict) -> None:
         """Bring state that is held in another form, of a parameter that was FP32, into the one of the settings."""
         state = self.optimizer.state.get(entry.q, {})
-        narrow = entry.weight is not None and self.settings.get("state_dtype") is BF16
+        narrow = entry.weight is not None and self.state_dtype is BF16
         if self._is_filled(state):
             state["sum"].fill_(self._fill(BF16 if narrow else FP32))
         elif narrow:
@@ -260,14 +265,14 @@ class Reference:
             entry.weight, entry.master = x.bfloat16(), x.clone()
 
     def _round_state(self, entry: Entry, name: str, numbers: dict) -> None:
-        if self.settings.get("state_dtype") is BF16:
+        if self.state_dtype is BF16:
             for key, value in self.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
                     value.copy_(hmpx.stochastic_round(value, **numbers, name=f"{name}.{key}"))
         self._to_8_bits(entry, name + ".{}", numbers)
 
     def _to_8_bits(self, entry: Entry, name: str, numbers: dict) -> None:
-        if self.settings.get("state_dtype") == "8bit":
+        if self.state_dtype == "8bit":
             for key, value in self.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape:
                     value.copy_(in_8_bits(value, **numbers, name=name.format(key))[0])

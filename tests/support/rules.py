@@ -151,6 +151,12 @@ def set_gradients(w: World, seed: int, which: int, layout: str | None) -> None:
 def zero_grad(w: World, to_none: bool) -> None:
     entries = [entry for entry in w.held if entry.grad is not None]
     need(to_none or not any(entry.grad.is_sparse or is_expanded(w, entry) for entry in entries))
+    if any(entry.name in w.released for entry in w.held):
+        try:
+            w.optimizer.zero_grad(set_to_none=to_none)
+        except hmpx.HmpxError:
+            return
+        raise Different("zero_grad drops gradients that are in the weights")
     w.optimizer.zero_grad(set_to_none=to_none)
     for entry in entries:
         entry.grad = None if to_none else torch.zeros_like(entry.grad)

@@ -80,7 +80,7 @@ class World:
             more["model"], self.reference.given = self.model, {entry.name for entry in self.entries}
         hmpx.attach(self.optimizer, **self.settings, **more)
         self.attached = True
-        self.was_in_8_bits |= self.settings.get("state_dtype") == "8bit"
+        self.was_in_8_bits |= self.reference.state_dtype == "8bit"
         self.adopted()
 
     def adopted(self) -> None:

@@ -143,10 +143,39 @@ def loaded_by_torch(cls, options, active):
     return q, plain, before
 
 
+class MuonOfMine(optim.Optimizer):
+    """Muon and momentum in one class, which hmpx does not list; most are of this kind."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad)
+            p.sub_(1e-2 * (momentum / momentum.norm() if p.dim() == 2 else momentum))
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, MuonOfMine])
+def test_muons_momentum_is_in_bf16_where_8_bits_are_asked_for(cls):
+    """Beside a rule for one parameter as without; with the bits of `state_dtype=torch.bfloat16`."""
+    found = []
+    rule = {"b": {"state_dtype": "8bit"}}
+    for options in ({"state_dtype": BF16}, {"state_dtype": "8bit"}, {"state_dtype": BF16, "parameters": rule}):
+        params = {name: nn.Parameter(torch.ones(6, 40, dtype=BF16)) for name in "ab"}
+        optimizer = cls([*params.items()])
+        hmpx.attach(optimizer, **options)
+        step(params, optimizer, 3)
+        held = [optimizer.state[p]["momentum_buffer"] for p in params.values()]
+        assert all(momentum.dtype is BF16 for momentum in held)
+        found.append([*held, *params.values()])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 OF_TORCH = {
     "AdamW": (optim.AdamW, {}),
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Muon": (optim.Muon, {}),
     "RMSprop": (optim.RMSprop, {"momentum": 0.9}),
 }
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from hmpx.base.dtype_names import dtype_named
-from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
+from hmpx.errors import FEW, HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean, few
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, retired
 from hmpx.ops.policies.op_lists import SIDES, Listed, OpLists, default_lists, shipped
@@ -132,16 +132,17 @@ def resolve_sides(
 
 
 def raise_problems(wrong: Problems) -> None:
-    """Raise one error with every problem, if there is one."""
+    """Raise one error with the first problems and the number of the others, if there is one."""
     if wrong:
         kinds = set(wrong.values())
-        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(wrong))
+        raise (kinds.pop() if len(kinds) == 1 else OpListError)(few([*wrong]))
 
 
 def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> dict[str, Listed]:
     """Return listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}
+    found = 0
     for listed in names:
         op = canonical(listed.name)
         if listed.problem:
@@ -151,14 +152,17 @@ def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> di
             continue
         if op not in ops and not aten_only(op):
             if not may_be_user_function(listed.name):
-                message = f"{listed.where}: {unknown_op(listed.name)}"
+                found += 1  # the nearest name is sought in two thousand
+                said = unknown_op(listed.name) if found <= FEW else f"unknown op {listed.name!r}"
                 if unknown == "error":
-                    wrong[message] = UnknownOpError
-                else:
-                    logger.warning("%s (skipped)", message)
+                    wrong[f"{listed.where}: {said}"] = UnknownOpError
+                elif found <= FEW:
+                    logger.warning("%s: %s (skipped)", listed.where, said)
                 continue
             op = listed.name
         resolved.setdefault(op, listed)
+    if unknown == "warn" and found > FEW:
+        logger.warning("%s: and %d more unknown ops (skipped)", names[0].path, found - FEW)
     return resolved
 
 

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import is_lazy, lacks_data
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, is_sharded, local, placed
+from hmpx.updates.stepping.optimizer_scope import is_muon
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
@@ -210,7 +211,7 @@ class BF16Parameters:
                 refuse_wrapping(p, name)
             with torch.no_grad():
                 shared = overlaps([p for _, p in ours])
-                self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
+                self._known = now, [self._segment(optimizer, p, name, shared.get(p)) for name, p in ours]
         return self._known[1]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -219,21 +220,26 @@ class BF16Parameters:
 
     def every(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
-        return [Segment(p, name, way=self._settings.way(name)) for name, p in named(optimizer, self.names)]
+        return [Segment(p, name, way=self._way(optimizer, name)) for name, p in named(optimizer, self.names)]
 
-    def _segment(self, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
+    def _way(self, optimizer: Optimizer, name: str) -> Way:
+        way = self._settings.way(name)
+        return way._replace(state_dtype=torch.bfloat16) if way.state_dtype == "8bit" and is_muon(optimizer) else way
+
+    def _segment(self, optimizer: Optimizer, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
         if getattr(p, "_fsdp_flattened", False):
             raise HmpxError(
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
                 "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
             )
-        return Segment(p, name, box=self._box(p, name), overlaps=overlaps, way=self._settings.way(name))
+        way = self._way(optimizer, name)
+        return Segment(p, name, box=self._box(p, name, way), overlaps=overlaps, way=way)
 
-    def _box(self, p: Parameter, name: str) -> Box | None:
+    def _box(self, p: Parameter, name: str, way: Way) -> Box | None:
         place = self.places.get(name)
         if place is None:
             return box_of(p, name)
-        if self._settings.way(name).state_dtype == "8bit" and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
+        if way.state_dtype == "8bit" and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
             raise HmpxError(
                 f"places: {name!r} is cut across rows, which in 8 bits share scales with other ranks: give it "
                 "state_dtype=torch.bfloat16, or shard it as a DTensor"

@@ -39,6 +39,15 @@ def scope_of(optimizer: optim.Optimizer) -> str:
     return SCOPES.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
 
 
+def is_muon(optimizer: optim.Optimizer) -> bool:
+    """Whether the class, or one that it derives from, is called Muon: then BF16 takes the place of 8 bits.
+
+    Muon brings all singular values of its momentum to one size, the small ones with the noise of 8 bits, which costs
+    loss (figures: ``hmpx/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
+    """
+    return any("Muon" in cls.__name__ for cls in type(optimizer).__mro__)
+
+
 def by_memory(*optimizers: optim.Optimizer) -> bool:
     """Whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
 
