@@ -19,6 +19,7 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
+from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.lost_updates import Updates
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
@@ -80,7 +81,11 @@ class Attachment:
         self._undo = contextlib.ExitStack()  # puts parameters and hooks back
         # The attachment holds the optimizer while a step is open, and a parameter outlives it.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
-        self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release if settings.release_gradients else None)
+        self._claim = Claim(
+            fp32=settings.use_fp32_grad_acc,
+            release=release if settings.release_gradients else None,
+            optimizer=type(optimizer).__name__,
+        )
         self._watched: Updates | None = None
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
@@ -256,6 +261,11 @@ class Attachment:
                 self._updates.stores.drop(p)
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
+        if self.settings.has_masters:
+            every = named(self._outer() or self._alive, self.names)
+            self._claim.masters = {
+                id(p): name for name, p in every if WAYS[self.settings.way(name).weights].has_masters
+            }
         self._claim.update(cast)
 
     def cast_state_along(self) -> None:
@@ -279,6 +289,7 @@ class Attachment:
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
+        self._claim.step()
         self._counts.compare(call.optimizer, self._updates, call.seed)
         result = self._updates.step(call)
         released.finish(self._dtypes)

@@ -1,5 +1,7 @@
 """Decides how the gradients of a parameter are held: accumulated in FP32, or released as soon as they are complete.
 
+It also knows which optimizers share a parameter, and refuses that two step it in turn where one keeps masters of it.
+
 Each attached optimizer makes a claim on its parameters. Of several claims on one parameter, the last one decides. When
 a claim ends, the one before it is in force again, in whatever order they end. When the last one ends, the parameter is
 as it was. The garbage collector may end a claim, at any time.
@@ -26,6 +28,7 @@ Parameter = torch.nn.Parameter
 
 _lock = threading.Lock()
 _claimed: dict[int, _ClaimedParameter] = {}
+_shared: set[int] = set()  # those that several claims are on
 _ended: deque[tuple[Claim, Parameter]] = deque()
 
 
@@ -35,11 +38,35 @@ class Claim:
     Args:
         fp32: gradients accumulate in FP32, as long as their parameter is BF16.
         release: called with each parameter whose gradient is complete.
+        optimizer: the name of its class.
     """
 
-    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None) -> None:
-        self.fp32, self.release = fp32, release
+    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None, optimizer: str = "") -> None:
+        self.fp32, self.release, self.optimizer = fp32, release, optimizer
         self.params: dict[int, Parameter] = {}
+        self.masters: dict[int, str] = {}  # the names of those that the optimizer keeps masters of
+        self._stepped: set[int] = set()  # those that it has stepped while they were shared
+
+    def step(self) -> None:
+        """Note that the optimizer steps.
+
+        Raises:
+            HmpxError: another one has moved a parameter since this one stepped it, and one of them has masters of it:
+                each would take the other's step for a write by hand, and go on from the BF16 weight.
+        """
+        for key in _shared.intersection(self.params):
+            entry = _claimed[key]
+            last, entry.last = entry.last, self
+            others = last is not None and last is not self and last in entry.claims
+            name = self.masters.get(key) or (last.masters.get(key) if last is not None else None)
+            if others and key in self._stepped and name is not None:
+                entry.last = last
+                raise HmpxError(
+                    f"{self.optimizer} and {last.optimizer} step the parameter {name!r} in turn, and each would lose "
+                    "what the other keeps of it in masters: give it to one optimizer, or attach both with "
+                    "weights='stochastic'"
+                )
+            self._stepped.add(key)
 
     def add(self, params: list[Parameter]) -> None:
         """Claim these parameters; the new claim is in force."""
@@ -50,6 +77,8 @@ class Claim:
                     self.params[id(p)] = p
                     entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
                     entry.claims.append(self)
+                    if len(entry.claims) > 1:
+                        _shared.add(id(p))
                     entry.update()
             _reduce_by(modules)
         _remove_ended()
@@ -77,6 +106,7 @@ class _ClaimedParameter:
     def __init__(self, param: Parameter) -> None:
         self.param = param
         self.claims: list[Claim] = []
+        self.last: Claim | None = None  # of the optimizer that has stepped it last, as far as it is shared
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
         self._reduced = False  # whether a DDP module has reduced the gradients
         self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32, and whether such a module's
@@ -165,6 +195,8 @@ def _remove_ended() -> None:
                 if entry is None or claim not in entry.claims:
                     continue
                 entry.claims.remove(claim)
+                if len(entry.claims) < 2:
+                    _shared.discard(id(p))
                 entry.update()
                 if not entry.claims:
                     _claimed.pop(id(p))

@@ -261,7 +261,9 @@ def test_a_weight_that_is_no_plain_tensor_stays_in_bf16():
             expected = F.linear(x, weight)
         with hmpx.convert(fp8=["linear"]), hmpx.record() as log:
             assert torch.equal(F.linear(x, weight), expected), type(weight)
-        assert [[*site.in_low] for site in log.sites if site.op == "linear"] == [["a tensor subclass, sparse or nested"]]
+        assert [[*site.in_low] for site in log.sites if site.op == "linear"] == [
+            ["a tensor subclass, sparse or nested"]
+        ]
 
 
 def test_blocks_are_decoded_before_they_are_multiplied():

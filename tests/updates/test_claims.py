@@ -202,3 +202,53 @@ def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
     q.grad = torch.ones(3)
     optimizer.step()
     assert gradient_dtype(p) is BF16 and gradient_dtype(q) is FP32
+
+
+def turns(weights, count):
+    """Two optimizers that step one parameter in turn, `count` times."""
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.randn(64).bfloat16())
+    optimizers = [optim.SGD([("shared", shared)], lr=1e-3), optim.AdamW([("shared", shared)], lr=1e-4)]
+    for optimizer in optimizers:
+        hmpx.attach(optimizer, weights)
+    for i in range(count):
+        shared.grad = torch.ones_like(shared)
+        optimizers[i % 2].step()
+    return shared, optimizers
+
+
+@pytest.mark.parametrize("weights", ["master", "split", "split8"])
+def test_two_optimizers_with_masters_do_not_step_a_parameter_in_turn(weights):
+    """Each would lose what the other keeps below BF16's precision; the step that would is refused, and moves nothing."""
+    with pytest.raises(hmpx.HmpxError, match=r"SGD and AdamW|AdamW and SGD step the parameter 'shared' in turn"):
+        turns(weights, 6)
+    shared, (first, second) = turns(weights, 2)
+    second.step()  # one that goes on alone is right
+    before = shared.detach().clone()
+    with pytest.raises(hmpx.HmpxError, match="in turn"):
+        first.step()
+    assert torch.equal(shared, before)
+    hmpx.detach(first)
+    second.step()
+
+
+def test_two_optimizers_that_round_stochastically_step_a_parameter_in_turn():
+    """On average over many elements they move it as far as in FP32."""
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.full((20_000,), 1.0).bfloat16())
+    optimizers = [optim.SGD([("shared", shared)], lr=1e-4), optim.SGD([("shared", shared)], lr=2e-4)]
+    for optimizer in optimizers:
+        hmpx.attach(optimizer)
+    for i in range(20):
+        shared.grad = torch.ones_like(shared)
+        optimizers[i % 2].step()
+    assert abs(1 - shared.float().mean().item() - 20 * 1.5e-4) < 1e-4
+
+
+def test_an_optimizer_that_replaces_another_one_has_the_parameter():
+    """As in a loop that makes a new one after a part was frozen or thawed, while a variable holds the old one."""
+    shared, (_, second) = turns("master", 1)
+    for _ in range(3):
+        shared.grad = torch.ones_like(shared)
+        second.step()
+    assert second.state[shared]["step"] == 3
