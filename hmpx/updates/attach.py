@@ -186,7 +186,7 @@ def _check(
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
-            f"and {type(optimizer).__name__} may look across them"
+            f"and {type(optimizer).__module__}.{type(optimizer).__qualname__} may look across them"
         )
     if settings.fused and formula_of(optimizer) is None:
         raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}")

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
+from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import attachment_of
@@ -197,8 +198,10 @@ def _masters_in(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
-    """Whether masters differ from the weights. False for a shard, since its ranks must agree."""
-    return not is_sharded(segment.param) and not torch.equal(masters, segment.param.float())
+    """Whether masters differ from the weights. False for a shard, since its ranks must agree, and where no data is."""
+    if is_sharded(segment.param) or lacks_data(masters):
+        return False
+    return not torch.equal(masters, segment.param.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
@@ -227,5 +230,6 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and is_sharded(one) == is_sharded(other):
         a, b = local(one), local(other)
-        return type(a) is type(b) and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+        alike = type(a) is type(b) and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        return alike and (lacks_data(a) or torch.equal(a, b))
     return type(one) is type(other) and isinstance(one, int | float | str) and one == other

@@ -61,3 +61,28 @@ def test_ten_steps_follow_the_curve_of_fp32(recipe):
             if not (far < 0.03 * expected[name][0] and losses[-1] < losses[0]):
                 wrong[name] = losses, expected[name]
     assert not wrong, wrong
+
+
+def test_transformers_adafactor_treats_each_parameter_by_itself():
+    """Bit for bit that of one optimizer for each; so its gradients may be released in backward."""
+    from transformers.optimization import Adafactor
+
+    def stepped(sets):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8))]
+        optimizers = [Adafactor([params[i] for i in each]) for each in sets]
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            for optimizer in optimizers:
+                optimizer.step()
+        return params
+
+    assert all(map(torch.equal, stepped([[0, 1]]), stepped([[0], [1]])))
+    model = nn.Linear(8, 8)
+    hmpx.prepare(model, optimizer := Adafactor(model.parameters()), "lean8")
+    before = model.weight.detach().clone()
+    model(torch.randn(4, 8)).float().square().mean().backward()
+    optimizer.step()
+    hmpx.restore(optimizer)
+    assert not torch.equal(model.weight, before)

@@ -219,7 +219,7 @@ def turns(weights, count):
 
 @pytest.mark.parametrize("weights", ["master", "split", "split8"])
 def test_two_optimizers_with_masters_do_not_step_a_parameter_in_turn(weights):
-    """Each would lose what the other keeps below BF16's precision; the step that would is refused, and moves nothing."""
+    """Each would lose what the other keeps below BF16's precision: that step is refused, and moves nothing."""
     with pytest.raises(hmpx.HmpxError, match=r"SGD and AdamW|AdamW and SGD step the parameter 'shared' in turn"):
         turns(weights, 6)
     shared, (first, second) = turns(weights, 2)

@@ -77,3 +77,13 @@ def test_a_fused_step_without_data(weights):
     assert trained(FakeTensorMode, fused=True, weights=weights) == real
     with pytest.raises(RuntimeError, match="fused=True"):
         trained(PLACES["meta"], fused=True, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [*WAYS])
+def test_a_checkpoint_of_masters_without_data(weights):
+    """It is taken at once when an optimizer is attached with masters in its checkpoints."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    hmpx.attach(optimizer, weights, use_master_weights_in_ckpt=weights in ("master", "split", "split8"))
+    assert optimizer.state_dict()["param_groups"]

@@ -30,7 +30,10 @@ SCOPES = {
     optim.Adafactor: "parameter",
     optim.Muon: "parameter",
 }
-_BY_NAME = {"lion_pytorch.lion_pytorch.Lion": "element"}  # of packages that may not be there
+_BY_NAME = {  # of packages that may not be there
+    "lion_pytorch.lion_pytorch.Lion": "element",
+    "transformers.optimization.Adafactor": "parameter",
+}
 
 
 def scope_of(optimizer: optim.Optimizer) -> str:
