@@ -267,8 +267,8 @@ def refuse_wrapping(p: Parameter, name: str) -> None:
     if type(p) is not Parameter and is_traceable_wrapper_subclass(p) and not is_sharded(p):
         raise HmpxError(
             f"parameter {name!r} is a {type(p).__module__}.{type(p).__qualname__}, which holds its numbers in tensors "
-            "of its own: hmpx cannot round them. Leave its updates to the library of that class; hmpx.convert() casts ops "
-            "beside it, and so does a recipe where its dtype is float32"
+            "of its own: hmpx cannot round them. Leave its updates to the library of that class; hmpx.convert() casts "
+            "ops beside it, and so does a recipe where its dtype is float32"
         )
 
 
