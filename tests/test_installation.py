@@ -175,14 +175,14 @@ def test_recipes_nest_like_conversions(untouched):
 
 def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(untouched):
     with hmpx.convert(**OF_MATMUL):
-        with hmpx.activate({"bf16": ["exp"], "fp32": []}):
+        with hmpx.activate({"bf16": ["exp"], "fp32": [], "parameter_dtype": BF16}):
             assert found() == EXP
             with hmpx.convert(**OF_MATMUL):
                 assert found() == MATMUL and made()[0] is BF16
             assert found() == EXP and made()[0] is BF16
         assert found() == MATMUL and made()[0] is FP32
     assert found() == NONE
-    hmpx.activate({"bf16": ["exp"], "fp32": []})
+    hmpx.activate({"bf16": ["exp"], "fp32": [], "parameter_dtype": BF16})
     with hmpx.convert(**OF_MATMUL), hmpx.activate("neuron-bf16-sr"):
         hmpx.restore()
     assert found() == NONE and made() == (FP32, None) and not untouched.changed()

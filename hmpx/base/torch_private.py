@@ -117,6 +117,7 @@ NAMES: dict[str, str] = {
     "torch._foreach_copy_": "copies many small tensors in one call",
     "torch._foreach_add_": "the same, in place",
     "torch._C._dynamo.guards.TensorGuards": "whether all tensors have the class, dtype and layout of the last step",
+    "torch._C._set_grad_enabled": "turns gradients off in a step, in one call that an interrupt cannot cut in two",
     # Gradients
     "torch.Tensor._post_accumulate_grad_hooks": "hooks on a parameter whose content was swapped",
     "torch._C._current_graph_task_id": "tells one backward pass from the next, and hooks of gradients from a forward",
