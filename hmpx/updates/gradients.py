@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hmpx.base import forks
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
@@ -26,7 +27,7 @@ from hmpx.updates.ranks.sharding import is_sharded
 
 Parameter = torch.nn.Parameter
 
-_lock = threading.Lock()
+_lock = forks.over_forks(threading.Lock())
 _claimed: dict[int, _ClaimedParameter] = {}
 _shared: set[int] = set()  # those that several claims are on
 _ended: deque[tuple[Claim, Parameter]] = deque()
