@@ -101,7 +101,8 @@ class Tuned(Report):
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
+        svg = as_svg(self.marks, self.tolerance, self.unit, self.low.upper())
+        Path(path).write_text(f"<!-- Written by hmpx.tune. -->\n{svg}", encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
@@ -154,7 +155,7 @@ class Tuned(Report):
             reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
         low, wide = {*getattr(self.policy, self.low)} - {*divided}, {*getattr(self.policy, wide_list), *divided}
         lists = policy_of(self.policy, self.low, low, wide)
-        comments = [f"# {line}" for line in self._verdict()]
+        comments = ["# Written by `hmpx.tune`.", *(f"# {line}" for line in self._verdict())]
         for side in SIDES:
             names = getattr(lists, side)
             if side == "fp8" and not names:
