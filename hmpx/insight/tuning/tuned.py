@@ -84,8 +84,14 @@ class Tuned(Report):
     low: Low = "bf16"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
+        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg.
+
+        A folder whose name ends in .yaml is the file of the recipe alone.
+        """
         path = Path(folder)
+        if path.suffix in (".yaml", ".yml"):
+            path.write_text(self._recipe_text(), encoding="utf-8")
+            return
         path.mkdir(parents=True, exist_ok=True)
         self._save_lists(path)
         self.json(path / "tuned.json")
@@ -155,7 +161,7 @@ class Tuned(Report):
             reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
         low, wide = {*getattr(self.policy, self.low)} - {*divided}, {*getattr(self.policy, wide_list), *divided}
         lists = policy_of(self.policy, self.low, low, wide)
-        comments = ["# Written by `hmpx.tune`.", *(f"# {line}" for line in self._verdict())]
+        comments = self._comments()
         for side in SIDES:
             names = getattr(lists, side)
             if side == "fp8" and not names:
@@ -166,8 +172,13 @@ class Tuned(Report):
             if rest:
                 lines.append("# Not called by the batches that it was tuned on: as in the lists that it began with.")
             (folder / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
-        comments += [f"# {choice}" for choice in self.choices]
-        (folder / "recipe.yaml").write_text("\n".join([*comments, str(self.recipe)]), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(self._recipe_text(), encoding="utf-8")
+
+    def _comments(self) -> list[str]:
+        return ["# Written by `hmpx.tune`.", *(f"# {line}" for line in self._verdict())]
+
+    def _recipe_text(self) -> str:
+        return "\n".join([*self._comments(), *(f"# {choice}" for choice in self.choices), str(self.recipe)])
 
     def __str__(self) -> str:
         marks = [mark.line(self.unit, self.low.upper()) for mark in self.marks]
