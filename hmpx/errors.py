@@ -68,6 +68,19 @@ def few(problems: Sequence[str]) -> str:
     return "\n".join([*said[:FEW], *([f"and {others} more"] if others else [])])
 
 
+def there_are(names: Iterable[str]) -> str:
+    """``" (there are 0, 1, 2)"``: the first of some names, where none is like the one that was asked for."""
+    all_of_them = [*names]
+    more = f" and {len(all_of_them) - FEW} more" if len(all_of_them) > FEW else ""
+    return f" (there are {', '.join(all_of_them[:FEW])}{more})" if all_of_them else ""
+
+
+def kind_of(thing: object) -> str:
+    """``"an AdamW"``: the class of a thing, with its article."""
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def did_you_mean(name: str, legal: Iterable[str], cutoff: float = 0.6, meant: str | None = None) -> str:
     """``"; did you mean 'conv2d'?"``, or an empty string: the one wording of every suggestion.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, did_you_mean
 
 _BYTES, _NODES, _DEPTH = 2**20, 50_000, 32
 _NAME = 200  # letters of a name that a message repeats
@@ -89,7 +89,9 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
     try:
         text = text_of(path)
     except OSError as error:
-        raise HmpxError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+        missing = isinstance(error, FileNotFoundError) and path.parent.is_dir()
+        hint = did_you_mean(path.name, [each.name for each in path.parent.iterdir()], cutoff=0.8) if missing else ""
+        raise HmpxError(f"{shown(path)}: cannot be read: {error.strerror}{hint}") from None
     root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
     if not isinstance(root, yaml.MappingNode):
         raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(keys)}")

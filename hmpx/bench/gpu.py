@@ -90,7 +90,13 @@ def report(
         except Exception as error:
             short.append(f"bench {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     short += filter(None, [each.missed(found) for each in EXPECTED])
-    whole = {"about": about, "tests": said_by_tests, "short": short, "tables": {k: asdict(v) for k, v in found.items()}}
+    whole = {
+        "hmpx": __version__,
+        "about": about,
+        "tests": said_by_tests,
+        "short": short,
+        "tables": {k: asdict(v) for k, v in found.items()},
+    }
     (folder / "hmpx-gpu.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     (folder / "hmpx-gpu.md").write_text(page(about, said_by_tests, short, found), encoding="utf-8")
     return short

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
+from hmpx.version import __version__
 
 COUNTS = "calls", "torch alone", "syncs"  # columns of whole numbers
 
@@ -49,7 +50,7 @@ class Bench:
 
 def save(benches: list[Bench], path: Path) -> None:
     """Write tables as JSON: one table, or a list of several."""
-    tables = [asdict(bench) for bench in benches]
+    tables = [{"hmpx": __version__, **asdict(bench)} for bench in benches]
     path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n", encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import HmpxError, did_you_mean, there_are
 from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
 from hmpx.recipes.keys import HEAD, MODULES, NORMS, PARAMETERS
@@ -53,7 +53,8 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
             elif not any(fnmatchcase(name, pattern) for name in modules):
                 classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
                 meant = next(classes, None)
-                hint = did_you_mean(pattern, filter(None, modules), meant=meant)
+                others = [name for name in modules if name]
+                hint = did_you_mean(pattern, others, meant=meant) or there_are(others)
                 what = "a class and not the name of a module" if meant else "the name of no module"
                 wrong.append(f"{key}: {pattern!r} is {what}{hint}")
     names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []

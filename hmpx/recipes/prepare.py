@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hmpx import conversion
 from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import Conversion
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.op_lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
@@ -74,7 +74,9 @@ def prepare(
         >>> hmpx.restore(optimizer)
     """
     if not isinstance(model, torch.nn.Module):
-        raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        swapped = isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, torch.nn.Module)
+        hint = "; the two arguments are swapped: prepare(model, optimizer, recipe)" if swapped else ""
+        raise HmpxError(f"model is {kind_of(model)}, not a torch.nn.Module{hint}")
     given: Any = optimizer
     optimizers: list[torch.optim.Optimizer] = [*given] if isinstance(given, list | tuple) else [given]
     for each in optimizers:

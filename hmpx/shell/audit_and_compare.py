@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 from hmpx.shell.functions import add_function, function_named, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
+from hmpx.shell.outputs import add_force, check_outputs
 
 
 def add_audit(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -48,6 +50,7 @@ def add_compare(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_function(command)
     command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
     command.add_argument("--html", metavar="FILE", help="save a page, too")
+    add_force(command)
     add_recipe_options(command)
     command.set_defaults(run=_compare)
 
@@ -84,12 +87,12 @@ def _found(function: Callable[[], Any], recipe: Recipe) -> Audit:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    outputs = {kind: Path(path) for kind in ("json", "html") if (path := getattr(options, kind))}
+    check_outputs(options, outputs)
     recipe = recipe_asked(options)
     given = set_up(options.what, (2, 3), "(model, batches, loss) or (model, batches)")
     found = compare(*given, lists=recipe)
     print(found)
-    if options.json:
-        found.json(options.json)
-    if options.html:
-        found.html(options.html)
+    for kind, path in outputs.items():
+        getattr(found, kind)(path)
     return 1 if found.is_broken else 0

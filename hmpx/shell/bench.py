@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.shell.outputs import add_force, check_outputs
 
 if TYPE_CHECKING:
     from hmpx.bench.measure import Bench
@@ -47,8 +48,8 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.json and not options.json.parent.is_dir():
-        raise HmpxError(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.json:
+        check_outputs(options, {"json": options.json})
     benches = []
     for table in _tables(options):
         benches.append(table())
@@ -65,6 +66,7 @@ def _gpu(options: argparse.Namespace) -> int:
         from hmpx.bench import gpu
     if not options.folder.is_dir():
         raise HmpxError(f"--folder {options.folder}: there is no such folder")
+    check_outputs(options, {"folder": options.folder / "hmpx-gpu.md", "folder ": options.folder / "hmpx-gpu.json"})
     short = gpu.run(options.folder, options.repeat, print)
     print(*(f"fell short: {each}" for each in short), f"written: {options.folder / 'hmpx-gpu.md'} and .json", sep="\n")
     return 1 if short else 0
@@ -124,6 +126,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         command.set_defaults(run=run)
         if run is _bench:
             command.add_argument("--json", type=Path, metavar="FILE", help="the figures as JSON too")
+        add_force(command)
         return command
 
     def add_measured(name: str, words: str, models: tuple[str, ...] = (), elements: int = 0) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from hmpx.insight.doctor.fix import Base
 from hmpx.recipes import run_script
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell.options import keys_asked
-from hmpx.shell.record import check_folder, of_rank
+from hmpx.shell.outputs import add_force, check_outputs, of_rank
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
 _STEPS = 50
@@ -43,6 +43,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     files.add_argument("--fix", metavar="FILE", help="the smallest recipe that answers what is found, with its reasons")
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
     files.add_argument("--json", metavar="FILE", help="what was found, for programs")
+    add_force(files)
     add_script(command, "none: the script runs as it is")
     command.set_defaults(run=_doctor)
 
@@ -50,8 +51,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
     outputs |= {"fix": Path(options.fix).absolute()} if options.fix else {}  # which the first rank writes
-    for kind, path in outputs.items():
-        check_folder(kind, path)
+    check_outputs(options, outputs)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
     named, base = options.recipe or os.environ.get(VARIABLE), None

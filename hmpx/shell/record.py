@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from hmpx.errors import HmpxError
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.recipes import run_script
+from hmpx.shell.outputs import add_force, check_outputs, of_rank
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes, traceback_of_the_script
 
 
@@ -31,6 +30,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     files = command.add_argument_group("what is saved")
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
     files.add_argument("--json", metavar="FILE", help="the record, for `report` and programs")
+    add_force(files)
     add_script(command, "the one that the environment names, or none: the script converts itself")
     command.set_defaults(run=_record)
 
@@ -44,14 +44,14 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     command.add_argument("file", metavar="FILE", help="JSON")
     command.add_argument("--html", metavar="FILE", help="write it as a page, too")
+    add_force(command)
     command.add_argument("--diff", metavar="OTHER", help="the JSON of a later record")
     command.set_defaults(run=_report)
 
 
 def _record(options: argparse.Namespace) -> int:
     outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
-    for kind, path in outputs.items():
-        check_folder(kind, path)
+    check_outputs(options, outputs)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
     log, started = Log(), Counter[str]()
@@ -60,11 +60,18 @@ def _record(options: argparse.Namespace) -> int:
             run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     finally:
         if log.about:  # the record was opened
-            _show(log, outputs, started)
+            by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
+            _show(log, outputs, started, "" if log.policy else by_recipe)
     return 0
 
 
-def _show(log: Log, outputs: dict[str, Path], started: Counter[str]) -> None:
+_UNCONVERTED = (
+    "The recipe {0} leaves torch's ops as they are (opt_level null), so that they were not seen. With --opt-level O1\n"
+    "it converts them; `doctor --recipe {0}` looks at a run in which nothing is converted."
+)
+
+
+def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> None:
     """Write the files, and print the table beneath the script's own output, with the processes that it lacks."""
     for kind, path in outputs.items():
         getattr(log, kind)(path)
@@ -74,33 +81,18 @@ def _show(log: Log, outputs: dict[str, Path], started: Counter[str]) -> None:
         if started:
             names = ", ".join(f"{name} ({number})" for name, number in started.items())
             written.append(f"hmpx: the script started processes, which are not in this record: {names}")
-        print("", log, *written, sep="\n", file=sys.stderr)
+        print("", instead or log, *written, sep="\n", file=sys.stderr)
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.html:
+        check_outputs(options, {"html": Path(options.html)})
     log = Log.load(options.file)
     if options.html:
-        path = Path(options.html)
-        check_folder("html", path)
-        log.html(path)
+        log.html(options.html)
     if options.diff:
         found = log.diff(Log.load(options.diff))
         print(found)
         return 1 if found else 0
     print(log)
     return 0
-
-
-def of_rank(path: str) -> Path:
-    """Return the absolute path that this rank writes to; of many, ``log.3.json`` for rank 3."""
-    whole = Path(os.path.abspath(path))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return whole.with_name(f"{whole.stem}.{os.environ.get('RANK', '0')}{whole.suffix}")
-    return whole
-
-
-def check_folder(kind: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise HmpxError(f"--{kind} {path}: is a folder, not a file")

@@ -14,8 +14,10 @@ from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, WIDE
 from hmpx.insight.weights.tune_weights import tune_weights
 from hmpx.insight.weights.tuned_weights import TunedWeights
+from hmpx.ops.policies.op_lists import SIDES
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
+from hmpx.shell.outputs import add_force, check_outputs
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -46,6 +48,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--confirm", type=int, metavar="N", help="train N steps under the lists, beside FP32 in two orders of batches"
     )
+    add_force(command)
     command.add_argument("--quiet", action="store_true", help="show no progress")
     add_recipe_options(command)
     command.set_defaults(run=_tune)
@@ -60,14 +63,18 @@ def _tune(options: argparse.Namespace) -> int:
                 raise HmpxError(f"--{option} does not go with --weights")
     elif options.steps is not None:
         raise HmpxError("--steps goes with --weights")
+    folder = Path(options.out)
+    if folder.exists() and not folder.is_dir():
+        raise HmpxError(f"--out {options.out} is no folder")
+    of_lists = *(f"{side}.txt" for side in SIDES), *(f"tuned.{kind}" for kind in ("json", "html", "svg"))
+    names = "recipe.yaml", *(("weights.json",) if options.weights else of_lists)
+    if folder.is_dir():
+        check_outputs(options, {f"out {name}": folder / name for name in names})
     recipe = recipe_asked(options)
     if options.weights:
         given = set_up(options.what, (4,), "(model, optimizer, batches, loss)")
     else:
         given = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
-    folder = Path(options.out)
-    if folder.exists() and not folder.is_dir():
-        raise HmpxError(f"--out {options.out} is no folder")
     folder.mkdir(parents=True, exist_ok=True)
     tuned: Tuned | TunedWeights
     try:

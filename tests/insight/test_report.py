@@ -6,6 +6,7 @@ import csv
 import html
 import importlib.util
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import hmpx
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.insight.text_table import Column, table
+from hmpx.insight.text_table import Column, short_places, table
 from tests.support import browser, python
 
 
@@ -325,3 +326,10 @@ def test_names_that_a_later_version_adds_are_left_out_and_what_is_read_is_what_w
     first = Log.load(path)
     first.json(path)
     assert Log.load(path) == first and first.sites == [site(shapes=[])]
+
+
+def test_paths_are_shortened_in_a_folder_with_a_space(tmp_path, monkeypatch):
+    (tmp_path / "ein Härtetest").mkdir()
+    monkeypatch.chdir(tmp_path / "ein Härtetest")
+    said = f"{os.getcwd()}/model.py:7 and {os.getcwd()}/layers/norm.py:8 and /elsewhere/far.py:9: slow"
+    assert short_places(said) == "model.py:7 and layers/norm.py:8 and far.py:9: slow"

@@ -57,6 +57,8 @@ def test_the_error_of_the_lists_is_what_a_hand_measures_and_near_what_was_predic
     """With the files that it writes, on the batches that were held out."""
     found, model, data = of_planted(name), Model(PLANTED[name].function), batches(8)
     found.save(tmp_path)
+    found.save(tmp_path / "alone.yaml")
+    assert (tmp_path / "alone.yaml").read_text() == (tmp_path / "recipe.yaml").read_text()
     exact = gradients(model, data)
     noise = noise_of(exact)
     data, exact = data[-2:], exact[-2:]

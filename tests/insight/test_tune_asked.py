@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hmpx
 from hmpx.insight.tuning import find, worth
+from hmpx.insight.tuning.choices import amount
 from hmpx.insight.tuning.course import Confirmed
 from tests.support import planted
 from tests.support.planted import batches, loss_of
@@ -259,3 +260,11 @@ def test_times_are_those_of_work_that_is_done_and_a_slow_beginning_is_not_in_the
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
     monkeypatch.setattr(worth, "perf_counter", lambda: device.clock)
     assert worth.seconds(device.work) == 2**-15
+
+
+@pytest.mark.parametrize("value, unit, said", [
+    (0.48, "s", "480 ms"), (0.5, "s", "500 ms"), (12.3, "s", "12000 ms"), (0.00123, "s", "1.2 ms"),
+    (1e-6, "s", "0.001 ms"), (999.7, "B", "1 kB"), (999.4e6, "FLOP", "999 MFLOP"),
+])  # fmt: skip
+def test_figures_are_not_said_in_powers_of_ten(value, unit, said):
+    assert amount(value, unit) == said

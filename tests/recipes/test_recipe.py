@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -329,7 +330,7 @@ WRONG_LATER = [
     ("opt_level: O2\nfp32:\n- log\n", ":3: O2 decides by itself"),
     ("opt_level: null\nlow_precision: fp16\n", ":2: low_precision float16: opt_level null"),
     ("kernels: float32\nopt_level: null\n", ":2: kernels float32: opt_level null"),
-    ("module_dtypes:\n  '0': fp32\n  '9': fp32\n", ":3: module_dtypes: '9' is the name of no module"),
+    ("module_dtypes:\n  '0': fp32\n  '9': fp32\n", ":3: module_dtypes: '9' is the name of no module (there are 0, 1"),
     ("module_dtypes:\n  LayerNorm: fp32\n", ":2: module_dtypes: 'LayerNorm' is a class and not the name of a mod"
      "ule; did you mean '1'?"),
     ("weights: stochastic\nseed: 1\nfused: true\n", ":3: fused has kernels for"),
@@ -421,3 +422,18 @@ def test_prepare_again_under_another_recipe_names_what_is_in_force_and_the_way_o
     hmpx.detach(optimizer)
     hmpx.prepare(model, optimizer, "torchao-bf16-sr")
     hmpx.restore()
+
+
+def test_arguments_that_are_swapped_and_a_file_of_another_name_are_said(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(hmpx.HmpxError, match=r"^model is an AdamW, not .*; the two arguments are swapped: prep"):
+        hmpx.prepare(optimizer, model, "bf16-sr")
+    (tmp_path / "recipe.yaml").write_text("weights: split\n")
+    for wrong in ("recipe.yml", "recipes.yaml"):
+        with pytest.raises(hmpx.HmpxError, match=r"No such file or directory; did you mean 'recipe.yaml'\?"):
+            hmpx.prepare(model, optimizer, tmp_path / wrong)
+    names = [f"layer{i}" for i in range(12)]
+    named = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+    with pytest.raises(hmpx.HmpxError, match=r"'9' is the name of no module \(there are layer0, .*9 and 2 more\)"):
+        hmpx.prepare(named, optim.SGD(named.parameters(), lr=0.1), {"module_dtypes": {"9": "fp32"}})

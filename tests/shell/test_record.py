@@ -181,3 +181,14 @@ def test_a_diff_of_two_records(capsys, tmp_path, lists):
     said = capsys.readouterr().out
     assert "other rules or dtypes: 1 site\n" in said and "fp32: bf16 -> fp32" in said and "bf16: bf16" in said
     assert json.loads((tmp_path / "other.json").read_text())["schema"] == 1
+
+
+def test_a_recipe_that_converts_nothing_is_named_and_not_asked_for(script, tmp_path):
+    """As those are that `doctor --fix` writes."""
+    (tmp_path / "mine.yaml").write_text("opt_level: null\nparameter_dtype: float32\n")
+    done = record(tmp_path, "--recipe", "mine.yaml", script())
+    assert done.returncode == 0 and "record --recipe" not in done.stderr
+    assert "The recipe mine.yaml leaves torch's ops as they are (opt_level null)" in done.stderr
+    assert "`doctor --recipe mine.yaml`" in done.stderr
+    done = record(tmp_path, "--recipe", "mine.yaml", "--opt-level", "O1", script())
+    assert "calls of 3 ops at 3 sites" in done.stderr

@@ -123,6 +123,20 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
     assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
 
 
+def test_bench_says_what_torch_cannot_compile_here(capsys, monkeypatch):
+    """Its compiler fails where torch lies on a path with a space."""
+
+    def fails(function):
+        def compiled(x):
+            raise OSError("ld returned 1 exit status\nmore")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", fails)
+    status, out, _ = run(capsys, "bench", "rounding", "--elements", "50", "--repeat", "1")
+    assert status == 0 and out.endswith("torchao, compiled: does not run here, OSError: ld returned 1 exit status\n")
+
+
 def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path, monkeypatch):
     """Of other libraries one that is quick, one that is not there, and one that fails."""
     peers = {

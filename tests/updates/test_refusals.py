@@ -74,7 +74,7 @@ class OwnStateDict(optim.SGD):
         (optim.SGD, {"weights": nn.Linear(2, 2)}, r"weights is a Linear, not one of .*; did you mean model=\?"),
         (optim.SGD, {"names": 5}, "names is 5, not a list of strings"),
         (optim.SGD, {"names": ["\ud800"]}, "cannot be printed"),
-        (optim.SGD, {"model": 5}, "model is a int, not a torch.nn.Module"),
+        (optim.SGD, {"model": 5}, "model is an int, not a torch.nn.Module"),
         (optim.SGD, {"fused": "yes"}, "fused='yes' is neither True nor False"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hmpx.conversion import installed
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, kind_of
 from hmpx.insight.run_state import kept
 from hmpx.insight.tensors import LOW, Tensor, differentiable
 from hmpx.ops.computing.kernels import KernelsAsked
@@ -57,7 +57,7 @@ class Subject:
         asked: str = "compare",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
+            raise HmpxError(f"{asked}: model is {kind_of(model)}, not a torch.nn.Module")
         if loss is not None and not callable(loss):
             raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
         self._asked, self._recipe = asked, recipe

@@ -199,9 +199,9 @@ def amount(value: float, unit: str) -> str:
     if value < 0:
         return f"-{amount(-value, unit)}"
     if unit == "s":
-        return f"{1e3 * value:.2g} ms"
+        return f"{float(f'{1e3 * value:.2g}'):g} ms"  # 480 ms, and not 4.8e+02
     for prefix in ("", "k", "M", "G"):
-        if value < 1000:
+        if value < 999.5:
             return f"{value:.3g} {prefix}{unit}"
         value /= 1000
     return f"{value:.3g} T{unit}"

@@ -84,8 +84,14 @@ class Tuned(Report):
     low: Low = "bf16"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
+        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg.
+
+        A folder whose name ends in .yaml is the file of the recipe alone.
+        """
         path = Path(folder)
+        if path.suffix in (".yaml", ".yml"):
+            path.write_text(self._recipe_text(), encoding="utf-8")
+            return
         path.mkdir(parents=True, exist_ok=True)
         self._save_lists(path)
         self.json(path / "tuned.json")
@@ -101,7 +107,8 @@ class Tuned(Report):
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
+        svg = as_svg(self.marks, self.tolerance, self.unit, self.low.upper())
+        Path(path).write_text(f"<!-- Written by hmpx.tune. -->\n{svg}", encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
@@ -154,7 +161,7 @@ class Tuned(Report):
             reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
         low, wide = {*getattr(self.policy, self.low)} - {*divided}, {*getattr(self.policy, wide_list), *divided}
         lists = policy_of(self.policy, self.low, low, wide)
-        comments = [f"# {line}" for line in self._verdict()]
+        comments = self._comments()
         for side in SIDES:
             names = getattr(lists, side)
             if side == "fp8" and not names:
@@ -165,8 +172,13 @@ class Tuned(Report):
             if rest:
                 lines.append("# Not called by the batches that it was tuned on: as in the lists that it began with.")
             (folder / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
-        comments += [f"# {choice}" for choice in self.choices]
-        (folder / "recipe.yaml").write_text("\n".join([*comments, str(self.recipe)]), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(self._recipe_text(), encoding="utf-8")
+
+    def _comments(self) -> list[str]:
+        return ["# Written by `hmpx.tune`.", *(f"# {line}" for line in self._verdict())]
+
+    def _recipe_text(self) -> str:
+        return "\n".join([*self._comments(), *(f"# {choice}" for choice in self.choices), str(self.recipe)])
 
     def __str__(self) -> str:
         marks = [mark.line(self.unit, self.low.upper()) for mark in self.marks]

@@ -116,7 +116,7 @@ class TunedWeights:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe as a file, with the reasons as comments."""
-        comments = [f"# {line}".rstrip() for line in str(self).splitlines()]
+        comments = ["# Written by `hmpx.tune_weights`.", *(f"# {line}".rstrip() for line in str(self).splitlines())]
         Path(path).write_text("\n".join([*comments, str(self.recipe)]), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:

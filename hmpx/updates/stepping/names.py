@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
@@ -146,7 +146,7 @@ def given_names(
         raise HmpxError("names come from the model or from the list, not from both")
     if model is not None:
         if not isinstance(model, torch.nn.Module):
-            raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+            raise HmpxError(f"model is {kind_of(model)}, not a torch.nn.Module")
         named = names_in(model)
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:

@@ -1,0 +1,89 @@
+"""What a command writes replaces no file but one that hmpx has written: not its inputs, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from hmpx.recipes.stated import read_recipe
+from hmpx.shell.main import main
+
+SCRIPT = """
+import torch
+from torch import nn
+def setup():
+    model = nn.Linear(4, 4)
+    return model, [(torch.randn(8, 4),) for _ in range(4)], lambda model, x: model(x).square().mean()
+"""
+COMMANDS = [
+    "doctor --fix FILE train.py",
+    "doctor --html FILE train.py",
+    "doctor --json FILE train.py",
+    "record --recipe mine.yaml --html FILE train.py",
+    "record --recipe mine.yaml --json FILE train.py",
+    "report log.json --html FILE",
+    "compare train.py:setup --json FILE",
+    "compare train.py:setup --html FILE",
+    "bench rounding --json FILE",
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "mine.yaml").write_text(str(read_recipe("hmp-o1")))
+    (tmp_path / "notes.md").write_text("mine")
+    (tmp_path / "log.json").write_text('{\n "schema": 1')
+    os.link("train.py", "hard.py")
+    os.symlink("train.py", "soft.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_of_the_users_is_not_written_over(command, here, capsys):
+    files = {path: path.read_bytes() for path in here.iterdir()}
+    for name in ("train.py", "hard.py", "soft.py", "notes.md"):
+        assert main(command.replace("FILE", name).split()) == 2, name
+        said = capsys.readouterr()
+        expected = "this command reads the file" if "train.py" in command and "md" not in name else "has not written it"
+        assert expected in said.err and name in said.err and "--force" in said.err and not said.out
+    assert {path: path.read_bytes() for path in here.iterdir()} == files
+
+
+def test_an_input_that_hmpx_has_written_is_not_written_over(here, capsys):
+    (here / "link.yaml").symlink_to("mine.yaml")
+    for command in (
+        "doctor --recipe mine.yaml --fix mine.yaml train.py",
+        "doctor --recipe mine.yaml --fix link.yaml train.py",
+        "compare train.py:setup --list mine.yaml --json mine.yaml",
+        "report log.json --html log.json",
+        "report log.json --diff mine.yaml --html mine.yaml",
+    ):
+        assert main(command.split()) == 2 and "this command reads the file" in capsys.readouterr().err, command
+    assert main("doctor --json a --html a train.py".split()) == 2
+    assert "another option names this file, too" in capsys.readouterr().err
+
+
+def test_tune_writes_no_list_over_one_of_the_users(here, capsys):
+    (here / "bf16.txt").write_text("linear\n")
+    assert main("tune train.py:setup --out .".split()) == 2
+    assert "bf16.txt: the file is there already" in capsys.readouterr().err
+    assert (here / "bf16.txt").read_text() == "linear\n"
+
+
+def test_what_hmpx_has_written_is_written_again_and_force_writes_over_anything(here, capsys):
+    tune = "tune train.py:setup --objective coverage --quiet --out tuned"
+    compare = "compare train.py:setup --json c.json --html c.html"
+    bench = "bench rounding --elements 100 --repeat 1 --json b.json"
+    for command in (tune, compare, bench):
+        for _ in range(2):
+            assert main(command.split()) in (0, 1), capsys.readouterr().err
+    (here / "empty").touch()
+    for more in ("--json empty", "--json notes.md --force", "--json /dev/null"):
+        assert main(f"compare train.py:setup {more}".split()) in (0, 1)
+    assert (here / "notes.md").read_text().startswith("{") and (here / "empty").stat().st_size
