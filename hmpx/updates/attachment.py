@@ -282,6 +282,7 @@ class Attachment:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
             self.look_again()
+            self._claim.begin_anew()
             self._checkpoints.hook_last(optimizer)
 
     def step(self, call: StepCall) -> Any:
@@ -289,7 +290,7 @@ class Attachment:
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
-        self._claim.step()
+        self._claim.step(has_closure=call.closure is not None)
         self._counts.compare(call.optimizer, self._updates, call.seed)
         result = self._updates.step(call)
         released.finish(self._dtypes)

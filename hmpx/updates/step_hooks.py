@@ -29,6 +29,7 @@ from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import open_caches
 from hmpx.updates import optimizer_hooks, released
+from hmpx.updates.gradients import unclaimed_step
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
@@ -194,12 +195,12 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
         refuse_plain_steps(optimizer)
         updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
         compare_in_region(optimizer, updates, call.seed)
-        return updates.step(call)
+        return unclaimed_step(optimizer, functools.partial(updates.step, call))
     if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
         step_count.keep(optimizer)
     refuse_codes(optimizer)
     warn_of_nearest(optimizer)
-    return call.run()
+    return unclaimed_step(optimizer, call.run)
 
 
 def _forget_casts(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -243,6 +244,66 @@ def test_two_optimizers_that_round_stochastically_step_a_parameter_in_turn():
         shared.grad = torch.ones_like(shared)
         optimizers[i % 2].step()
     assert abs(1 - shared.float().mean().item() - 20 * 1.5e-4) < 1e-4
+
+
+def second_steps(how, optimizer):
+    with hmpx.disable_casts() if how == "in a region" else contextlib.nullcontext():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["plain", "in a region"])
+def test_an_optimizer_that_is_not_attached_does_not_step_a_parameter_with_masters_in_turn(how):
+    """The one with masters refuses its next step, unless a load or a new attachment has begun anew."""
+    for end in ("goes on", "loads", "attached again"):
+        shared, (first, _) = turns("master", 1)
+        saved = first.state_dict()
+        other = optim.Adagrad([shared], lr=1e-2)
+        second_steps(how, other)
+        second_steps(how, other)
+        if end == "loads":
+            first.load_state_dict(saved)
+        elif end == "attached again":
+            hmpx.detach(first)
+            hmpx.attach(first, "master")
+        else:
+            for _ in range(2):
+                before = shared.detach().clone()
+                with pytest.raises(hmpx.HmpxError, match="SGD and Adagrad step the parameter 'shared' in turn"):
+                    first.step()
+                assert torch.equal(shared, before)
+            second_steps(how, other)
+            continue
+        first.step()
+
+
+class Around(optim.Optimizer):
+    """An optimizer around another one, whose parameters it has too."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_steps_that_move_nothing_of_the_other_one_go_on():
+    """Parameters without a gradient; an optimizer around the attached one; one that steps before the first step."""
+    p, q = (nn.Parameter(torch.ones(8).bfloat16()) for _ in range(2))
+    both, one = optim.SGD([p, q], lr=1e-3), optim.SGD([q], lr=1e-3)
+    plain = optim.SGD([p, q], lr=1e-3)
+    p.grad = torch.ones_like(p)
+    plain.step()
+    for optimizer in (both, one):
+        hmpx.attach(optimizer, "master")
+    for _ in range(3):
+        p.grad, q.grad = torch.ones_like(p), None
+        both.step()
+        p.grad, q.grad = None, torch.ones_like(q)
+        one.step()
+    around = Around(one)
+    for _ in range(3):
+        around.step()
 
 
 def test_an_optimizer_that_replaces_another_one_has_the_parameter():
