@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
+from hmpx.base import region_state
 from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
@@ -134,7 +135,8 @@ def _computing(
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         found: Operands | str = "out= or dtype="
-        if not all(map(_is_plain, (*args, *kwargs.values()))):  # these may know the op, and no transpose
+        plain = all(map(_is_plain, (*args, *kwargs.values())))
+        if not plain:  # it may know the op, and no transpose
             found = "a tensor subclass, sparse or nested"
         elif not (kwargs and is_stated(kwargs)):
             try:
@@ -142,7 +144,8 @@ def _computing(
             except (TypeError, ValueError, AttributeError):  # no legal call, or one of torch's old ones
                 found = "a call of an old form"
         if refuse(found) or isinstance(found, str):
-            return instead(args, kwargs)
+            # What the class of a tensor calls in turn is a part of this op.
+            return instead(args, kwargs) if plain else region_state.run_uncast(instead, (args, kwargs), {})
         made = _multiplied(found.a, found.b, multiply)
         return made if found.finish is None else found.finish(made)
 
