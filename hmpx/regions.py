@@ -111,9 +111,11 @@ class disable_casts(_Region):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave(region_state.last_entered(False, self._how))
-        if not torch.compiler.is_dynamo_compiling():
-            step_hooks.uninstall()
+        try:
+            region_state.leave_last(False, self._how)
+        finally:
+            if not torch.compiler.is_dynamo_compiling():
+                step_hooks.uninstall()
 
 
 class enable_casts(_Region):
@@ -133,7 +135,7 @@ class enable_casts(_Region):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave(region_state.last_entered(True))
+        region_state.leave_last(True)
 
 
 class casts(_Decorator):
@@ -181,7 +183,7 @@ class casts(_Decorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave(region_state.last_entered(True, None, self._overlay))
+        region_state.leave_last(True, None, self._overlay)
 
 
 class _CastsAgain(casts):
@@ -255,7 +257,7 @@ class cached_weights(_Region):
 
 
 never_compile_alone(
-    *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_in, region_state.run_uncast),
+    *(region_state.enter, region_state.leave, region_state.leave_last, region_state.run_in, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
     *(region_state.run_at, casts.__enter__, casts.__exit__),
 )

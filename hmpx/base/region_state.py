@@ -171,22 +171,37 @@ def enter(
         _tasks.set((*_tasks.get(), task))
     if scope is None:
         scope = _innermost().scope
-    return _open(Region(casting, how, casting is not False if maps is None else maps, task, scope, overlay))
+    region = Region(casting, how, casting is not False if maps is None else maps, task, scope, overlay)
+    try:
+        _open(region)
+    except BaseException:
+        leave(region)
+        raise
+    return region
 
 
-def _open(region: Region) -> Region:
+def _open(region: Region) -> None:
     opened = _thread.open
     before = _last(opened)
     opened.append(region)
     _announce(before, region)
-    return region
 
 
-def last_entered(casting: bool | None, how: StochasticSteps | None = None, overlay: int = 0) -> Region:
-    """The token of the innermost open `enter` of this kind, for callers that cannot keep it themselves.
+def leave_last(casting: bool | None, how: StochasticSteps | None = None, overlay: int = 0) -> None:
+    """Take back the innermost open `enter` of this kind, for callers that cannot keep its result.
 
     An object that a user enters as a region may be open several times, in several threads and tasks.
     """
+    token = None
+    try:
+        token = _last_entered(casting, how, overlay)
+        _leave(token)
+    except BaseException:
+        _leave(_last_entered(casting, how, overlay) if token is None else token)
+        raise
+
+
+def _last_entered(casting: bool | None, how: StochasticSteps | None, overlay: int) -> Region:
     opened = _thread.open
     if not is_dynamo_compiling():
         carried = _tasks.get()
@@ -198,10 +213,19 @@ def last_entered(casting: bool | None, how: StochasticSteps | None = None, overl
 
 
 def leave(token: Region) -> None:
-    """Take back the `enter` that returned `token`; once more makes sure of it, after an interrupt.
+    """Take back the `enter` that returned `token`.
 
     It need not be the last one: a generator or a task may end while a younger region is open.
     """
+    try:
+        _leave(token)
+    except BaseException:
+        _leave(token)
+        raise
+
+
+def _leave(token: Region) -> None:
+    """See `leave`. A second call makes sure of the first, which an interrupt may have ended."""
     opened = _thread.open
     index = len(opened) - 1
     if not is_dynamo_compiling() and (index < 0 or opened[index] is not token):
@@ -256,10 +280,10 @@ def run_in(region, function, args, kwargs):
             _open(region)
             return function(*args, **kwargs)
         finally:
-            leave(region)
+            _leave(region)
     except BaseException:
         if not is_dynamo_compiling():  # what is compiled is not interrupted
-            leave(region)  # in case the interrupt came before `leave`, or while it ran
+            _leave(region)  # in case the interrupt came before the other, or while that ran
         raise
 
 
