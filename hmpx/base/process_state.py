@@ -9,18 +9,18 @@ is in its handle. What can be computed again, such as the catalogue of ops, stay
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from hmpx.base import forks
 from hmpx.base.changes import Changes
 
 # What is in force (base.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
 # put in force or taken away.
 installed: dict[type, Any] = {}
-lock = threading.RLock()
+lock = forks.lock()
 
 # Where casts are on (base.region_state). `converted`: torch is. `off_somewhere`: empty while every thread casts, with
 # an entry for each that does not; exchanged for a new one when a conversion ends, whose wrappers keep the old one.

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import sys
-import threading
 import types
 from collections import Counter
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hmpx.base import forks
 from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.wrapping.callers import users_line
@@ -27,6 +27,7 @@ from hmpx.ops.wrapping.observing import Point, Run, Seen
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
+_lock = forks.lock()  # of what several threads count
 
 
 class _Shown(logging.StreamHandler):
@@ -55,7 +56,6 @@ class VerboseLog:
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
     def leaves(self, caller: types.CodeType) -> bool:
         return False
@@ -69,7 +69,7 @@ class VerboseLog:
         return seen
 
     def _record(self, line: str) -> None:
-        with self._lock:
+        with _lock:
             self._seen[line] += 1
             first = self._seen[line] == 1
         if first:

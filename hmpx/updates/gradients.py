@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from hmpx.base import forks
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, hook_when_complete, refuse_ddp, replicas
 from hmpx.updates.ranks.sharding import is_sharded
 
 Parameter = torch.nn.Parameter
 
-_lock = threading.Lock()
+_lock = forks.over_forks(threading.Lock())
 _claimed: dict[int, _ClaimedParameter] = {}
 _ended: deque[tuple[Claim, Parameter]] = deque()
 

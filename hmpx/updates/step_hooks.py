@@ -15,7 +15,6 @@ Meanwhile `optimizer_hooks` and `released` stand in other functions of torch.
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmpx.base import process_state, region_state
+from hmpx.base import forks, process_state, region_state
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
@@ -48,7 +47,7 @@ from hmpx.updates.stepping.step_call import StepCall
 
 Optimizer = torch.optim.Optimizer
 
-_lock = threading.RLock()
+_lock = forks.lock()
 _users = 0
 _changes = Changes()  # of torch.optim.Optimizer, while there is a user
 _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step

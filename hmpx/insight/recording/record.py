@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import threading
 import types
 from collections.abc import Iterator
 from time import perf_counter
@@ -18,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx.base import region_state
+from hmpx.base import forks, region_state
 from hmpx.base.process_state import observers
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
@@ -42,6 +41,7 @@ from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.updates.attach import attached
 from hmpx.version import __version__
 
+_lock = forks.lock()  # of what several threads record
 _unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
 
 
@@ -111,7 +111,6 @@ class Recorder:
         self._conversion: Conversion | None = None  # the last that was in force
         self._names = ModuleNames()
         self._device = DeviceSide()
-        self._lock = threading.Lock()
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
         self._trips = RoundTrips(log.round_trips)
@@ -145,7 +144,7 @@ class Recorder:
                 if began:
                     self._device.end(site, began)
         if casts and site is not None:
-            with self._lock:
+            with _lock:
                 self._fp8.setdefault(id(site), (site, Fp8Casts()))[1].take(casts)
         return seen
 
@@ -163,7 +162,7 @@ class Recorder:
             *(tuple([tensor.dtype for tensor in each]) for each in (given, inside, result)),
         )
         if key not in self._sites:
-            with self._lock:
+            with _lock:
                 if key not in self._sites:  # another thread may have been first
                     made = self._new_site(point, seen, frame, module, tensors)
                     if made is not None:
@@ -202,7 +201,7 @@ class Recorder:
         by_hand = site.op == "to"
         cast = [(a, b) for a, b in zip(given, result if by_hand else inside, strict=False) if a.dtype is not b.dtype]
         moved = sum([a.numel() * (a.element_size() + b.element_size()) for a, b in cast])
-        with self._lock:
+        with _lock:
             site.calls += 1
             self._calls += 1
             if len(site.shapes) < SHAPES:
@@ -228,7 +227,7 @@ class Recorder:
                 elif not is_finite(tensor) and not is_masked(site.op, given, tensor):
                     site.nonfinite, site.nonfinite_at = site.calls, self._calls
                     break
-        with self._lock:
+        with _lock:
             self._trips.follow(site, given, inside, result)
 
     def finish(self) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
@@ -32,6 +31,7 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from hmpx.base import forks
 from hmpx.base.changes import Attribute
 from hmpx.base.process_state import open_caches, watching_writes
 from hmpx.rounding.devices import is_lazy
@@ -39,7 +39,7 @@ from hmpx.rounding.devices import is_lazy
 logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
-_lock = threading.Lock()
+_lock = forks.lock()
 storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
 
 
