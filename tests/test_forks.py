@@ -15,6 +15,7 @@ from torch import nn
 import hmpx
 from hmpx.base import forks
 from hmpx.base.changes import Changes
+from hmpx.insight.recording import record  # noqa: F401, which has a lock too
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 
