@@ -53,8 +53,8 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
             elif not any(fnmatchcase(name, pattern) for name in modules):
                 classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
                 meant = next(classes, None)
-                others = [name for name in modules if name]
-                hint = did_you_mean(pattern, others, meant=meant) or there_are(others)
+                inner = [name for name in modules if name]
+                hint = did_you_mean(pattern, inner, meant=meant) or there_are(inner)
                 what = "a class and not the name of a module" if meant else "the name of no module"
                 wrong.append(f"{key}: {pattern!r} is {what}{hint}")
     names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []

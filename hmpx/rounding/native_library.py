@@ -94,7 +94,7 @@ def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
         folder = None
     except (OSError, RuntimeError) as error:
         logger.info("hmpx: %s; the C kernels are compiled anew", error)
-    if built is not None and folder is not None:
+    if folder is not None and built is not None:
         return _loaded(built, str(folder / name))
     built = _compiled(compiler, flags)
     if folder is not None:

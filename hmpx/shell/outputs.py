@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.op_lists import SIDES
@@ -18,8 +19,8 @@ _OURS = re.compile(
 )
 
 
-def add_force(command: argparse._ActionsContainer) -> None:
-    """Add the option that lets `check_outputs` pass."""
+def add_force(command: Any) -> None:
+    """Add, to a command or to a group of its options, the one that lets `check_outputs` pass."""
     command.add_argument("--force", action="store_true", help="write over files that are inputs, or not hmpx's")
 
 
@@ -38,9 +39,9 @@ def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> N
         HmpxError: there is no such folder; the file is an input of the command, or another one's output, or was not
             written by hmpx. Links count as what they lead to.
     """
-    read = [getattr(options, key, None) for key in ("script", "recipe", "file", "diff", *SIDES)]
-    read.append(getattr(options, "what", "").rpartition(":")[0])
-    read = [each for each in read if each and os.path.exists(each)]
+    named = [getattr(options, key, None) for key in ("script", "recipe", "file", "diff", *SIDES)]
+    named.append(getattr(options, "what", "").rpartition(":")[0])
+    read = [str(each) for each in named if each and os.path.exists(str(each))]
     for number, (kind, path) in enumerate(outputs.items()):
         if not path.parent.is_dir():
             raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")

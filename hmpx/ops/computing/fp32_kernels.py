@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.base.compiling import never_compile_alone
+from hmpx.base.imported_again import REMEMBERED
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import PLAIN, call
@@ -140,24 +141,27 @@ def _narrowed(result: Any, low: torch.dtype) -> Any:
 
 # The two casts as ops that a compiler cannot look into: of two casts in a row it would drop both, and with them the
 # rounding. Each is the gradient of the other.
-_ops = torch.library.Library("hmpx", "FRAGMENT")
-_ops.define("widen(Tensor x) -> Tensor")
-_ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor")
-_ops.impl("widen", lambda x: x.to(torch.float32), "CompositeExplicitAutograd")
-_ops.impl("narrow", lambda x, dtype: x.to(dtype), "CompositeExplicitAutograd")
-torch.library.register_fake("hmpx::widen", lambda x: torch.empty_like(x, dtype=torch.float32), lib=_ops)
-torch.library.register_fake("hmpx::narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_ops)
-torch.library.register_autograd(
-    "hmpx::widen",
-    lambda ctx, gradient: torch.ops.hmpx.narrow(gradient, ctx.low),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "low", inputs[0].dtype),
-    lib=_ops,
-)
-torch.library.register_autograd("hmpx::narrow", lambda ctx, gradient: (torch.ops.hmpx.widen(gradient), None), lib=_ops)
-torch.library.register_vmap("hmpx::widen", lambda info, dims, x: (torch.ops.hmpx.widen(x), dims[0]), lib=_ops)
-torch.library.register_vmap(
-    "hmpx::narrow", lambda info, dims, x, dtype: (torch.ops.hmpx.narrow(x, dtype), dims[0]), lib=_ops
-)
+if "library" not in REMEMBERED:  # an earlier import of hmpx has made them
+    _ops = REMEMBERED["library"] = torch.library.Library("hmpx", "FRAGMENT")
+    _ops.define("widen(Tensor x) -> Tensor")
+    _ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor")
+    _ops.impl("widen", lambda x: x.to(torch.float32), "CompositeExplicitAutograd")
+    _ops.impl("narrow", lambda x, dtype: x.to(dtype), "CompositeExplicitAutograd")
+    torch.library.register_fake("hmpx::widen", lambda x: torch.empty_like(x, dtype=torch.float32), lib=_ops)
+    torch.library.register_fake("hmpx::narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_ops)
+    torch.library.register_autograd(
+        "hmpx::widen",
+        lambda ctx, gradient: torch.ops.hmpx.narrow(gradient, ctx.low),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "low", inputs[0].dtype),
+        lib=_ops,
+    )
+    torch.library.register_autograd(
+        "hmpx::narrow", lambda ctx, gradient: (torch.ops.hmpx.widen(gradient), None), lib=_ops
+    )
+    torch.library.register_vmap("hmpx::widen", lambda info, dims, x: (torch.ops.hmpx.widen(x), dims[0]), lib=_ops)
+    torch.library.register_vmap(
+        "hmpx::narrow", lambda info, dims, x, dtype: (torch.ops.hmpx.narrow(x, dtype), dims[0]), lib=_ops
+    )
 
 
 def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:

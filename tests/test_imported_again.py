@@ -1,0 +1,70 @@
+"""hmpx is deleted from `sys.modules` and imported again, as notebooks do: it works, or says why not."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from tests.support import python
+
+BEGIN = """
+import gc, sys
+import torch, hmpx
+from torch import nn
+
+def again():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hmpx"]:
+        del sys.modules[name]
+    gc.collect()
+    import hmpx
+    return hmpx
+
+original, earlier = torch.matmul, hmpx
+model = nn.Linear(8, 8).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(2, 8).bfloat16()
+"""
+USED = """
+for _ in range(3):
+    with hmpx.convert(kernels="float32"):
+        compiled = torch.compile(lambda x: x @ x.T, backend="aot_eager")
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is compiled(torch.ones(2, 2)).dtype is torch.bfloat16
+        hmpx.attach(optimizer)
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        hmpx.detach(optimizer)
+    assert torch.matmul is original
+    before, hmpx = hmpx, again()
+    assert hmpx is not before
+"""
+IN_FORCE = {
+    "conversion": ("earlier.convert()", "earlier.restore()"),
+    "attachment": ("earlier.attach(optimizer)", "earlier.detach(optimizer)"),
+    "rule": ("rule = earlier.policy_for(model, 'fp32')", "rule.remove()"),
+    "region": ("region = earlier.disable_casts(); region.__enter__()", "region.__exit__(None, None, None)"),
+}
+STANDS = """
+{begin}
+for _ in range(2):
+    try:
+        again()
+    except Exception as error:
+        assert type(error).__name__ == "HmpxError" and "hmpx is imported again" in str(error), repr(error)
+    else:
+        raise AssertionError("nothing was said")
+{end}
+with again().convert():
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+assert torch.matmul is original
+"""
+
+
+def test_a_new_import_does_what_the_first_one_does():
+    python.run("-c", textwrap.dedent(BEGIN + USED), check=True)
+
+
+@pytest.mark.parametrize("what", IN_FORCE)
+def test_what_the_earlier_import_has_in_force_is_an_error_until_it_is_ended(what):
+    begin, end = IN_FORCE[what]
+    python.run("-c", BEGIN + STANDS.format(begin=begin, end=end), check=True)
