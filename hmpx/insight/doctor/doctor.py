@@ -33,7 +33,6 @@ from hmpx.insight.doctor.fix import Base, Script, recipe_for
 from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
-from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import number, short_place
 from hmpx.ops.wrapping.callers import frames, users_line
 from hmpx.recipes.module_patterns import module_names
@@ -302,7 +301,9 @@ class Examination:
         if self._compiles:
             reasons.append("ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at")
         elif not self._watched:
-            reasons.append(f"ops: the script ended after {number(self._iterations, 'iteration')}, the third is looked at")
+            reasons.append(
+                f"ops: the script ended after {number(self._iterations, 'iteration')}, the third is looked at"
+            )
         return reasons + [f"what raised when it was looked at: {each}" for each in self._trouble[:1]]
 
 

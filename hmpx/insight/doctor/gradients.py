@@ -11,7 +11,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
 from hmpx.insight.doctor.op_watch import FEW, Notes, OpCall, few
 from hmpx.insight.doctor.twin import sample
-from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.tensors import Tensor
 
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 

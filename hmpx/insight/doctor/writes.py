@@ -91,7 +91,7 @@ def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, e
 def are_steps(notes: Notes) -> bool:
     """Whether weights were seen that are FP32, or that the program itself updates."""
     is_written = any(notes.are_weights(spot.places) for spot in notes.spots("write"))
-    return is_written or bool(notes.leaves) and not notes.leaves.keys() & LOW
+    return is_written or (bool(notes.leaves) and not notes.leaves.keys() & LOW)
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
