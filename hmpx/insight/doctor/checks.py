@@ -174,7 +174,8 @@ CHECKS = [
     ),
     Check(
         "angles", True, "sine or cosine of angles in low precision",
-        "multiply positions and frequencies in float32, and cast the result of sin and cos", 0.66, ("sin", "cos"), _angles,
+        "multiply positions and frequencies in float32, and cast the result of sin and cos", 0.66, ("sin", "cos"),
+        _angles,
     ),
     Check(
         "indices", True, "integers are made of numbers in low precision",

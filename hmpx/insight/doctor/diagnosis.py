@@ -117,8 +117,8 @@ class Diagnosis(Report):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
             if [each.to_do] != [later.to_do for later in self.findings[i + 1 : i + 2]]:  # say it once, below the last
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
-        for each in self.not_checked:
-            lines += textwrap.wrap(f"not checked: {each}", width, subsequent_indent=" " * 7)
+        for reason in self.not_checked:
+            lines += textwrap.wrap(f"not checked: {reason}", width, subsequent_indent=" " * 7)
         wrong = sum(each.wrong for each in self.findings)
         notes = len(self.findings) - wrong
         verdict = f"{number(wrong, 'thing')} wrong" if wrong else "nothing wrong was found"

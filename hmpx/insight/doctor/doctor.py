@@ -1,8 +1,8 @@
 """`doctor`: a region in which a training is looked at as it is.
 
 Hooks around the optimizer's steps let FP32 copies step along in some steps, and open an `OpWatch` for one iteration now
-and then. Nothing is converted, nothing of torch is patched but `backward` and `GradScaler.step`, and no random number is
-drawn, so the training has the bits that it has without.
+and then. Nothing is converted, nothing of torch is patched but `backward` and `GradScaler.step`, and no random number
+is drawn, so the training has the bits that it has without.
 """
 
 from __future__ import annotations

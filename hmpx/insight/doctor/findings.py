@@ -1,4 +1,4 @@
-"""What the windows of steps say about a training: one finding for a kind and a line, however many optimizers share it."""
+"""What the windows of steps say about a training: one finding for a kind and a line, whoever shares it."""
 
 from __future__ import annotations
 

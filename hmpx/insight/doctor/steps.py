@@ -91,16 +91,16 @@ class _Beside:
         self.state = twin.real_state()
         self._last = self._before = samples(twin.params).float()
         self._update = torch.zeros_like(self._last)
-        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = self._update.expand(
-            6, -1
-        ).clone()
+        zeros = self._update.expand(6, -1).clone()
+        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = zeros
         self.medians: list[float] = []
 
     def _hidden(self) -> dict[str, Tensor]:
         """Return the tensors that may hold what the weights cannot: state, masters of hmpx."""
         attachment = attachment_of(self.twin.optimizer)
-        masters = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else [None]
-        return self.twin.real_state() | ({} if None in masters else {"masters": samples(masters)})
+        held = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else []
+        masters = [each for each in held if each is not None]
+        return self.twin.real_state() | ({"masters": samples(masters)} if held and len(masters) == len(held) else {})
 
     def begin(self) -> None:
         self._before = samples(self.twin.params).float()
@@ -250,11 +250,11 @@ class SteppedOptimizer:
                 self.asked += float((wide.abs() / each.ulp).nansum())
                 self.arrived += float((narrow * wide.sign() / each.ulp).nansum())
             low = {key: v for key, v in each.state.items() if v.dtype in LOW and each.twin.is_sampled}
-            wide, narrow = (self._once(params, is_wide, 0.0).state() if low else {} for is_wide in (True, False))
+            in_fp32, held = (self._once(params, is_wide, 0.0).state() if low else {} for is_wide in (True, False))
             for key, before in low.items():
-                falls = (wide[key] != before.float()) & (wide[key].abs() > 1e-30)
+                falls = (in_fp32[key] != before.float()) & (in_fp32[key].abs() > 1e-30)
                 self.falls[key] += int(falls.sum())
-                self.stays[key] += int((falls & (narrow[key] == before)).sum())
+                self.stays[key] += int((falls & (held[key] == before)).sum())
 
     def _once(self, params: Sequence[Parameter], is_wide: bool, gradient: float = 1.0, **changed: Any) -> Twin:
         """Return a copy that has taken one step."""

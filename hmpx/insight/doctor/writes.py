@@ -1,6 +1,7 @@
 """What is updated in place, or by a line of the program, outside of an optimizer's step: weights, averages, counts.
 
-Each such write is done again in FP32. *kept* is, as for steps, <movement, movement in FP32> / <movement in FP32, itself>.
+Each such write is done again in FP32. *kept* is, as for steps, <movement, movement in FP32> over <movement in FP32,
+itself>.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
         return
     if op.before is not None:
         _in_place(notes, op, op.before)
-    elif op.name in ("add", "sub", "mul", "div", "lerp") and op.results:
-        if not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
-            _out_of_place(notes, op)
+        return
+    is_named = not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame))
+    if op.name in ("add", "sub", "mul", "div", "lerp") and op.results and is_named:
+        _out_of_place(notes, op)
 
 
 def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
