@@ -181,9 +181,10 @@ def of_user_function(name: str) -> str:
         try:
             found = inspect.getattr_static(found, part)  # a plain look would run `__getattr__`, which may import
         except AttributeError:
-            may_come = {"__path__", "__getattr__"} & {*vars(found), *dir(type(found))}  # by an import
+            own = vars(found) if isinstance(found, ModuleType | type) else {}
+            may_come = {"__path__", "__getattr__"} & {*own, *dir(type(found))}  # by an import
             if not isinstance(found, ModuleType) or not may_come:
-                return f"{prefix} has no {part!r}{did_you_mean(part, vars(found))}"
+                return f"{prefix} has no {part!r}{did_you_mean(part, own)}"
             found = None
             break
     if found is None:

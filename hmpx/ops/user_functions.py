@@ -261,8 +261,7 @@ class UserFunctions:
             return
         parent = name.rpartition(".")[0]
         if name not in shipped_names() and not _findable(parent.partition(".")[0]):
-            # Without the name: the list may be any file, which a stranger's recipe names.
-            logger.warning("%s: a function that is not importable now; it is patched if it appears", self._where(name))
+            logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
             when_imported(module, self._take, self._changes)

@@ -357,7 +357,7 @@ def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
         "weigths: split\nkernels: fast\nfp32_file_path: nowhere.txt\npromote_file_path: typo.txt\nbf16:\n- nn.Linear\n"
-        "- mm\n- mm\n- math.sinn\n- fractions.Fraction\n"
+        "- mm\n- mm\n- math.sinn\n- fractions.Fraction\n- math.sin.sinn\n- fractions.Fraction.from_flot\n"
     )
     (tmp_path / "typo.txt").write_text("add\nstak\n")
     status, out, _ = run(capsys, "check", "mine.yaml")
@@ -370,9 +370,11 @@ def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
         ":8: 'mm' is a duplicate of 'mm' at mine.yaml:7",
         ":9: math has no 'sinn'; did you mean 'sin'?",
         ":10: 'fractions.Fraction' is a class, and a list names functions",
+        ":11: math has no 'sinn'",
+        ":12: fractions has no 'from_flot'; did you mean 'from_float'?",
     ]
     lines = out.splitlines()
-    assert status == 1 and lines[-1] == "1 checked, 8 problems"
+    assert status == 1 and lines[-1] == "1 checked, 10 problems"
     for line, message in zip(lines[:-1], expected, strict=True):
         assert line.startswith(f"mine.yaml{message}")
     (tmp_path / "mine.yaml").write_text("weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n")
