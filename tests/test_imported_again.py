@@ -34,6 +34,8 @@ for _ in range(3):
         model(x).float().square().sum().backward()
         optimizer.step()
         hmpx.detach(optimizer)
+    with hmpx.convert(fp8=["linear"]):
+        nn.functional.linear(torch.ones(16, 16), torch.ones(16, 16))
     assert torch.matmul is original
     before, hmpx = hmpx, again()
     assert hmpx is not before

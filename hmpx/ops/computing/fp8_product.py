@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from hmpx.base.imported_again import REMEMBERED
 from hmpx.base.process_state import fp8_watchers
 from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
 
@@ -127,12 +128,13 @@ def _scaled_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return added(a.new_empty(1), a, b, beta=0, alpha=scale.item())  # with beta=0 nothing in the first counts
 
 
-_ops = torch.library.Library("hmpx", "FRAGMENT")
-_ops.define("scaled_product(Tensor a, Tensor b, Tensor scale) -> Tensor")
-_ops.impl("scaled_product", _scaled_product, "CPU")
-torch.library.register_fake(
-    "hmpx::scaled_product", lambda a, b, scale: a.new_empty((*a.shape[:-1], b.shape[-1])), lib=_ops
-)
+if "fp8 library" not in REMEMBERED:  # an earlier import of hmpx has made it
+    _ops = REMEMBERED["fp8 library"] = torch.library.Library("hmpx", "FRAGMENT")
+    _ops.define("scaled_product(Tensor a, Tensor b, Tensor scale) -> Tensor")
+    _ops.impl("scaled_product", _scaled_product, "CPU")
+    torch.library.register_fake(
+        "hmpx::scaled_product", lambda a, b, scale: a.new_empty((*a.shape[:-1], b.shape[-1])), lib=_ops
+    )
 
 
 def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
