@@ -23,7 +23,7 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed
+from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
@@ -205,14 +205,17 @@ class BF16Parameters:
         now = layout(optimizer)
         if now is None or self._known[0] != now:
             ours = self.named(optimizer)
+            for name, p in ours:
+                refuse_shell(p, name)
             with torch.no_grad():
                 shared = overlaps([p for _, p in ours])
                 self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
         return self._known[1]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-        """Return them with their names."""
-        return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        """Return them with their names, without frozen shells (of quantized weights, say), which get no updates."""
+        found = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        return [(name, p) for name, p in found if p.requires_grad or not is_shell(p)]
 
     def every(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
