@@ -128,11 +128,15 @@ SHAPES = [((40, 64), 48), ((3, 5, 32), 96), ((16, 16), 16), ((128, 256), 64), ((
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_numbers_of_torchao(recipe):
-    """Row scales to the bit, and so their products in FP32; a tensor's to what the order of two factors changes."""
+    """Row scales to the bit; a tensor's in FP32 to what the order of factors changes, and in BF16 far within the one
+    rounding of theirs, which is 1.7e-3 away from the exact product (where one more would be 2.8e-3 away from theirs).
+    """
     config = pytest.importorskip("torchao.float8.config").Float8LinearConfig
     module = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
-    how = How({**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe], "float32", weight=True)
-    for (shape, columns), dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+    form = {**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe]
+    kinds = [("float32", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+    for (shape, columns), (by, dtype) in itertools.product(SHAPES, kinds):
+        how = How(form, by, weight=True)
         torch.manual_seed(0)
         linear = nn.Linear(shape[-1], columns, bias=False, dtype=dtype)
         theirs = module.from_float(linear, dataclasses.replace(config.from_recipe_name(recipe), emulate=True))
@@ -145,9 +149,9 @@ def test_the_numbers_of_torchao(recipe):
         for ours, its in zip(found, wanted, strict=True):
             assert ours.dtype is its.dtype
             if recipe == "tensorwise":
-                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 3e-3), (shape, dtype)
+                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 6e-4), (shape, by, dtype)
             else:
-                assert torch.equal(ours, its), (shape, dtype)
+                assert torch.equal(ours, its), (shape, by, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -176,6 +180,37 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
     a, b = torch.randn(8, 24), torch.randn(24, 16)  # a batch of 24 in the gradient of a weight
     exact = multiply(a, b, *ours, How(form, "float32", False), torch.float32)
     assert distance(multiply(a, b, *ours, How(form, "scaled_mm", False), torch.float32), exact) < 3e-7
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+@pytest.mark.parametrize("form", [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True},
+                                  {"scaling": "blockwise"}, {"power_of_two": True}, "rowwise", "mx"], ids=str)  # fmt: skip
+def test_a_product_is_rounded_once(form, kernels):
+    """Each element lies within half a last place of the FP64 product of the codes: output and both gradients."""
+    torch.manual_seed(0)
+    form = Format.of(form)
+    for batch, op in (((), lambda x, w: F.linear(x, w)), ((3,), lambda x, w: torch.bmm(x, w.mT))):
+        x, w, g = (torch.randn(*batch, *size).bfloat16() for size in ((48, 256), (128, 256), (48, 128)))
+        of_weight = form.weight_tensorwise and "tensorwise"
+
+        def decoded(t, name, dim, form=form, scaling=None, weight=not batch):
+            codes, scale = quantize(t, name, form, dim, scaling or form.scaling, weight)
+            return codes.double() * scale.double()
+
+        pairs = [
+            (decoded(x, form.forward, -1, weight=False), decoded(w.mT, form.forward, -2)),
+            (decoded(g, form.backward, -1, weight=False), decoded(w, form.forward, -2, scaling=of_weight)),
+            (decoded(g.mT, form.backward, -1, weight=False), decoded(x, form.forward, -2, weight=False)),
+        ]
+        x.requires_grad_(), w.requires_grad_()
+        with hmpx.convert(fp8=["linear", "bmm"], fp8_format=form, kernels=kernels):
+            y = op(x, w)
+            found = [y, *torch.autograd.grad(y, (x, w), g)]
+        for product_name, ours, (a, b) in zip(PRODUCTS, found, pairs, strict=True):
+            exact = a @ b
+            half_a_place = torch.exp2(exact.abs().log2().floor() - 8)
+            of_sums = 1e-6 * (a.abs() @ b.abs())
+            assert ((ours.double() - exact).abs() <= half_a_place + of_sums).all(), (product_name, batch)
 
 
 def test_blocks_are_decoded_before_they_are_multiplied():
@@ -338,6 +373,60 @@ def test_sizes_that_fp8_does_not_take_stay_in_bf16(form, sizes):
         assert torch.equal(found, F.linear(x, w)) is not in_fp8, (columns, rows)
 
 
+class KnowsLinear(torch.Tensor):
+    """A quantized weight that knows `linear`, and how to be made BF16; not, say, how to be transposed."""
+
+    @staticmethod
+    def __new__(cls, numbers):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            return cls(args[0].numbers.to(**kwargs))
+        raise NotImplementedError(func)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return F.linear(args[0], args[1].numbers, *args[2:])  # by its name, which leads to the wrapper
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_tensor_subclass_stays_in_bf16_and_record_says_so():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(16, 64), torch.randn(64, 64, dtype=dtype)
+        with hmpx.convert(fp8=["linear"]):
+            with hmpx.record() as log:
+                found = F.linear(x, KnowsLinear(w))
+            assert not torch.equal(F.linear(x, w), found)
+        assert torch.equal(found, F.linear(x.bfloat16(), w.bfloat16())), dtype
+        (site,) = (site for site in log.sites if site.op == "linear")
+        assert (site.in_low, site.fp8) == ({"a tensor subclass, sparse or nested": 1}, {})
+
+
+def test_an_adapter_on_a_frozen_int8_base():
+    quantization = pytest.importorskip("torchao.quantization")
+    base = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
+    model = nn.ModuleDict({"base": base.requires_grad_(False), "adapter": nn.Linear(64, 64)})
+    x = torch.randn(16, 64)
+    with hmpx.activate("autocast-cuda"):
+        in_bf16 = base(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, "torchao-float8-tensorwise")
+    assert torch.equal(base(x), in_bf16)
+    before = model["adapter"].weight.clone()
+    (base(x) + model["adapter"](x)).float().square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model["adapter"].weight)
+    hmpx.restore(optimizer)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In a training
 
@@ -364,6 +453,7 @@ def test_compiled_and_checkpointed_the_same_bits(form):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         runs = {
             "compiled": compiled,
+            "of any size": torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True),
             "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
             "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
         }
