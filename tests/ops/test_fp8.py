@@ -183,8 +183,12 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
 
 
 @pytest.mark.parametrize("kernels", ["native", "float32"])
-@pytest.mark.parametrize("form", [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True},
-                                  {"scaling": "blockwise"}, {"power_of_two": True}, "rowwise", "mx"], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True},
+     "rowwise", "blockwise", "mx"],
+    ids=str,
+)  # fmt: skip
 def test_a_product_is_rounded_once(form, kernels):
     """Each element lies within half a last place of the FP64 product of the codes: output and both gradients."""
     torch.manual_seed(0)
