@@ -29,8 +29,8 @@ from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
-from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters, refuse_wrapping
+from hmpx.updates.ranks.sharding import is_sharded, is_shell, refuse_shell
+from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
 
@@ -227,15 +227,14 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
         The parameters that had another dtype.
 
     Raises:
-        HmpxError: a parameter must be cast and is replicated or sharded already.
+        HmpxError: a parameter must be cast and is replicated or sharded already, or cannot be cast.
     """
     _refuse_lazy(model)
     dtypes = _dtypes(model, recipe)
     others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
     reduced = replicas()
     for p, name in others.items():
-        if p.requires_grad:
-            refuse_wrapping(p, name)
+        refuse_shell(p, name)
         if p in reduced or is_sharded(p):
             raise HmpxError(
                 f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
@@ -271,7 +270,8 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
     """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
 
-    A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost.
+    A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost. So
+    does a frozen one that is quantized, or another shell around tensors, which cannot be cast.
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()
@@ -280,7 +280,8 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
             dtype = mapped.get(p.dtype, p.dtype)
             if recipe.parameter_dtype is not None and not mapped:
                 dtype = DTYPES[recipe.parameter_dtype]
-            if not p.requires_grad and p.dtype in LOW_DTYPES.values() and dtype is torch.float32:
+            stays = p.dtype in LOW_DTYPES.values() and dtype is torch.float32
+            if not p.requires_grad and (stays or is_shell(p)):
                 dtype = p.dtype
             whole = f"{module_name}.{name}" if module_name else name
             found.setdefault(p, dtype_of(whole, recipe.parameters, recipe.module_dtypes) or dtype)

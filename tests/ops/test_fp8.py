@@ -128,11 +128,15 @@ SHAPES = [((40, 64), 48), ((3, 5, 32), 96), ((16, 16), 16), ((128, 256), 64), ((
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_numbers_of_torchao(recipe):
-    """Row scales to the bit, and so their products in FP32; a tensor's to what the order of two factors changes."""
+    """Row scales to the bit; a tensor's in FP32 to what the order of factors changes, and in BF16 far within the one
+    rounding of theirs, which is 1.7e-3 away from the exact product (where one more would be 2.8e-3 away from theirs).
+    """
     config = pytest.importorskip("torchao.float8.config").Float8LinearConfig
     module = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
-    how = How({**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe], "float32", weight=True)
-    for (shape, columns), dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+    form = {**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe]
+    kinds = [("float32", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+    for (shape, columns), (by, dtype) in itertools.product(SHAPES, kinds):
+        how = How(form, by, weight=True)
         torch.manual_seed(0)
         linear = nn.Linear(shape[-1], columns, bias=False, dtype=dtype)
         theirs = module.from_float(linear, dataclasses.replace(config.from_recipe_name(recipe), emulate=True))
@@ -145,9 +149,9 @@ def test_the_numbers_of_torchao(recipe):
         for ours, its in zip(found, wanted, strict=True):
             assert ours.dtype is its.dtype
             if recipe == "tensorwise":
-                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 2e-4), (shape, dtype)
+                assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 6e-4), (shape, by, dtype)
             else:
-                assert torch.equal(ours, its), (shape, dtype)
+                assert torch.equal(ours, its), (shape, by, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -179,91 +183,38 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
 
 
 @pytest.mark.parametrize("kernels", ["native", "float32"])
-def test_a_product_is_rounded_once(kernels):
-    """The codes multiplied in FP64 and rounded to BF16 are as far away from that product: output and both gradients."""
-    forms = (*FORMATS.values(), Format("rowwise"), Format(power_of_two=True), GW_HP)
-    for form in forms:
-        torch.manual_seed(0)
-        x, weight = torch.randn(64, 256).bfloat16().requires_grad_(), torch.randn(128, 256).bfloat16().requires_grad_()
-        gradient = (torch.randn(64, 128) * 1e-3).bfloat16()
-        with hmpx.convert(fp8=["linear"], fp8_format=form, kernels=kernels):
-            y = F.linear(x, weight)
-        found = (y, *torch.autograd.grad(y, (x, weight), gradient))
-        a, b, g = x.detach(), weight.detach().t(), gradient
-        of_weight = "tensorwise" if form.weight_tensorwise else form.scaling
-        exact = [
-            in_fp64(a, form.forward, form, -1, form.scaling) @ in_fp64(b, form.forward, form, -2, form.scaling, True),
-            in_fp64(g, form.backward, form, -1, form.scaling) @ in_fp64(b.t(), form.forward, form, -2, of_weight, True),
-            (a.double().t() @ g.double()).t(),
-        ]
-        if "weight_gradient" in form.products:
-            made = in_fp64(a.t(), form.forward, form, -1, form.scaling)
-            exact[2] = (made @ in_fp64(g, form.backward, form, -2, form.scaling)).t()
-        for ours, wanted in zip(found, exact, strict=True):
-            assert distance(ours, wanted) < 1.01 * distance(wanted.bfloat16(), wanted), form
-
-
-def in_fp64(x, name, form, dim, scaling, weight=False):
-    codes, scale = quantize(x, name, form, dim, scaling, weight)
-    return codes.double() * scale.double()
-
-
-@pytest.mark.parametrize("form", ["tensorwise", "rowwise", "mx", "blockwise"])
-def test_compiled_with_dynamic_shapes(form):
-    """One graph serves batches of several sizes, with the bits of eager."""
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True},
+     "rowwise", "blockwise", "mx"],
+    ids=str,
+)  # fmt: skip
+def test_a_product_is_rounded_once(form, kernels):
+    """Each element lies within half a last place of the FP64 product of the codes: output and both gradients."""
     torch.manual_seed(0)
-    model, graphs = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), []
+    form = Format.of(form)
+    for batch, op in (((), lambda x, w: F.linear(x, w)), ((3,), lambda x, w: torch.bmm(x, w.mT))):
+        x, w, g = (torch.randn(*batch, *size).bfloat16() for size in ((48, 256), (128, 256), (48, 128)))
+        of_weight = form.weight_tensorwise and "tensorwise"
 
-    def counting(module, inputs):
-        graphs.append(module)
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+        def decoded(t, name, dim, form=form, scaling=None, weight=not batch):
+            codes, scale = quantize(t, name, form, dim, scaling or form.scaling, weight)
+            return codes.double() * scale.double()
 
-    with hmpx.convert(fp8=["linear"], fp8_format=form):
-        compiled = torch.compile(model, backend=counting, dynamic=True, fullgraph=True)
-        for rows in (32, 64, 96):
-            x = torch.randn(rows, 64)
-            assert all(map(torch.equal, trained(model, compiled, x), trained(model, model, x))), rows
-    assert len(graphs) <= 2
-
-
-class OfLinear(torch.Tensor):
-    """A weight that knows one function, as quantized ones do: its transpose is not to be had."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is F.linear:
-            return function(args[0], args[1].inner, *args[2:])
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(f"only linear, and not {function}")
-
-
-def test_a_weight_that_is_no_plain_tensor_stays_in_bf16():
-    """Of a class of one's own, and of torchao in 8 bits; record says so, and the numbers are those of the bf16 list."""
-    torch.manual_seed(0)
-    x, weights = torch.randn(16, 64), [OfLinear(torch.randn(64, 64).bfloat16())]
-    quantization = pytest.importorskip("torchao.quantization")
-    base = nn.Sequential(nn.Linear(64, 64))
-    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
-    weights.append(base.requires_grad_(False)[0].weight)
-    for weight in weights:
-        with hmpx.convert(bf16=["linear"]):
-            expected = F.linear(x, weight)
-        with hmpx.convert(fp8=["linear"]), hmpx.record() as log:
-            assert torch.equal(F.linear(x, weight), expected), type(weight)
-        assert [[*site.in_low] for site in log.sites if site.op == "linear"] == [
-            ["a tensor subclass, sparse or nested"]
+        pairs = [
+            (decoded(x, form.forward, -1, weight=False), decoded(w.mT, form.forward, -2)),
+            (decoded(g, form.backward, -1, weight=False), decoded(w, form.forward, -2, scaling=of_weight)),
+            (decoded(g.mT, form.backward, -1, weight=False), decoded(x, form.forward, -2, weight=False)),
         ]
+        x.requires_grad_(), w.requires_grad_()
+        with hmpx.convert(fp8=["linear", "bmm"], fp8_format=form, kernels=kernels):
+            y = op(x, w)
+            found = [y, *torch.autograd.grad(y, (x, w), g)]
+        for product_name, ours, (a, b) in zip(PRODUCTS, found, pairs, strict=True):
+            exact = a @ b
+            half_a_place = torch.exp2(exact.abs().log2().floor() - 8)
+            of_sums = 1e-6 * (a.abs() @ b.abs())
+            assert ((ours.double() - exact).abs() <= half_a_place + of_sums).all(), (product_name, batch)
 
 
 def test_blocks_are_decoded_before_they_are_multiplied():
@@ -426,6 +377,60 @@ def test_sizes_that_fp8_does_not_take_stay_in_bf16(form, sizes):
         assert torch.equal(found, F.linear(x, w)) is not in_fp8, (columns, rows)
 
 
+class KnowsLinear(torch.Tensor):
+    """A quantized weight that knows `linear`, and how to be made BF16; not, say, how to be transposed."""
+
+    @staticmethod
+    def __new__(cls, numbers):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            return cls(args[0].numbers.to(**kwargs))
+        raise NotImplementedError(func)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return F.linear(args[0], args[1].numbers, *args[2:])  # by its name, which leads to the wrapper
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_tensor_subclass_stays_in_bf16_and_record_says_so():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(16, 64), torch.randn(64, 64, dtype=dtype)
+        with hmpx.convert(fp8=["linear"]):
+            with hmpx.record() as log:
+                found = F.linear(x, KnowsLinear(w))
+            assert not torch.equal(F.linear(x, w), found)
+        assert torch.equal(found, F.linear(x.bfloat16(), w.bfloat16())), dtype
+        (site,) = (site for site in log.sites if site.op == "linear")
+        assert (site.in_low, site.fp8) == ({"a tensor subclass, sparse or nested": 1}, {})
+
+
+def test_an_adapter_on_a_frozen_int8_base():
+    quantization = pytest.importorskip("torchao.quantization")
+    base = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
+    model = nn.ModuleDict({"base": base.requires_grad_(False), "adapter": nn.Linear(64, 64)})
+    x = torch.randn(16, 64)
+    with hmpx.activate("autocast-cuda"):
+        in_bf16 = base(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, "torchao-float8-tensorwise")
+    assert torch.equal(base(x), in_bf16)
+    before = model["adapter"].weight.clone()
+    (base(x) + model["adapter"](x)).float().square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model["adapter"].weight)
+    hmpx.restore(optimizer)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In a training
 
@@ -452,6 +457,7 @@ def test_compiled_and_checkpointed_the_same_bits(form):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         runs = {
             "compiled": compiled,
+            "of any size": torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True),
             "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
             "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
         }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn, optim
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx.updates import step_hooks
@@ -30,6 +32,34 @@ def test_other_names_for_an_attached_optimizer_are_refused():
     assert hmpx.attach(optimizer, names=["a"]) is handle and hmpx.attach(optimizer) is handle
     with pytest.raises(hmpx.HmpxError, match="is in force"):
         hmpx.attach(optimizer, names=["b"])
+
+
+def test_a_shell_around_tensors_is_refused_where_it_trains():
+    """TwoTensor: torch's own class for testing wrappers. Frozen, it is passed over."""
+    for dtype, recipe in ((BF16, "bf16-sr"), (torch.float32, "bf16-sr"), (BF16, "autocast-cuda")):
+        model = nn.Linear(8, 8).to(dtype)
+        model.weight = nn.Parameter(TwoTensor(torch.ones(8, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)))
+        optimizer, before, linear = optim.SGD(model.parameters(), lr=0.1), dict(model.named_parameters()), F.linear
+        with pytest.raises(hmpx.HmpxError, match=r"parameter 'weight' \(TwoTensor\) is a shell .*: freeze it"):
+            hmpx.prepare(model, optimizer, recipe)
+        assert dict(model.named_parameters()) == before and model.weight.a.dtype is model.weight.dtype is dtype
+        assert model.bias.dtype is dtype and F.linear is linear
+        if dtype is BF16:
+            with pytest.raises(hmpx.HmpxError, match=r"'0' .* is a shell"):
+                hmpx.attach(optimizer)
+            sum(p.sum() for p in model.parameters()).backward()
+            with pytest.raises(hmpx.HmpxError, match=r"'0' .* is a shell"), hmpx.disable_casts():
+                optimizer.step()
+        model.weight.requires_grad_(False)
+        model.weight.grad = None
+        hmpx.prepare(model, optimizer, recipe)
+        model.bias.grad = torch.ones_like(model.bias)
+        optimizer.step()
+        assert model.weight.a.dtype is model.weight.dtype is dtype
+        hmpx.restore(optimizer)
+        other = "bfloat16" if dtype is torch.float32 else "float32"
+        with pytest.raises(hmpx.HmpxError, match="give it no dtype"):
+            hmpx.prepare(model, optimizer, {"parameters": {"weight": {"dtype": other}}})
 
 
 @pytest.mark.parametrize(
@@ -132,34 +162,3 @@ def test_optimizers_that_cannot_be_stepped_in_fp32_are_refused():
 def test_only_optimizers_are_detached(thing):
     with pytest.raises(hmpx.HmpxError, match=r"detach needs a torch.optim.Optimizer"):
         hmpx.detach(thing)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_around_other_tensors_are_refused_and_ops_are_cast_beside_them(dtype):
-    """torchao's training with products in INT8: its weights are tensors around BF16 or FP32 ones."""
-    training = pytest.importorskip("torchao.prototype.quantized_training")
-    quantize_ = pytest.importorskip("torchao.quantization").quantize_
-
-    def made():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64)).to(dtype)
-        quantize_(model, training.Int8MixedPrecisionTrainingConfig())
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, optimizer):
-        model(torch.ones(8, 64).to(dtype)).float().square().mean().backward()
-        optimizer.step()
-        return model[0].weight._data.clone()
-
-    expected, (model, optimizer) = step(*made()), made()
-    ways = [lambda: hmpx.prepare(model, optimizer, "bf16-sr")]
-    if dtype is torch.bfloat16:
-        ways.append(lambda: hmpx.attach(optimizer))
-    for set_up in ways:
-        with pytest.raises(hmpx.HmpxError, match=r"parameter '0.*' is a torchao\..*hmpx.convert\(\) casts ops"):
-            set_up()
-    assert model[0].weight.dtype is model[0].weight._data.dtype is dtype
-    assert torch.equal(step(model, optimizer), expected)
-    model, optimizer = made()
-    with hmpx.convert():
-        assert model(torch.randn(8, 64)).dtype is torch.bfloat16

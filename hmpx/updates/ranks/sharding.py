@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
+from torch._subclasses import FakeTensor
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.keys import Span
@@ -94,6 +95,28 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long: a DTensor's maker has
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_shell(tensor: Tensor) -> bool:
+    """Whether this rank's part is a shell around other tensors: of a class of its own, and without memory."""
+    part = local(tensor)
+    if type(part) in PLAIN or isinstance(part, FakeTensor):
+        return False
+    try:
+        part.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def refuse_shell(param: Tensor, name: str) -> None:
+    """Raise if a parameter is a shell: its numbers are in tensors that only its class knows."""
+    if is_shell(param):
+        raise HmpxError(
+            f"parameter {name!r} ({type(param).__name__}) is a shell around other tensors, which hmpx can neither cast "
+            "nor update: freeze it, and give it no dtype in a recipe; or keep it in FP32, by a recipe with FP32 "
+            "weights; or make it a plain Parameter (of torchao's INT8 training: module_swap=True)"
+        )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks.sharding import Box, Place, box_of, is_sharded, local, placed
+from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
 from hmpx.updates.stepping.optimizer_scope import is_muon
 
 logger = logging.getLogger("hmpx")
@@ -208,15 +207,16 @@ class BF16Parameters:
         if now is None or self._known[0] != now:
             ours = self.named(optimizer)
             for name, p in ours:
-                refuse_wrapping(p, name)
+                refuse_shell(p, name)
             with torch.no_grad():
                 shared = overlaps([p for _, p in ours])
                 self._known = now, [self._segment(optimizer, p, name, shared.get(p)) for name, p in ours]
         return self._known[1]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-        """Return them with their names."""
-        return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        """Return them with their names, without frozen shells (of quantized weights, say), which get no updates."""
+        found = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        return [(name, p) for name, p in found if p.requires_grad or not is_shell(p)]
 
     def every(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
@@ -256,20 +256,6 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
                 f"parameters {segment.name!r} and {other!r} share memory, and each update would undo the other: "
                 "give the optimizer one of them"
             )
-
-
-def refuse_wrapping(p: Parameter, name: str) -> None:
-    """Raise if a parameter holds its numbers in tensors of its own, as quantized ones do.
-
-    Raises:
-        HmpxError: the class of the parameter has no storage, and is no DTensor.
-    """
-    if type(p) is not Parameter and is_traceable_wrapper_subclass(p) and not is_sharded(p):
-        raise HmpxError(
-            f"parameter {name!r} is a {type(p).__module__}.{type(p).__qualname__}, which holds its numbers in tensors "
-            "of its own: hmpx cannot round them. Leave its updates to the library of that class; hmpx.convert() casts "
-            "ops beside it, and so does a recipe where its dtype is float32"
-        )
 
 
 def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
