@@ -147,7 +147,7 @@ class Forward:
     def _leave(self, module: Module, inputs: Any, outputs: Any) -> Any:
         if self.setting_up is None:
             return None
-        region_state.leave(region_state.last_entered(True))
+        region_state.leave_last(True)
         inside = region_state.casting() is True
         return outputs if inside or not self.setting_up.casts_ops else convert_to_fp32(outputs)
 
