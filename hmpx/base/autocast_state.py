@@ -40,8 +40,10 @@ def write(before: bool | None, was: int, casting: bool | None, scope: int) -> No
         before, was: what the one says whose state may be written now.
         casting: whether casts are on; None for what holds outside of regions. scope: where they are on.
     """
+    if not before and not casting:  # as around an optimizer's step
+        return set_autocast_enabled(_OFF, casting is False)
     was, scope = (was if before else 0), (scope if casting else 0)
-    if before is not casting:
+    if (before is True) is not (casting is True):
         set_autocast_enabled(_ON, casting is True)
     if was != scope or (casting and not before):  # a compilation that failed may have left another one
         set_autocast_dtype(_ON, _DTYPES[scope % _BASE])

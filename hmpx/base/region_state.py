@@ -158,8 +158,8 @@ def rounding() -> StochasticSteps | None:
 
 def is_stepping(optimizer: object) -> bool:
     """Whether a step of this optimizer runs in this thread."""
-    own = id(optimizer)
-    return any([region.stepping == own for region in thread.open])
+    opened = thread.open
+    return bool(opened) and any(region.stepping == id(optimizer) for region in opened)
 
 
 def maps() -> bool:
@@ -225,9 +225,9 @@ def leave_last(casting: bool | None, how: StochasticSteps | None = None, overlay
     token = None
     try:
         token = _last_entered(casting, how, overlay)
-        _leave(token)
+        leave(token)
     except BaseException:
-        _leave(_last_entered(casting, how, overlay) if token is None else token)
+        leave(_last_entered(casting, how, overlay) if token is None else token)
         raise
 
 
@@ -243,19 +243,10 @@ def _last_entered(casting: bool | None, how: StochasticSteps | None, overlay: in
 
 
 def leave(token: Region) -> None:
-    """Take back the `enter` that returned `token`.
+    """Take back the `enter` that returned `token`. A second call makes sure, if an interrupt has ended the first.
 
     It need not be the last one: a generator or a task may end while a younger region is open.
     """
-    try:
-        _leave(token)
-    except BaseException:
-        _leave(token)
-        raise
-
-
-def _leave(token: Region) -> None:
-    """See `leave`. A second call makes sure of the first, which an interrupt may have ended."""
     opened = thread.open
     index = len(opened) - 1
     if not is_dynamo_compiling() and (index < 0 or opened[index] is not token):
@@ -292,8 +283,8 @@ def _written(region: Region) -> bool | None:
 
 def _off_for_some_task() -> bool:
     opened = thread.open
-    if any(region is _GRAPH for region in opened):
-        return True
+    if not opened or any(region is _GRAPH for region in opened):
+        return bool(opened)
     return any(region.task is not None for region in opened) and any(region.casting is False for region in opened)
 
 
@@ -304,9 +295,13 @@ def region(
     """`enter` and `leave` around a block."""
     token = enter(casting, how, maps, scope)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            leave(token)
+    except BaseException:
         leave(token)
+        raise
 
 
 def forward_region() -> Region | None:
@@ -350,10 +345,10 @@ def run_in(region, function, args, kwargs):
             _open(region)
             return function(*args, **kwargs)
         finally:
-            _leave(region)
+            leave(region)
     except BaseException:
         if not is_dynamo_compiling():  # what is compiled is not interrupted
-            _leave(region)  # in case the interrupt came before the other, or while that ran
+            leave(region)  # in case the interrupt came before the other, or while that ran
         raise
 
 
@@ -366,6 +361,14 @@ def run_uncast(function, args, kwargs):
 def run_step(optimizer, how, function, args):
     """Call `function`, a step of this optimizer, with casts off; regions in it round as `how` says."""
     return run_in(Region(False, how, False, None, _innermost().scope, 0, id(optimizer)), function, args, {})
+
+
+def run_plain_step(optimizer, function):
+    """Call `function`, a step of this optimizer with which hmpx has nothing to do, with casts off."""
+    here = _innermost()
+    if not state.converted or (here.casting is False and not here.maps):
+        return function(optimizer)
+    return run_in(Region(False, here.rounding, False, None, here.scope), function, (optimizer,), {})
 
 
 def run_at(scope, function, args, kwargs):

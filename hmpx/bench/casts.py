@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +84,11 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
     return measure.Bench(f"A linear layer, {_BATCH} x {_SIDE} to {_SIDE}, {measure.where(device)}", rows)
 
 
-def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Return calls by name. On CPU linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, others in none."""
+def _ops(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return calls by name, and a step in which nothing is to be rounded.
+
+    On CPU linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, others in none.
+    """
 
     def make(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.randn(8, 8, device=device, dtype=dtype)
@@ -93,7 +97,11 @@ def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:
     x, weight, bias = make(torch.float32)
     x16, weight16, bias16 = make(torch.bfloat16)
     image, kernel = torch.randn(1, 1, 8, 8, device=device), nn.Parameter(torch.randn(1, 1, 3, 3, device=device))
+    stepped = [make(torch.float32)[1] for _ in range(6)]
+    for p in stepped:
+        p.grad = torch.zeros_like(p)
     return {
+        "SGD.step, six FP32 tensors": torch.optim.SGD(stepped).step,
         "linear, BF16 comes": lambda: F.linear(x16, weight16, bias16),
         "linear, FP32 comes": lambda: F.linear(x, weight, bias),
         "matmul, BF16 comes": lambda: torch.matmul(x16, weight16),

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmpx.base import forks, process_state, region_state
+from hmpx.base import forks, region_state
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
@@ -156,14 +156,15 @@ def _watched(step: Callable) -> Callable:
         # A subclass that calls its parent's step, or one that holds this function still.
         if not _users or region_state.is_stepping(optimizer):
             return step(optimizer, *args, **kwargs)
-        how, run = region_state.rounding(), region_state.run_step
         if not (args or kwargs or open_caches) and _is_plain(optimizer):
-            return run(optimizer, how, step, (optimizer,)) if process_state.converted else step(optimizer)
+            return region_state.run_plain_step(optimizer, step)
+        how = region_state.rounding()
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         casting = region_state.casting() if how is None else region_state.usual()
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
-        return giving_back(functools.partial(_forget_casts, optimizer), run, optimizer, how, _step, (call, how))
+        forget = functools.partial(_forget_casts, optimizer)
+        return giving_back(forget, region_state.run_step, optimizer, how, _step, (call, how))
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
@@ -175,7 +176,7 @@ never_compile(_watched(lambda optimizer: None))  # one code serves every class
 def _is_plain(optimizer: Optimizer) -> bool:
     """Whether hmpx has nothing to do with the weights and the state of an optimizer."""
     is_ours = attachment_of(optimizer) is not None or has_bf16(optimizer) or inside_zero(optimizer) is not None
-    return not is_ours and not step_count.stored(optimizer)
+    return not is_ours and not step_count.is_stored(optimizer)
 
 
 def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:

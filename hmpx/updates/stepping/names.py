@@ -44,7 +44,7 @@ def parameters(optimizer: Optimizer) -> list[Parameter]:
 
 def has_bf16(optimizer: Optimizer) -> bool:
     """Whether some parameter of `optimizer` is BF16."""
-    return any(p.dtype is torch.bfloat16 for p in parameters(optimizer))
+    return torch.bfloat16 in [p.dtype for group in optimizer.param_groups for p in group["params"]]
 
 
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
