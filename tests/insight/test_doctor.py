@@ -86,3 +86,19 @@ def test_layers_that_are_alike_have_one_rule(normed, names):
             loss.backward()
             optimizer.step()
     assert dict(found.recipe.modules) == dict.fromkeys(names, "float32"), str(found)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "model"])
+def test_casts_outside_of_any_model_are_named_once_with_their_line(where):
+    """Timesteps in the loop, under lists with `mul`; nothing is said where torch computes them."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.convert(bf16=["linear", "mul"], fp32=[], where=where), hmpx.doctor() as found:
+        for _ in range(5):
+            torch.rand(4) * 1000
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).float().square().mean().backward()
+            optimizer.step()
+    notes = [each for each in found.findings if each.kind == "cast outside of the model"]
+    assert [(each.ops, each.wrong) for each in notes] == ([(("mul",), False)] if where == "everywhere" else [])
+    assert all("test_doctor.py" in each.where and "5 times" in each.said for each in notes)

@@ -31,8 +31,10 @@ from hmpx.insight.doctor.diagnosis import Diagnosis, merged
 from hmpx.insight.doctor.findings import of_steps, unchecked_of
 from hmpx.insight.doctor.fix import Base, Script, recipe_for
 from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
+from hmpx.insight.doctor.outside import OutsideCasts
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
+from hmpx.insight.observed import observing
 from hmpx.insight.text_table import number, short_place
 from hmpx.ops.wrapping.callers import frames, users_line
 from hmpx.recipes.module_patterns import module_names
@@ -70,7 +72,7 @@ class Examination:
         own = [(each.look, each.problems) for each in (self._upcasts, self._sums)]
         looks, self._findings = zip(*_FOLLOWED, *own, strict=True)
         self._watch = OpWatch(self._notes, looks, self._trouble)
-        self._replicas = Replicas()
+        self._replicas, self._outside = Replicas(), OutsideCasts()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
         self._modules: set[str] = set()  # names of theirs
         self._iterations = 0
@@ -101,7 +103,8 @@ class Examination:
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             changes.put(place, self._scaled(torch.amp.GradScaler.step))
             self._watch.look_at(math.inf, setting_up=1 not in self._at)
-            yield
+            with observing(self._outside):
+                yield
         finally:
             changes.close()
 
@@ -268,6 +271,7 @@ class Examination:
         names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(every)}
         problems = [problem for findings in self._findings for problem in findings(self._notes, names)]
         problems += [*of_steps([*self._optimizers.values()], names), *self._replicas.problems(names)]
+        problems += self._outside.problems()
         found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
         script = Script(self._trained, self._names, self._modules, followed.are_products_low_by_hand(self._notes))
         with aside(self._trouble):
