@@ -91,8 +91,9 @@ class Examination:
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Look at what runs inside."""
-        changes = self._changes
-        try:
+        with observing(self._outside), contextlib.ExitStack() as stack:  # a conversion patches before this does
+            stack.callback(self._changes.close)
+            changes = self._changes
             changes.callback(self._watch.close)
             changes.callback(register_optimizer_step_pre_hook(self._before).remove)
             changes.callback(register_optimizer_step_post_hook(self._after).remove)
@@ -103,10 +104,7 @@ class Examination:
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             changes.put(place, self._scaled(torch.amp.GradScaler.step))
             self._watch.look_at(math.inf, setting_up=1 not in self._at)
-            with observing(self._outside):
-                yield
-        finally:
-            changes.close()
+            yield
 
     @property
     def _trained(self) -> list[Parameter]:
