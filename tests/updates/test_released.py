@@ -364,7 +364,9 @@ def test_sharded_parameters():
 def test_released_gradients_refuse_to_accumulate_and_optimizers_that_look_across():
     model = Net().bfloat16()
     x = torch.randn(4, 6).bfloat16()
-    with pytest.raises(hmpx.HmpxError, match=r"updates each parameter by itself \(Adadelta.*and torch.optim.lbfgs.LBFGS may look"):
+    with pytest.raises(
+        hmpx.HmpxError, match=r"updates each parameter by itself \(Adadelta.*and torch.optim.lbfgs.LBFGS may look"
+    ):
         hmpx.attach(optim.LBFGS(model.parameters()), release_gradients=True)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     handle = hmpx.attach(optimizer, release_gradients=True)
