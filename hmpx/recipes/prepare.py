@@ -215,9 +215,7 @@ def tell_cast(cast: Sequence[torch.nn.Parameter]) -> None:
     """Log which parameters a recipe has cast."""
     if cast:
         numbers, dtypes = sum(p.numel() for p in cast), " and ".join({dtype_name(p.dtype): None for p in cast})
-        logger.warning(
-            "hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes
-        )
+        logger.info("hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes)
 
 
 def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> list[torch.nn.Parameter]:

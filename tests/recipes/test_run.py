@@ -19,7 +19,6 @@ from hmpx.shell.scripts import recipe_of
 from tests.support import python
 
 KERNELS = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
-CAST = r"hmpx: \d+ parameters \(\d+ numbers\) were cast to bfloat16 by the recipe"
 SCRIPT = '''
 """Trains a small model; prints dtypes, a hash, and how it was called."""
 import argparse, hashlib, pickle, sys
@@ -109,7 +108,7 @@ def test_every_recipe_runs_an_unmodified_script(script):
 def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path):
     out, err = call("--recipe", "neuron-bf16-sr", script, "--steps", 3, cwd="/", fresh=True)
     assert out.startswith("bfloat16 float32 float32 ") and out.endswith("['--steps', '3']\n")
-    assert re.fullmatch(f"hmpx: recipe neuron-bf16-sr{KERNELS}; runs {script}\n{CAST}\n", err)
+    assert re.fullmatch(f"hmpx: recipe neuron-bf16-sr{KERNELS}; runs {script}\n", err)
     as_module, _ = call("--recipe", "neuron-bf16-sr", "-m", "train", "--steps", 3, cwd=tmp_path)
     assert as_module == out
     (tmp_path / "mine.txt").write_text("cross_entropy\n")
