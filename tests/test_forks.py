@@ -118,6 +118,6 @@ def test_no_file_makes_a_lock_that_forks_do_not_wait_for():
         path.name: line.strip()
         for path in Path(hmpx.__file__).parent.rglob("*.py")
         for line in path.read_text().splitlines()
-        if "Lock()" in line and "over_forks(" not in line
+        if "Lock()" in line and "over_forks(" not in line and path.name != "forks.py"
     }
     assert not made

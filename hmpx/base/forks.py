@@ -13,6 +13,7 @@ from typing import Any
 
 _locks: list[Any] = []
 _held: list[Any] = []  # by the fork that is going on
+_forking = threading.Lock()  # one thread forks at a time
 
 
 def lock() -> Any:
@@ -28,17 +29,23 @@ def over_forks(lock: Any) -> Any:
 
 def _hold() -> None:
     """Take every lock. One that is not free for a while may belong to a thread that waits for another of them."""
+    _forking.acquire()
     while len(_held) < len(_locks):
         each = _locks[len(_held)]
         if each.acquire(timeout=0.05):
             _held.append(each)
         else:
-            _release()
+            _let_go()
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().release()
 
 
 def _release() -> None:
-    while _held:
-        _held.pop().release()
+    _let_go()
+    _forking.release()
 
 
 if hasattr(os, "register_at_fork"):
