@@ -1,8 +1,9 @@
 """Patches that tell where a model runs: the calls of modules, and backward passes.
 
 Where casts belong to the model (``where="model"``), the call of a module opens a region that casts, and so does a
-checkpointed function, which runs again in backward. Everywhere, a backward pass opens one in which ops are cast only
-where a forward is computed again: the hooks of gradients are beside the model.
+checkpointed function, which runs again in backward. Under either setting, a backward pass opens one in which ops are
+cast only where a forward is computed again, and in the `backward` of a `torch.autograd.Function`: the hooks of
+gradients are beside the model.
 
 Compiled code counts as a forward whoever calls it, so a module inside opens nothing there, and Dynamo is told that
 nobody has patched `Module.__call__`.
