@@ -91,9 +91,11 @@ def dtype_steps(*steps: Iterable[str]) -> str:
 
 
 def short_place(where: str) -> str:
-    """Shorten file:line to the path from the folder that the program runs in, or else to the file's name."""
+    """Shorten file:line to the path from the folder of the program or of its packages, or else to the file's name."""
     path, _, line = where.rpartition(":")
+    packages = path.rpartition(f"site-packages{os.sep}")
     inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
+    inside = packages[2] if packages[1] else inside
     return f"{inside}:{line}" if path else where
 
 

@@ -112,7 +112,11 @@ def _indices(op: OpCall, notes: Notes) -> str | None:
     above = given[given.abs() > _EXACT.get(given.dtype, _EXACT[torch.bfloat16])]
     if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
         return None
-    return f"up to {float(above.abs().max()):.0f}, of which every other one or more never occurs" if above.numel() else None
+    return (
+        f"up to {float(above.abs().max()):.0f}, of which every other one or more never occurs"
+        if above.numel()
+        else None
+    )
 
 
 def _mask(op: OpCall, notes: Notes) -> str | None:
@@ -161,7 +165,7 @@ CHECKS = [
     Check(
         "BCE", True,
         "binary_cross_entropy of probabilities in low precision, or that were: .999 is 1, with loss 100 and gradient 0",
-        "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), _probabilities,
+        "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), _probabilities, "list", ("sigmoid",),
     ),
     Check(
         "integers", True, "positions or indices in low precision",
@@ -206,7 +210,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         if said is not None and not op.is_beside:
             spot = notes.note(check.kind, op, said)
             if check.mended and spot.calls == 1:
-                spot.mended_by = _mended_by(check, op, spot)
+                spot.mended_by = _mended_by(check, notes, op, spot)
 
 
 def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:
@@ -229,7 +233,7 @@ def _moment(op: OpCall, before: str) -> str:
     return ""
 
 
-def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
+def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
     hmpx's own cast is that of a listed op. The program's cast is out of reach, unless it follows the dtype of an
@@ -237,6 +241,8 @@ def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
     """
     if check.mended == "module" and spot.is_inside:
         return "module"
+    if check.evidence is _probabilities and notes.facts(op.given[0]).get("cast") is not None:
+        return ""  # the program itself has rounded the probabilities
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
     for frame in op.inner_frames():

@@ -121,8 +121,9 @@ class Diagnosis(Report):
             lines += textwrap.wrap(f"not checked: {each}", width, subsequent_indent=" " * 7)
         wrong = sum(each.wrong for each in self.findings)
         notes = len(self.findings) - wrong
-        limits = " in what was looked at, and not all could be" if self.not_checked else " was found"
-        verdict = f"{number(wrong, 'thing')} wrong" if wrong else f"nothing wrong{limits}"
+        verdict = f"{number(wrong, 'thing')} wrong" if wrong else "nothing wrong was found"
+        if self.not_checked and not wrong:
+            verdict = "not everything was checked; the rest has nothing wrong"
         return "\n".join([*lines, verdict + (f", {number(notes, 'note')}" if notes else "")])
 
     def as_json(self) -> dict[str, Any]:
@@ -139,7 +140,11 @@ class Diagnosis(Report):
     @property
     def unfixed(self) -> str:
         """Why there is no recipe."""
-        return "no recipe answers these findings: follow each finding's do" if self.findings else "nothing to fix"
+        return (
+            "no recipe answers these findings: follow each finding's do"
+            if self.findings
+            else "nothing to fix was found"
+        )
 
     def _page(self) -> str:
         return filled(str(__package__), "doctor", str(self), self.as_json())

@@ -302,7 +302,9 @@ class Examination:
         if self._compiles:
             reasons.append("ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at")
         elif not self._watched:
-            reasons.append(f"ops: the script ended after {number(self._iterations, 'iteration')}, the third is looked at")
+            reasons.append(
+                f"ops: the script ended after {number(self._iterations, 'iteration')}, the third is looked at"
+            )
         return reasons + [f"what raised when it was looked at: {each}" for each in self._trouble[:1]]
 
 

@@ -56,7 +56,8 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
         if stays > 0.5 * falls:
             said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes off "
             said += "less than half of their last digit"
-            yield Problem("optimizer state", True, said, do, where, weight=0.25, recipe=recipe)
+            is_why = lost is not None and lost.wrong
+            yield Problem("optimizer state", is_why, said, do, where, weight=0.25, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
     low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
     if low is not None:
@@ -90,16 +91,18 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     medians = [each for one in seen for each in one.medians]
     late = not every.is_below(LIMIT) and behind
     kept = min(whole.kept for whole in behind.values()) if late else every.kept
-    said = f"{dtype_name(worst[0].dtype)} weights move {percent(min(max(kept, 0), 1))} of the way that {classes} moves "
-    said += "float32 copies of them"
-    said += f" in the steps from {min(behind, key=lambda each: behind[each].kept)} on" if late else ""
-    said += f" ({len(dead)} of {len(params)} parameters below half, worst {names[worst[0]]}, " if dead else " ("
-    said += f"{percent(every.lost / max(every.updates, 1))} of the updates are lost; the median update is "
-    said += f"{statistics.median(medians):.2g} of a weight's last digit)"
+    losing = [p for p in worst if params[p].kept < LIMIT]
+    since = f" in the steps from {min(behind, key=lambda each: behind[each].kept)} on" if late else ""
+    said = (
+        f"{dtype_name(worst[0].dtype)} weights move {percent(min(max(kept, 0), 1))} of the way that {classes} moves "
+        f"float32 copies of them{since} ({len(losing)} of {len(params)} parameters, worst {names[worst[0]]}; "
+        f"{percent(every.lost / max(every.updates, 1))} of the updates are lost; the median update is "
+        f"{statistics.median(medians):.2g} of a weight's last digit)"
+    )
     wrong = bool(every.is_below(LIMIT) or behind)
     share = sum(params[p].elements for p in dead) / every.elements
     weight = 0.5 + 0.45 * (1 - min(max(kept, 0), 1)) if wrong else 0.2 * share
-    return Problem("lost updates", wrong, said, do, where, tuple(names[p] for p in dead or worst), (), weight, recipe)
+    return Problem("lost updates", wrong, said, do, where, tuple(names[p] for p in losing or worst), (), weight, recipe)
 
 
 def _of_gradients(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
@@ -126,7 +129,7 @@ def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:
         known = total([moves for rows in each.moves.values() for moves in rows.values()])
         why = each.unchecked
         if not why and not each.looked:
-            why = f"after {number(each.steps, 'step')}, none had all gradients" if each.steps > 1 else "one step is no training"
+            why = f"in {number(each.steps, 'step')}, none after the first had gradients"
         if not why and not known.is_known:
             why = "the weights were to move too little for that"
         if low and why:

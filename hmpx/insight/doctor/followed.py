@@ -130,7 +130,8 @@ _PRODUCTS = frozenset(
 
 def look_at_products(notes: Notes, op: OpCall) -> None:
     """Count the FLOPs of matrix products of the forward pass, by precision."""
-    if op.stage != "forward" or op.name not in _PRODUCTS or not op.results:
+    is_trained = op.graphed and any(t.requires_grad for t in op.given)
+    if op.stage != "forward" or op.name not in _PRODUCTS or not op.results or not is_trained:
         return
     if op.name == "convolution":
         flops = 2 * op.out.numel() * math.prod(op.given[1].shape[1:])  # groups are left out

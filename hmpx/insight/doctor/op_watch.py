@@ -164,9 +164,7 @@ class Notes:
         """Count one call at its line; a line is kept once for a kind, an op and a module."""
         return self.note_line(kind, op.name, op.frame, said, **numbers)
 
-    def note_line(
-        self, kind: str, op: str, frame: python_types.FrameType, said: str = "", **numbers: float
-    ) -> Spot:
+    def note_line(self, kind: str, op: str, frame: python_types.FrameType, said: str = "", **numbers: float) -> Spot:
         """Count one call of the line that runs in a frame."""
         user, module = users_frame(frame), next(modules(frame), None)
         key = kind, op, user and user.f_code, user and user.f_lineno, module

@@ -48,9 +48,9 @@ class Moves:
 
     def __init__(self, *sums: float) -> None:
         names = ("dot", "size", "noise", "moves", "moved", "updates", "lost", "elements")
-        self.dot, self.size, self.noise, self.moves, self.moved, self.updates, self.lost, self.elements = (
-            sums or (0.0,) * len(names)
-        )
+        self.dot, self.size, self.noise, self.moves, self.moved, self.updates, self.lost, self.elements = sums or (
+            0.0,
+        ) * len(names)
 
     def __add__(self, other: Moves) -> Moves:
         return Moves(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -91,7 +91,9 @@ class _Beside:
         self.state = twin.real_state()
         self._last = self._before = samples(twin.params).float()
         self._update = torch.zeros_like(self._last)
-        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = self._update.expand(6, -1).clone()
+        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = self._update.expand(
+            6, -1
+        ).clone()
         self.medians: list[float] = []
 
     def _hidden(self) -> dict[str, Tensor]:
@@ -129,7 +131,9 @@ class _Beside:
             real = self._with_hidden(real, ideal)
         rows = [real * ideal, ideal * ideal, ideal.square() * self._noise, self._moves, real != 0, self._updates]
         rows += [self._lost, torch.ones_like(ideal)]
-        sums = [part.double().sum(1).tolist() for part in torch.stack([*map(torch.Tensor.float, rows)]).split(self.sizes, 1)]
+        sums = [
+            part.double().sum(1).tolist() for part in torch.stack([*map(torch.Tensor.float, rows)]).split(self.sizes, 1)
+        ]
         return {p: Moves(*row) for p, row in zip(self.twin.params, sums, strict=True)}
 
     def _with_hidden(self, real: Tensor, ideal: Tensor) -> Tensor:
@@ -232,13 +236,15 @@ class SteppedOptimizer:
             for p, moves in each.result().items():
                 rows[p] = rows.get(p, Moves()) + moves
             self.medians += each.medians
+
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
         for each in self._beside if attachment_of(self.optimizer) is None else ():
             params, decay = each.twin.params, each.twin.group.get("weight_decay")
             if decay and each.twin.is_sampled:
                 wide, narrow = (
-                    self._once(params, is_wide).weights() - self._once(params, is_wide, weight_decay=0 * decay).weights()
+                    self._once(params, is_wide).weights()
+                    - self._once(params, is_wide, weight_decay=0 * decay).weights()
                     for is_wide in (True, False)
                 )
                 self.asked += float((wide.abs() / each.ulp).nansum())

@@ -102,7 +102,9 @@ class Twin:
         else:  # some of its parameters, each by itself
             self._twin = _copied(self.optimizer, memo, {"state", "param_groups"})
             states = {q: _read(self.optimizer, p) for p, q in copies.items()}
-            self._twin.state = defaultdict(dict, {q: copy.deepcopy(state, memo) for q, state in states.items() if state})
+            self._twin.state = defaultdict(
+                dict, {q: copy.deepcopy(state, memo) for q, state in states.items() if state}
+            )
             self._twin.param_groups = [
                 {**group, "params": [copies[p] for p in group["params"] if p in copies]}
                 for group in self.optimizer.param_groups
