@@ -28,9 +28,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "run an unmodified script and say what is wrong with its precision",
         "Run the first steps of a script as it is, without a recipe and with the bits that it has without this, and\n"
         "print what is wrong with its precision to standard error, the worst first: the evidence, the line or the\n"
-        "parameter, and the one thing to do. The script ends after --steps steps of an optimizer; its `finally` blocks\n"
-        "run, and may save a checkpoint. The exit status is 0 if nothing is wrong, 1 if something is, and 2 if nothing\n"
-        "is in what could be looked at, but something could not. Of many ranks, the first prints.",
+        "parameter, and the one thing to do. The script ends after --steps steps of an optimizer; its `finally`\n"
+        "blocks run, and may save a checkpoint. The exit status is 0 if nothing is wrong, 1 if something is, and 2\n"
+        "if nothing is in what could be looked at, but something could not. Of many ranks, the first prints.",
         "train.py\n--steps 200 -m package.train --lr 0.1\n--fix recipe.yaml train.py\n--recipe recipe.yaml train.py",
     )
     command.add_argument(
