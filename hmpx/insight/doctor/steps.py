@@ -91,9 +91,8 @@ class _Beside:
         self.state = twin.real_state()
         self._last = self._before = samples(twin.params).float()
         self._update = torch.zeros_like(self._last)
-        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = self._update.expand(
-            6, -1
-        ).clone()
+        zeros = self._update.expand(6, -1).clone()
+        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = zeros
         self.medians: list[float] = []
 
     def _hidden(self) -> dict[str, Tensor]:

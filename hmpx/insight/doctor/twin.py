@@ -130,7 +130,7 @@ class Twin:
         """
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler that leaves the rest to a fused kernel
         for real, group in zip(self._groups(), self._twin.param_groups, strict=True):
-            plain = {key: v for key, v in _PLAINLY.items() if key in real}
+            plain: dict[str, Any] = {key: v for key, v in _PLAINLY.items() if key in real}
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in real.items() if key != "params"}
             own["lr"] = float(real["lr"]) if self.is_sampled and "lr" in real else _widened(own.get("lr"))
             group.update({key: v for key, v in {**own, **plain, **self._changed}.items() if key in real})
