@@ -120,13 +120,18 @@ class Examination:
 
     def _model_is_made(self, *_: Any) -> None:
         """A forward pass or a step begins."""
-        if self._watch.setting_up and self._is_here:
+        if torch.compiler.is_compiling() or not self._is_here:  # Dynamo traces the hooks of modules
+            return
+        if self._watch.setting_up:
             self._watch.close()
         self._look_if_due()
 
     def _look_if_due(self) -> None:
-        # Modes that are opened in a backward pass are gone at its end; compiled code would run under a mode.
-        if self._is_due and self._is_here and torch._C._current_graph_task_id() == -1 and not self._compiles:
+        if torch._C._current_graph_task_id() != -1:  # at the end of a backward pass, modes are what they were before
+            return
+        if not self._watch.is_looking:
+            self._watch.close()
+        if self._is_due and not self._compiles:  # compiled code hides its ops
             self._is_due = False
             self._watch.look_at(_ITERATION)
 
@@ -235,7 +240,7 @@ class Examination:
         self._iterations += 1
         now = perf_counter()
         took, self._last = now - self._last, now
-        if self._watch.is_open:
+        if self._watch.is_looking:
             self._watched.append(self._iterations)
             self._took += took - self._plain if self._iterations > 1 else 0.0
             self._watch.close()
@@ -342,7 +347,8 @@ def _frames_compiled() -> int:
     """Return how much torch.compile has had to compile in this process."""
     if "torch._dynamo" not in sys.modules:
         return 0
-    return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]
+    counters = sys.modules["torch._dynamo"].utils.counters
+    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # one of them counts
 
 
 def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.AbstractContextManager[Diagnosis]:

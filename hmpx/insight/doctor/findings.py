@@ -19,7 +19,9 @@ from hmpx.updates.stepping.names import parameters
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
-LIMIT = 0.8  # of `kept`: below it, training falls behind FP32 (the table in the README of insight)
+# Of `kept`, in all steps that were looked at, and in one window of them: below, training falls behind FP32. The README
+# of insight has the table.
+LIMIT, _OF_WINDOW = 0.9, 0.8
 _OF_PARAMETERS = 0.5  # and of a single parameter
 _LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
 _HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen
@@ -84,7 +86,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     every = total([*params.values()])
     worst = sorted(params, key=lambda p: params[p].kept)
     dead = [p for p in worst if params[p].is_below(_OF_PARAMETERS)]
-    behind = {window: whole for window, rows in windows.items() if (whole := total(rows)).is_below(LIMIT)}
+    behind = {window: whole for window, rows in windows.items() if (whole := total(rows)).is_below(_OF_WINDOW)}
     if not (every.is_below(LIMIT) or behind or dead):
         return None
     classes = ", ".join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))

@@ -226,6 +226,11 @@ class OpWatch(DispatchWatch):
         self._left, self.setting_up = most, setting_up
         self.open()
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether it was opened to look at ops and not closed since."""
+        return self.is_open and self._left >= 0
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Look at nothing that runs inside."""
@@ -236,9 +241,10 @@ class OpWatch(DispatchWatch):
             self._left = left
 
     def close(self) -> None:
-        """Look at no more; below a mode that was opened since, this one waits."""
-        self._left, self.setting_up = 0, False
-        super().close()
+        """Look at no more. Below a mode that was opened since, and in a backward pass, this one waits."""
+        self._left, self.setting_up = -1, False
+        if torch._C._current_graph_task_id() == -1:
+            super().close()
         self._notes.forget_facts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

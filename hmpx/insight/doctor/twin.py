@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW
@@ -56,7 +56,15 @@ def of_shape(p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if type(value) in PLAIN and value.dtype in LOW else value
+    """Return a tensor in low precision as FP32, or what holds such tensors, with their places in FP32."""
+    if isinstance(value, Tensor):
+        return value.float() if type(value) in PLAIN and value.dtype in LOW else value
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _widened(value[key])
+    elif isinstance(value, list):
+        value[:] = map(_widened, value)
+    return value
 
 
 def _left(value: Any) -> Any:
@@ -109,9 +117,9 @@ class Twin:
                 {**group, "params": [copies[p] for p in group["params"] if p in copies]}
                 for group in self.optimizer.param_groups
             ]
-        for p, q in copies.items():
-            if p.dtype in LOW and q in self._twin.state:
-                self._twin.state[q] = tree_map_only(Tensor, _widened, self._twin.state[q])
+        for each in memo.values():
+            if isinstance(each, Optimizer):
+                vars(each).update({name: _widened(value) for name, value in vars(each).items()})
         return copies
 
     def step(self, factor: float = 1.0) -> None:
@@ -123,9 +131,9 @@ class Twin:
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler that leaves the rest to a fused kernel
         for real, group in zip(self._groups(), self._twin.param_groups, strict=True):
             plain: dict[str, Any] = {key: v for key, v in _PLAINLY.items() if key in real}
-            plain |= {"lr": float(real["lr"])} if isinstance(real.get("lr"), Tensor) else {}
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in real.items() if key != "params"}
-            group.update({**own, **plain, **self._changed})
+            own["lr"] = float(real["lr"]) if self.is_sampled and "lr" in real else _widened(own.get("lr"))
+            group.update({key: v for key, v in {**own, **plain, **self._changed}.items() if key in real})
         for p, q in self._copies.items():
             grads = [each.grad for each in self.params] if self.is_sampled else [p.grad]
             if grads[0] is None:
@@ -242,6 +250,11 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Opti
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copied(value, memo, set())
+    for value in tree_leaves(list(optimizer.state.values())):
+        if hasattr(value, "__tensor_flatten__"):  # codes of torchao, which know no deepcopy
+            names, about = value.__tensor_flatten__()
+            parts = {name: getattr(value, name).clone() for name in names}
+            memo[id(value)] = type(value).__tensor_unflatten__(parts, about, value.shape, value.stride())
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and isinstance(value, dict):
             vars(twin)[name] = OrderedDict()

@@ -1,0 +1,334 @@
+"""`doctor` measures how far weights, averages and counts move, and says what it could not look at."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.updates.stepping.names import parameters
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def mlp(dtype=BF16):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)).to(dtype)
+
+
+def loss_of(model):
+    x = torch.randn(32, 64)
+    return (model(x.to(next(model.parameters()).dtype)).float() - x[:, :16]).square().mean()
+
+
+def diagnosis(model, step, optimizers=(), steps=12):
+    with hmpx.doctor() as found:
+        for _ in range(steps):
+            model.zero_grad()
+            loss_of(model).backward()
+            step()
+    return found
+
+
+def trained(optimizer, model, steps=12):
+    return diagnosis(model, optimizer.step, steps=steps)
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+class Kahan(torch.optim.Optimizer):
+    """SGD that keeps what BF16 drops; its step uses the gradient as scratch."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in parameters(self):
+            rest = self.state[p].setdefault("rest", torch.zeros_like(p))
+            rest.sub_(p.grad.mul_(self.param_groups[0]["lr"]))
+            before = p.clone()
+            p.add_(rest)
+            rest.add_(before.sub_(p))
+            p.grad.zero_()
+
+
+class Rounded(torch.optim.SGD):
+    """An unknown class that treats each element by itself."""
+
+
+LOST = {
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
+    "Muon": lambda model: torch.optim.Muon(matrices(model), lr=2e-5, adjust_lr_fn="match_rms_adamw"),
+    "AdamW with a rate that is a tensor": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-5)),
+    "a class that nobody knows": lambda model: Rounded(model.parameters(), lr=1e-3),
+}
+
+
+def attached(weights, model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    hmpx.attach(optimizer, weights)
+    return optimizer
+
+
+HEALTHY = {
+    "Kahan": lambda model: Kahan(model.parameters(), lr=1e-3),
+    **{weights: partial(attached, weights) for weights in ("stochastic", "master", "split")},
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_lost_updates_of_any_class_are_found_once_with_a_recipe(name):
+    model = mlp()
+    found = trained(LOST[name](model), model)
+    lost = [each for each in found.findings if each.kind == "lost updates"]
+    assert [each.wrong for each in lost] == [True] and found.status == 1, str(found)
+    assert found.recipe.weights == "stochastic" and found.not_checked == []
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_weights_that_move_as_fp32_weights_would_are_healthy(name):
+    model = mlp()
+    optimizer = HEALTHY[name](model)
+    found = trained(optimizer, model)
+    hmpx.restore(optimizer)
+    assert found.findings == [] and found.status == 0, str(found)
+
+
+def test_steps_of_one_line_make_one_finding():
+    """One optimizer a parameter, as in torch's tutorial of steps in the backward pass."""
+    model = mlp()
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-5, betas=(0.9, 0.95)) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    found = diagnosis(model, lambda: None)
+    assert [each.kind for each in found.findings if each.wrong] == ["lost updates"], str(found)
+    assert len(found.findings[0].names) == 4
+
+
+def test_a_step_with_a_closure_is_judged_with_the_gradients_that_this_makes():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    with hmpx.doctor() as found:
+        for _ in range(6):
+            optimizer.step(closure)
+    assert [each.kind for each in found.findings if each.wrong] == ["lost updates"], str(found)
+
+
+def test_what_cannot_be_repeated_is_not_checked():
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            optimizer.step(closure)
+    assert found.status == 2 and "LBFGS" in found.not_checked[0], str(found)
+    assert str(found).splitlines()[-1].startswith("not everything was checked")
+
+
+def test_nothing_was_looked_at_is_no_all_clear():
+    with hmpx.doctor() as found:
+        assert "still open" in str(found)
+    assert found.status == 2 and "nothing wrong was found" not in str(found)
+    assert "no torch.optim.Optimizer has stepped" in str(found)
+
+
+@torch.no_grad()
+def _in_place(p, lr):
+    p -= lr * p.grad
+
+
+def _data(p, lr):
+    p.data.add_(p.grad, alpha=-lr)
+
+
+def _rebound(p, lr):
+    p.data = p.data - lr * p.grad
+
+
+@torch.no_grad()
+def _copied(p, lr):
+    p.copy_(p - lr * p.grad)
+
+
+@torch.no_grad()
+def _foreach(p, lr):
+    torch._foreach_add_([p], [p.grad], alpha=-lr)
+
+
+@pytest.mark.parametrize("update", [_in_place, _data, _rebound, _copied, _foreach])
+def test_updates_by_hand(update):
+    for dtype, lr, status in ((BF16, 1e-5, 1), (FP32, 1e-5, 0)):
+        model = mlp(dtype)
+        found = diagnosis(model, lambda model=model, lr=lr: [update(p, lr) for p in model.parameters()])
+        assert found.status == status, str(found)
+        assert [each.kind for each in found.findings] == ["lost updates"] * status
+
+
+AVERAGES = {
+    "mul_ and add_": lambda mean, p, d: mean.mul_(d).add_(p, alpha=1 - d),
+    "data": lambda mean, p, d: setattr(mean, "data", mean.data * d + p * (1 - d)),
+    "sub_": lambda mean, p, d: mean.sub_((1 - d) * (mean - p)),
+    "copy_": lambda mean, p, d: mean.copy_(d * mean + (1 - d) * p),
+    "new": lambda mean, p, d: mean.mul(d).add(p, alpha=1 - d),
+    "new, by the difference": lambda mean, p, d: mean + (p - mean) * (1 - d),
+    "lerp": lambda mean, p, d: torch.lerp(mean, p, 1 - d),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_by_hand(name):
+    for dtype in (BF16, FP32):
+        model = mlp(FP32)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        means = [p.detach().to(dtype, copy=True) for p in model.parameters()]
+
+        @torch.no_grad()
+        def step(optimizer=optimizer, means=means, model=model, dtype=dtype):
+            optimizer.step()
+            for i, p in enumerate(model.parameters()):
+                made = AVERAGES[name](means[i], p.detach().to(dtype), 0.999)
+                means[i] = made if made is not None else means[i]
+
+        kinds = [each.kind for each in diagnosis(model, step).findings]
+        assert kinds == ["average of weights"] * (dtype is BF16), (dtype, kinds)
+
+
+@pytest.mark.parametrize("how", ["+=", "index_add_", "new"])
+def test_a_count_in_a_buffer_that_stands_at_256(how):
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 16)
+            self.register_buffer("count", torch.full((16,), 256.0))
+
+        @torch.no_grad()
+        def _counted(self):
+            ones = torch.ones_like(self.count)
+            if how == "+=":
+                self.count += ones
+            elif how == "index_add_":
+                self.count.index_add_(0, torch.arange(16), ones)
+            else:
+                self.count = self.count + ones
+
+        def forward(self, x):
+            self._counted()
+            return self.linear(x)
+
+    for dtype in (BF16, FP32):
+        model = Counting().to(dtype)
+        found = diagnosis(model, torch.optim.SGD(model.parameters(), lr=1.0).step)
+        assert ["average of weights"] * (dtype is BF16) == [each.kind for each in found.findings if each.wrong], found
+
+
+FREQUENCIES = torch.tensor([10000.0 ** (-i / 16) for i in range(16)])
+
+
+def turned(angles):
+    return torch.cat([angles.sin(), angles.cos()], -1)[-1].float()
+
+
+INTEGERS = {  # of lines in a forward pass: what is found
+    "angles": lambda: turned(torch.arange(512)[:, None] * FREQUENCIES.to(BF16)),
+    "integers": lambda: torch.linspace(0, 511, 512, dtype=BF16)[:32].float(),
+    "integers in a list": lambda: torch.ones(1, dtype=BF16).new_tensor(list(range(512)))[:32].float(),
+    "integers copied": lambda: torch.empty(512, dtype=BF16).copy_(torch.arange(512))[:32].float(),
+    "indices": lambda: (torch.rand(32).to(BF16) * 1000).long(),
+    "indices, cast before": lambda: (torch.rand(512).to(BF16) * 1000).float().long()[:32],
+    "": lambda: turned(torch.arange(200)[:, None] * FREQUENCIES.to(BF16)),
+    ", in FP32": lambda: turned(torch.arange(512)[:, None] * FREQUENCIES),
+    ", drawn in FP32": lambda: (torch.rand(512) * 1000).long()[:32],
+    ", of labels": lambda: torch.randint(0, 2000, (512,)).to(BF16)[:32].float(),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_through_low_precision(name):
+    class Adding(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1e-4 * INTEGERS[name]()[:16]
+
+    torch.manual_seed(0)
+    model = Adding(64, 16)
+    found = diagnosis(model, torch.optim.SGD(model.parameters(), lr=0.1).step, steps=4)
+    kinds = [each.kind for each in found.findings if each.wrong]
+    assert kinds == [each for each in [name.partition(",")[0].partition(" ")[0]] if each], str(found)
+
+
+def test_sums_that_seed_a_derivative_are_no_loss():
+    model = mlp()
+    x = torch.randn(8, 64, dtype=BF16, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            slope.float().square().mean().backward()
+            optimizer.step()
+    assert "loss" not in {each.kind for each in found.findings}
+
+
+def test_gradients_are_compared_before_they_are_clipped():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(4):
+                loss_of(model).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    (sums,) = [each for each in found.findings if each.kind == "gradient accumulation"]
+    assert not sums.wrong and "off by 0." in sums.said
+
+
+def test_a_graph_is_compiled_while_a_training_is_looked_at():
+    model = mlp()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
+    with hmpx.doctor() as found:
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss_of(compiled).backward()
+            optimizer.step()
+    torch._dynamo.reset()
+    assert any("compiled" in each for each in found.not_checked) and found.status == 1, str(found)
+
+
+def test_steps_draw_the_numbers_and_leave_the_bits_that_they_have_without():
+    def end(looked_at):
+        model = mlp()
+        optimizer = Kahan(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            diagnosis(model, optimizer.step, steps=4) if looked_at else None
+            if not looked_at:
+                for _ in range(4):
+                    model.zero_grad()
+                    loss_of(model).backward()
+                    optimizer.step()
+        return [p.detach().clone() for p in model.parameters()], torch.rand(1)
+
+    (plain, drawn), (seen, again) = end(False), end(True)
+    assert torch.equal(drawn, again) and all(map(torch.equal, plain, seen))
