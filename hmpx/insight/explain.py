@@ -20,10 +20,9 @@ from hmpx.ops.policies.build_policy import unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
-from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
+from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, as_recipe, read_recipe
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
@@ -66,10 +65,9 @@ def explain_op(
     if op is None:
         if name in policy.user_functions():
             where = f"listed at {policy.origins[name]}; a function outside torch"
-            problem = of_user_function(name)
-            return f"{name}\n  rule          {policy.listed(name)}: {where}" + (
-                problem and f"\n  note          {problem}"
-            )
+            fault = of_user_function(name)
+            note = f"\n  note          {fault}" if fault else ""
+            return f"{name}\n  rule          {policy.listed(name)}: {where}{note}"
         if aten_only(name):
             return f"{name}: an aten op with no Python entry point; hmpx cannot reach it"
         recipe = did_you_mean(name, recipes, cutoff=0.75)

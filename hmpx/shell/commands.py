@@ -12,8 +12,7 @@ from hmpx.insight.explain import explain_op, ops_table, recipe_lines, recipes_ta
 from hmpx.insight.explain_line import explain_site
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import audit_and_compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
@@ -138,7 +137,7 @@ def _ops(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     found = list(check_files(options.files))
     print(*found, sep="\n", end="\n" * bool(found))
-    problems = [each for each in found if not isinstance(each, Undecided)]
-    plural = "" if len(problems) == 1 else "s"
-    print(f"{len(options.files)} checked, {len(problems)} problem{plural}")
-    return 1 if problems else 0
+    faults = [each for each in found if each.kind is not Undecided]
+    plural = "" if len(faults) == 1 else "s"
+    print(f"{len(options.files)} checked, {len(faults)} problem{plural}")
+    return 1 if faults else 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.files import recipe_names
+from hmpx.recipes.reading import recipe_names
 from hmpx.shell import bench, commands
 from hmpx.version import __version__
 

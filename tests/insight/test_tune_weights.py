@@ -17,7 +17,7 @@ import hmpx
 from hmpx.insight.tuning.course import between
 from hmpx.insight.weights.choosing import Group, Rung, bytes_of, choose, predicted, recipe_of, ways
 from hmpx.insight.weights.scoring import Walk
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 from tests.support.planted_weights import MAKE, RECIPE, Gated, Scaled, gated_batches, loss, scaled_batches, tuned
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,7 +17,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 import hmpx
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import UNSAFE_OF_LOW
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

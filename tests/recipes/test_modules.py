@@ -12,7 +12,7 @@ from torch import nn
 import hmpx
 from hmpx.conversion import installed
 from hmpx.integrations.setting_up import SettingUp
-from hmpx.recipes.stated import as_recipe
+from hmpx.recipes.reading import as_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)

@@ -13,7 +13,7 @@ import torch
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import runs_a_shell_command
-from hmpx.recipes.files import recipe_names
+from hmpx.recipes.reading import recipe_names
 from hmpx.shell.main import main
 from hmpx.shell.scripts import recipe_of
 from tests.support import python

@@ -16,8 +16,7 @@ import hmpx
 from hmpx.bench import updates
 from hmpx.insight.check import is_recipe
 from hmpx.ops.policies.op_lists import shipped
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.shell.main import main
 from tests.support import python
 

@@ -109,7 +109,7 @@ def test_weights_writes_a_recipe_that_says_how_they_are_held(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "bytes a parameter, FP32 takes 16" in shown and "0.weight: stochastic, 8bit state  # " in shown
     assert shown.splitlines()[-1] == "hmpx: wrote tuned: recipe.yaml, weights.json"
-    recipe = hmpx.recipes.stated.read_recipe(tmp_path / "tuned" / "recipe.yaml")
+    recipe = hmpx.recipes.reading.read_recipe(tmp_path / "tuned" / "recipe.yaml")
     assert (recipe.parameter_dtype, recipe.state_dtype) == ("bfloat16", "8bit")
     assert main(["tune", "mine.py:setup", "--weights"]) == 2
     assert "must return (model, optimizer, batches, loss), not (Sequential, list, function)" in capsys.readouterr().err

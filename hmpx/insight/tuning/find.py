@@ -23,8 +23,8 @@ from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
+from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import DEFAULT, Recipe
-from hmpx.recipes.stated import as_recipe
 
 
 class Measured(NamedTuple):

@@ -27,8 +27,8 @@ from hmpx.insight.weights.scoring import FP32, Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.keys import dtype_of
 from hmpx.recipes.module_patterns import check_names
+from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe, changed
-from hmpx.recipes.stated import Stated, as_recipe
 
 _AIMS = tuple(0.7**i for i in range(1, 12))  # of the tolerance: what further choices are to keep, one after another
 
