@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hmpx.insight.tuning.course import Confirmed
     from hmpx.insight.tuning.plot import Mark
     from hmpx.insight.tuning.tuned import Tuned
-    from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 
 __all__ = [
     "Audit",
@@ -27,8 +26,6 @@ __all__ = [
     "Problem",
     "Row",
     "Tuned",
-    "TunedWeights",
-    "WeightChoice",
 ]
 
 _FILES = {
@@ -43,8 +40,6 @@ _FILES = {
     "Problem": "doctor.diagnosis",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",
-    "TunedWeights": "weights.tuned_weights",
-    "WeightChoice": "weights.tuned_weights",
 }
 
 

@@ -268,3 +268,8 @@ def test_times_are_those_of_work_that_is_done_and_a_slow_beginning_is_not_in_the
 ])  # fmt: skip
 def test_figures_are_not_said_in_powers_of_ten(value, unit, said):
     assert amount(value, unit) == said
+
+
+def test_tune_weights_is_gone_and_says_what_to_do_instead():
+    with pytest.raises(AttributeError, match=r"^hmpx.tune_weights is gone: .*`python -m hmpx recipes` prints"):
+        _ = hmpx.tune_weights

@@ -163,9 +163,6 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     choices: tuple[hmpx.Choice, ...] = tuned.choices
     marks: tuple[hmpx.Mark, ...] = tuned.marks
     assert_type(tuned.confirmed, hmpx.Confirmed | None)
-    held = hmpx.tune_weights(model, torch.optim.AdamW, [(x,)] * 4, lambda model, x: model(x).sum(), steps=50)
-    assert_type(held, hmpx.TunedWeights)
-    assert_type(held.choices, tuple[hmpx.WeightChoice, ...])
     print(choices[0].reason, marks[0].cost)
     with hmpx.doctor(steps=3, at=[2]) as diagnosis:
         assert_type(diagnosis, hmpx.Diagnosis)
