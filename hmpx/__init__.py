@@ -26,11 +26,9 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight import Audit as Audit
     from hmpx.insight import Choice as Choice
     from hmpx.insight import Comparison as Comparison
-    from hmpx.insight import Confirmed as Confirmed
     from hmpx.insight import Diagnosis as Diagnosis
     from hmpx.insight import Finding as Finding
     from hmpx.insight import Log as Log
-    from hmpx.insight import Mark as Mark
     from hmpx.insight import Problem as Problem
     from hmpx.insight import Row as Row
     from hmpx.insight import Tuned as Tuned
@@ -101,7 +99,7 @@ _LATER = {
     "UnknownOpError": "hmpx.errors",
     **dict.fromkeys(
         (
-            *("Audit", "Choice", "Comparison", "Confirmed", "Diagnosis", "Finding", "Log", "Mark", "Problem", "Row"),
+            *("Audit", "Choice", "Comparison", "Diagnosis", "Finding", "Log", "Problem", "Row"),
             "Tuned",
         ),
         "hmpx.insight",

@@ -10,8 +10,8 @@ from typing import Any
 
 import hmpx
 from hmpx.errors import HmpxError
-from hmpx.insight.tuning.tune import tune
-from hmpx.insight.tuning.worth import UNITS, WIDE
+from hmpx.insight.tuning.tune import GONE, tune
+from hmpx.insight.tuning.worth import WIDE
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
@@ -24,21 +24,17 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "find the op lists of a model, and write them",
         "Call a function without arguments that returns (model, batches, loss), or (model, batches, loss, held_out),\n"
         "as hmpx.tune takes them, and write bf16.txt, fp32.txt, promote.txt and recipe.yaml, with what was measured\n"
-        "in tuned.json, tuned.html and tuned.svg. The exit status is 1 if the tolerance is not met.",
-        "train.py:setup --out tuned\npackage.train:setup --objective coverage --tolerance 0.05",
+        "in tuned.json and tuned.html. The exit status is 1 if the tolerance is not met.",
+        "train.py:setup --out tuned\npackage.train:setup --tolerance 0.05",
     )
     add_function(command)
     command.add_argument("--out", default="tuned", metavar="FOLDER", help="where the files go, default tuned")
-    command.add_argument("--objective", choices=UNITS, default="speed", help="what BF16 is to bring, default speed")
     command.add_argument("--low", choices=WIDE, default="bf16", help="what is chosen, beside FP32 or beside BF16")
     command.add_argument(
         "--tolerance", type=float, default=0.1, help="gradient error in units of the noise between batches, default 0.1"
     )
-    command.add_argument("--seed", type=int, default=0, help="default 0")
-    command.add_argument(
-        "--confirm", type=int, metavar="N", help="train N steps under the lists, beside FP32 in two orders of batches"
-    )
-    command.add_argument("--weights", nargs=0, action=_Gone, const=hmpx._GONE["tune_weights"], help=argparse.SUPPRESS)
+    for name, why in {**GONE, "weights": hmpx._GONE["tune_weights"]}.items():
+        command.add_argument(f"--{name}", nargs="?", action=_Gone, const=why, help=argparse.SUPPRESS)
     add_force(command)
     command.add_argument("--quiet", action="store_true", help="show no progress")
     add_recipe_options(command)
@@ -49,7 +45,8 @@ class _Gone(argparse.Action):
     """An option of earlier versions: its error says what to do instead."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        parser.error(f"{option} is gone: {self.const}")
+        if (option, values) != ("--objective", "coverage"):  # which is what tune does
+            parser.error(f"{option} is gone: {self.const}")
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -57,15 +54,11 @@ def _tune(options: argparse.Namespace) -> int:
     if folder.exists() and not folder.is_dir():
         raise HmpxError(f"--out {options.out} is no folder")
     if folder.is_dir():
-        names = (
-            *(f"{side}.txt" for side in SIDES),
-            *(f"tuned.{kind}" for kind in ("json", "html", "svg")),
-            "recipe.yaml",
-        )
+        names = *(f"{side}.txt" for side in SIDES), "tuned.json", "tuned.html", "recipe.yaml"
         check_outputs(options, {f"out {name}": folder / name for name in names})
     recipe = recipe_asked(options)
     model, batches, loss, *held_out = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
-    asked: dict[str, Any] = {key: getattr(options, key) for key in ("objective", "low", "tolerance", "seed", "confirm")}
+    asked: dict[str, Any] = {key: getattr(options, key) for key in ("low", "tolerance")}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         held = held_out[0] if held_out else None
