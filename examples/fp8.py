@@ -59,7 +59,7 @@ def main() -> None:
     _, early = trained(None, min(50, options.steps), 50, data, options.seed)
     generator = torch.Generator().manual_seed(options.seed + 1)
     batches = [charlm.batch(data[0], generator) for _ in range(6)]
-    tuned = hmpx.tune(early, batches, charlm.loss_of, objective="coverage", low="fp8", lists=FP8, progress=False)
+    tuned = hmpx.tune(early, batches, charlm.loss_of, low="fp8", lists=FP8, progress=False)
     print(*(choice for choice in tuned.choices if choice.dtype == "bfloat16"), sep="\n")
 
     recipes = {
@@ -68,15 +68,16 @@ def main() -> None:
         "FP8 everywhere": FP8,
         "FP8 as tuned": tuned.recipe,
     }
-    marks = {"BF16": "all in BF16", "FP8 everywhere": "all in FP8", "FP8 as tuned": "tuned"}
-    figures = {mark.name: mark for mark in tuned.marks}
+    shares = {"BF16": 0.0, "FP8 everywhere": 1.0, "FP8 as tuned": tuned.share}
     curves = {}
     print(f"\n{'':16} {'validation loss':>15} {'above FP32':>11} {'gradient error':>15} {'products in FP8':>16}")
     for name, recipe in recipes.items():
         curves[name], _ = trained(recipe, options.steps, every, data, options.seed)
         loss, above = curves[name][-1], curves[name][-1] - curves["FP32"][-1]
-        mark = figures.get(marks.get(name, ""))
-        error, share = (f"{mark.gradient_error:.3f}", f"{mark.share:.0%}") if mark else ("", "")
+        error = share = ""
+        if name in shares:
+            error = f"{hmpx.compare(early, batches, charlm.loss_of, lists=recipe).gradient_error:.3f}"
+            share = f"{shares[name]:.0%}"
         print(f"{name:16} {loss:15.4f} {above:+11.4f} {error:>15} {share:>16}")
 
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")

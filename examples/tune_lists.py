@@ -2,7 +2,7 @@
 
 ``python examples/tune_lists.py`` takes half a minute. The model classifies scikit-learn's images of digits; it
 normalizes with a variance computed as a difference of two large numbers, of which BF16 leaves nothing. The lists, a
-recipe, a page and a plot of error against cost go to the folder ``tuned``, or to that of ``--out``.
+recipe and a page go to the folder ``tuned``, or to that of ``--out``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     images, labels = data = digits.load()
     batches = [(images[i : i + 64], labels[i : i + 64]) for i in range(0, 12 * 64, 64)]
 
-    tuned = hmpx.tune(new_model(), batches, loss_of, objective="coverage")
+    tuned = hmpx.tune(new_model(), batches, loss_of)
     tuned.save(options.out)
     print(tuned)
     print()

@@ -13,8 +13,8 @@ import hmpx
 
 HANDLES = (
     *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
-    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.Mark, hmpx.Confirmed, hmpx.ModuleRule),
-    *(hmpx.TunedWeights, hmpx.WeightChoice, hmpx.Diagnosis, hmpx.Problem),
+    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.ModuleRule),
+    *(hmpx.Diagnosis, hmpx.Problem),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS

@@ -40,7 +40,7 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
         figures = {"asked": usual.asked, "passes": usual.passes, "s": seconds, "error": left.gradient_error}
         rows.append(measure.Line(f"{name}, one by one, {usual.sites} sites", figures))
         began = perf_counter()
-        found = tune(model.model, batches, loss_of, objective="coverage", tolerance=usual.asked, progress=False)
+        found = tune(model.model, batches, loss_of, tolerance=usual.asked, progress=False)
         seconds = perf_counter() - began
         figures = {"asked": usual.asked, "passes": found.steps, "s": seconds, "error": found.gradient_error}
         rows.append(measure.Line(f"{name}, tune", figures | {"share": found.share}))

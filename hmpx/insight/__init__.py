@@ -10,41 +10,30 @@ if TYPE_CHECKING:
     from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
     from hmpx.insight.recording.log import Log
     from hmpx.insight.tuning.choices import Choice
-    from hmpx.insight.tuning.course import Confirmed
-    from hmpx.insight.tuning.plot import Mark
     from hmpx.insight.tuning.tuned import Tuned
-    from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 
 __all__ = [
     "Audit",
     "Choice",
     "Comparison",
-    "Confirmed",
     "Diagnosis",
     "Finding",
     "Log",
-    "Mark",
     "Problem",
     "Row",
     "Tuned",
-    "TunedWeights",
-    "WeightChoice",
 ]
 
 _FILES = {
     "Audit": "audit",
     "Choice": "tuning.choices",
     "Comparison": "comparing.comparison",
-    "Confirmed": "tuning.course",
     "Diagnosis": "doctor.diagnosis",
     "Finding": "audit",
     "Log": "recording.log",
-    "Mark": "tuning.plot",
     "Problem": "doctor.diagnosis",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",
-    "TunedWeights": "weights.tuned_weights",
-    "WeightChoice": "weights.tuned_weights",
 }
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,16 +41,13 @@ def of_planted(name):
     return tuned(Model(PLANTED[name].function), batches(8))
 
 
-def mark(found, name):
-    return next(each for each in found.marks if each.name == name)
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_put_into_fp32_and_the_products_stay_in_bf16(name):
     found = of_planted(name)
     assert found.met and found.gradient_error < 0.1 and found.share >= 0.9, str(found)
     assert PLANTED[name].ops & {*found.policy.fp32} and "linear" in found.policy.bf16
-    assert mark(found, "default lists").gradient_error > 2 * found.gradient_error
+    default = hmpx.compare(Model(PLANTED[name].function), batches(8), loss_of, lists=hmpx.Recipe())
+    assert default.gradient_error > 2 * found.gradient_error
 
 
 @pytest.mark.parametrize("name", ["variance", "softmax"])
@@ -134,8 +132,7 @@ def test_what_breaks_one_batch_alone_is_not_in_bf16():
 
 
 def test_what_autograd_does_not_see_is_found_by_verification():
-    """With an objective that puts everything into BF16 that may be there."""
-    found = tuned(Rotary(), batches(6), objective="memory", tolerance=0.2)
+    found = tuned(Rotary(), batches(6), tolerance=0.2)
     assert found.met and "outer" not in found.policy.bf16, str(found)
 
 
@@ -163,10 +160,11 @@ def test_a_tolerance_of_nothing_puts_everything_into_fp32():
 
 
 def test_the_same_batches_give_the_same_answer_in_few_passes():
-    """FP32, and again; all that saves something; each name that saves nothing; these together; three lists beside."""
+    """FP32, and again; all products; each name that multiplies nothing; these together; the lists."""
     found, again = of_planted("softmax"), tuned(Model(PLANTED["softmax"].function), batches(8))
-    assert again.policy == found.policy and again.as_json() == found.as_json()
-    assert found.steps <= (8 + 1) + 6 + (1 + 4 + 1 + 6) + 3 * 2 and f"{found.steps} steps" in str(found)
+    assert again.policy == found.policy
+    assert replace(again, step_seconds={}).as_json() == replace(found, step_seconds={}).as_json()
+    assert found.steps <= (8 + 1) + 6 + (1 + 4 + 1 + 6) + 2 and f"{found.steps} steps" in str(found)
 
 
 def test_ctrl_c_leaves_nothing_behind(untouched):
@@ -192,12 +190,13 @@ class Attention(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        weights = torch.softmax(h * 40 + 300, -1) if self.sharp else torch.softmax(h, -1)
+        scores = torch.matmul(h * 40 + 300 if self.sharp else h, torch.eye(WIDTH))
+        weights = torch.softmax(scores, -1)
         return x + self.last(weights * x)
 
 
 class Decoder(nn.Module):
-    """One bad softmax among several."""
+    """One bad product among several."""
 
     def __init__(self):
         super().__init__()
@@ -213,23 +212,23 @@ class Decoder(nn.Module):
 
 def test_where_one_module_spoils_a_name_it_is_given_up_there_alone(tmp_path):
     model, data = Decoder(), batches(8)
-    found = tuned(model, data, objective="memory")
-    assert found.met and found.recipe.modules == {"blocks.2": {"fp32": ["softmax"]}}, str(found)
-    assert "softmax" in found.policy.bf16
+    found = tuned(model, data)
+    assert found.met and found.recipe.modules == {"blocks.2": {"fp32": ["matmul"]}}, str(found)
+    assert "matmul" in found.policy.bf16
     exceptions = [(choice.name, choice.module, choice.dtype) for choice in found.choices if choice.module]
-    assert exceptions == [("softmax", "blocks.2", "float32")] and "softmax in blocks.2: float32" in str(found)
+    assert exceptions == [("matmul", "blocks.2", "float32")] and "matmul in blocks.2: float32" in str(found)
     hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), found.recipe)
     with hmpx.record() as log:
         loss_of(model, *data[0])
     hmpx.restore()
-    ran = {site.module: site.seen for site in log.sites if site.op == "softmax"}
-    assert [ran[f"blocks.{i}"] for i in range(6)] == [("float32",) if i == 2 else ("bfloat16",) for i in range(6)]
+    ran = {site.module: {*site.seen} for site in log.sites if site.op == "matmul"}
+    assert [ran[f"blocks.{i}"] for i in range(6)] == [{"float32"} if i == 2 else {"bfloat16"} for i in range(6)]
     found.save(tmp_path)
     assert re.search(
-        r"^softmax .*with recipe.yaml in BF16, and in FP32 in blocks.2$", (tmp_path / "fp32.txt").read_text(), re.M
+        r"^matmul .*with recipe.yaml in BF16, and in FP32 in blocks.2$", (tmp_path / "fp32.txt").read_text(), re.M
     )
     assert hmpx.Recipe(bf16_file_path=str(tmp_path / "bf16.txt")).policy()
-    assert "# softmax in blocks.2: float32  # breaks" in (tmp_path / "recipe.yaml").read_text()
+    assert "# matmul in blocks.2: float32  # breaks" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_a_recipe_keeps_its_other_keys_and_brings_its_weights():
@@ -253,18 +252,19 @@ def test_what_is_written_says_why_and_is_read_again(tmp_path, monkeypatch):
         assert handle.recipe.policy() == found.policy == recipe.policy()
         assert Model(torch.relu)(batches(1)[0][0]).dtype is torch.bfloat16
     saved = json.loads((tmp_path / "tuned.json").read_text())
-    assert saved["gradient_error"] == found.gradient_error and saved["schema"] == 2
-    assert [each["name"] for each in saved["marks"]] == ["tuned", "default lists", "autocast-cpu", "all in FP32"]
+    assert saved["gradient_error"] == found.gradient_error and saved["schema"] == 3
+    assert [*saved["step_seconds"]] == ["tuned", "FP32", "torch.autocast"]
     # Not called: as in the lists that it began with.
     assert "conv2d" in found.policy.bf16 and {"stack", "lerp", "cdist"} <= {*found.policy.promote}
 
 
 @pytest.mark.parametrize("name", ["conv net", "TransformerEncoder"])
-def test_the_lists_do_no_more_than_the_default_ones_at_the_same_share(name):
+def test_the_lists_do_about_as_little_as_the_default_ones_at_the_same_share(name):
     torch.manual_seed(0)
-    found = tuned(*MODELS[name](dropout=0.1), tolerance=0.2)
-    default = mark(found, "default lists")
-    assert found.gradient_error <= default.gradient_error * (1 + 1e-5) and found.share >= default.share == 1, str(found)
+    model, data, loss = MODELS[name](dropout=0.1)
+    found = tuned(model, data, loss, tolerance=0.2)
+    default = hmpx.compare(model, data, loss, lists=hmpx.Recipe())
+    assert found.met and found.gradient_error <= default.gradient_error * 1.1 and found.share == 1, str(found)
     assert found.gradient_error / 2 < found.predicted < 2 * found.gradient_error, str(found)
 
 
@@ -298,4 +298,4 @@ def test_the_example_learns_under_the_lists_that_it_finds(tmp_path):
     done = python.run(script, "--steps", "60", "--out", "tuned", check=True, cwd=tmp_path)
     reached = {name: float(value) for name, value in re.findall(r"^(.+?) +accuracy (\S+)$", done.stdout, re.M)}
     assert reached["default lists"] < reached["FP32"] - 0.1 and reached["tuned lists"] > reached["FP32"] - 0.05, reached
-    assert (tmp_path / "tuned" / "tuned.svg").exists()
+    assert (tmp_path / "tuned" / "tuned.html").exists()

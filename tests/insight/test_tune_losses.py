@@ -61,13 +61,8 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
     assert min(abs(choice.loss_change - abs(change)) for change in changes) < 1e-6
 
 
-def test_an_op_that_does_not_run_in_bf16_stays_in_fp32_and_lists_that_have_it_there_do_not_run(tmp_path):
+def test_an_op_that_does_not_run_in_bf16_stays_in_fp32():
     found = tuned_under(lambda m, a, y: F.multi_margin_loss(m(a), y), batches(6, 16))
     assert found.met and found.share == 1 and "multi_margin_loss" in found.policy.fp32
     choice = next(each for each in found.choices if each.name == "multi_margin_loss")
     assert choice.why.startswith("it does not run in BF16: NotImplementedError: ")
-    default = next(mark for mark in found.marks if mark.name == "default lists")
-    assert default.raised.startswith("NotImplementedError: ") and default.gradient_error == math.inf
-    assert "default lists            does not run: NotImplementedError" in str(found)
-    found.save(tmp_path)
-    assert "does not run" in (tmp_path / "tuned.svg").read_text()

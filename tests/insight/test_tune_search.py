@@ -10,7 +10,7 @@ import pytest
 
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search
-from hmpx.insight.tuning.worth import Cost, Costs, NameInModule
+from hmpx.insight.tuning.worth import NameInModule, Worth, Worths
 
 NAMES = "abcdefghij"
 
@@ -44,10 +44,10 @@ class Problem:
         return max(self.gain(each) for each in choices if self.error(each) <= tolerance)
 
     def found(self, tolerance):
-        costs = Costs("coverage")
-        costs.of_place = {NameInModule(name): Cost(wide=gain) for name, gain in self.gains.items()}
+        worths = Worths()
+        worths.of_place = {NameInModule(name): Worth(gain) for name, gain in self.gains.items()}
         names = [frozenset({NameInModule(name)}) for name in NAMES]
-        chosen = Search(self.measure, [0], costs, tolerance, Effect()).run(names)
+        chosen = Search(self.measure, [0], worths, tolerance, Effect()).run(names)
         return {place.name for place in chosen}
 
 
@@ -68,8 +68,8 @@ def test_the_choice_holds_and_is_near_the_best_of_all(pairs, cancelling, least):
 def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_left_out():
     """All of it holds there (.9 of the tolerance); on others it is a quarter more, and without its head it holds."""
     errors = {"head": 0.7, **{f"blocks.{i}": 0.2 for i in range(8)}}
-    costs = Costs("coverage")
-    costs.of_place = {NameInModule("linear", module): Cost(wide=1.0) for module in errors}
+    worths = Worths()
+    worths.of_place = {NameInModule("linear", module): Worth(1.0) for module in errors}
 
     def error(chosen):
         return math.sqrt(sum(errors[place.module] ** 2 for place in chosen))
@@ -77,9 +77,9 @@ def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_
     def measure(chosen, batches, enough=math.inf):
         return Effect(error(chosen), by_batch=dict.fromkeys(batches, error(chosen)))
 
-    search = Search(measure, [0], costs, 1.0, Effect())
-    whole = search.run([frozenset(costs.of_place)])
-    assert whole == {*costs.of_place} and error(whole) == pytest.approx(0.9)
+    search = Search(measure, [0], worths, 1.0, Effect())
+    whole = search.run([frozenset(worths.of_place)])
+    assert whole == {*worths.of_place} and error(whole) == pytest.approx(0.9)
     kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
     assert kept == whole - {NameInModule("linear", "head")}
     assert search.left == [frozenset({NameInModule("linear", "head")})]

@@ -77,7 +77,7 @@ def test_tune_writes_no_list_over_one_of_the_users(here, capsys):
 
 
 def test_what_hmpx_has_written_is_written_again_and_force_writes_over_anything(here, capsys):
-    tune = "tune train.py:setup --objective coverage --quiet --out tuned"
+    tune = "tune train.py:setup --quiet --out tuned"
     compare = "compare train.py:setup --json c.json --html c.html"
     bench = "bench rounding --elements 100 --repeat 1 --json b.json"
     for command in (tune, compare, bench):

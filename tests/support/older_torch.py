@@ -25,7 +25,6 @@ WANTS_NEWER = {
         "test_other_optimizers.py::test_the_curve_of_torchaos_stochastic_adamw",
     ),
     "torch 2.9 itself does not compute this": (  # gradients of mse_loss of BF16 and FP32; meta steps; Adafactor's norms
-        "test_docstrings.py::test_the_example_of_a_public_docstring_runs[tune_weights]",
         "test_dataless.py::test_a_step_without_data_leaves_the_state_of_one_with_data[",
         "test_update_counts.py::test_shards_add_up_to_the_whole",
     ),

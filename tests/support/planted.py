@@ -79,7 +79,7 @@ def state_of(model):
 
 
 def tuned(model, data, loss=loss_of, **options):
-    return hmpx.tune(model, data, loss, **{"objective": "coverage", "progress": False, **options})
+    return hmpx.tune(model, data, loss, **{"progress": False, **options})
 
 
 def variance_by_difference(h):

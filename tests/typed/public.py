@@ -157,16 +157,11 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     found = hmpx.compare(model, [(x,)], lambda model, x: model(x).sum(), lists="hmp-o1")
     assert_type(found, hmpx.Comparison)
     assert_type(found.worst(3), list[hmpx.Row])
-    tuned = hmpx.tune(model, [(x,)] * 4, lambda model, x: model(x).sum(), objective="coverage", tolerance=0.05)
+    tuned = hmpx.tune(model, [(x,)] * 4, lambda model, x: model(x).sum(), tolerance=0.05)
     assert_type(tuned, hmpx.Tuned)
     assert_type(tuned.recipe, hmpx.Recipe)
     choices: tuple[hmpx.Choice, ...] = tuned.choices
-    marks: tuple[hmpx.Mark, ...] = tuned.marks
-    assert_type(tuned.confirmed, hmpx.Confirmed | None)
-    held = hmpx.tune_weights(model, torch.optim.AdamW, [(x,)] * 4, lambda model, x: model(x).sum(), steps=50)
-    assert_type(held, hmpx.TunedWeights)
-    assert_type(held.choices, tuple[hmpx.WeightChoice, ...])
-    print(choices[0].reason, marks[0].cost)
+    print(choices[0].reason)
     with hmpx.doctor(steps=3, at=[2]) as diagnosis:
         assert_type(diagnosis, hmpx.Diagnosis)
     assert_type(diagnosis.findings, list[hmpx.Problem])

@@ -10,7 +10,7 @@ from typing import Any
 from hmpx.insight.text_table import short_places
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search
-from hmpx.insight.tuning.worth import SLACK, UNITS, WIDE, Chosen, Costs, Low, NameInModule, Unit
+from hmpx.insight.tuning.worth import SLACK, WIDE, Chosen, Low, NameInModule, Unit, Worths
 from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
@@ -30,17 +30,16 @@ class Choice:
             between batches. loss_change: in the loss; loss_error: that in units of the noise between losses. NaN where
             it was not run alone, as everything that saves something holds together. Where only parts of it were run
             alone, the figures are those of the worst part.
-        gain: what BF16 saves here; negative where BF16 costs more. unit: of that, by the objective: seconds of a step
-            ("s"), "FLOP", bytes ("B").
+        gain: the FLOPs of its matrix products in one batch, forward; 0 for other ops.
         calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
         why: what decided, in words. low: what is chosen beside that, "BF16" or "FP8".
 
         reason: all of that as a comment of a list.
 
     Example:
-        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5, "gain": 2e-4, "unit": "s"}
+        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5}
         >>> print(hmpx.Choice("softmax", "float32", why="fits", **measured))
-        softmax: float32  # fits; alone: gradient error 0.04, loss change 3.1e-05; BF16 saves 0.2 ms
+        softmax: float32  # fits; alone: gradient error 0.04, loss change 3.1e-05
     """
 
     name: str
@@ -50,7 +49,6 @@ class Choice:
     loss_change: float = math.nan
     loss_error: float = math.nan
     gain: float = 0.0
-    unit: str = ""
     calls: int = 0
     where: str = ""
     why: str = ""
@@ -64,7 +62,7 @@ class Choice:
             loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
             said.append(f"alone: gradient error {self.gradient_error:.2g}, loss change {self.loss_change:.2g}{loss}")
         if self.gain:
-            said.append(f"{self.low} {'adds' if self.gain < 0 else 'saves'} {amount(abs(self.gain), self.unit)}")
+            said.append(f"{self.low} saves {amount(self.gain, 'FLOP')}")
         return "; ".join(filter(None, [*said, self.where and f"at {self.where}"]))
 
     def __str__(self) -> str:
@@ -73,56 +71,51 @@ class Choice:
 
 
 def choices_of(
-    costs: Costs,
+    worths: Worths,
     search: Search,
     tolerance: float,
     failed: Mapping[Chosen, Effect],
     chosen: Chosen,
     low: Collection[str],
-    slower: str,
 ) -> list[Choice]:
     """Return a choice for each name, and for each module in which it is otherwise: the worst of the wide list first.
 
-    failed: the choices that did not hold on the held-out batches. low: the names that the low list has. slower: where
-    the lists were not faster than FP32, the words for it.
+    failed: the choices that did not hold on the held-out batches. low: the names that the low list has.
     """
 
     def choice(name: str, module: str, places: list[NameInModule]) -> Choice:
-        unit, found = frozenset(places), [costs.of_place[place] for place in places]
-        alone, gain = _alone(unit, search.alone), costs.gain(unit, chosen)
-        lines = [(place.module, line) for place, cost in zip(places, found, strict=True) for line in cost.lines]
+        unit, found = frozenset(places), [worths.of_place[place] for place in places]
+        alone, gain = _alone(unit, search.alone), worths.gain(unit)
+        lines = [(place.module, line) for place, worth in zip(places, found, strict=True) for line in worth.lines]
         where = short_places(", ".join(filter(None, lines[0])))
-        pinned, free = next((cost.pinned for cost in found if cost.pinned), ""), unit & costs.free
+        pinned, free = next((worth.pinned for worth in found if worth.pinned), ""), unit & worths.free
         why = why_of(free, alone, gain) if free else pinned
         return Choice(
             name=name,
             module=module,
-            dtype=DTYPES[costs.low if unit & chosen else costs.wide],
+            dtype=DTYPES[worths.low if unit & chosen else worths.wide],
             gradient_error=alone.gradient_error,
             loss_change=alone.loss_change,
             loss_error=alone.loss_error,
             gain=gain,
-            unit=UNITS[costs.objective],
-            calls=sum(cost.calls for cost in found),
+            calls=sum(worth.calls for worth in found),
             where=where if len(lines) == 1 else f"{where} and {len(lines) - 1} more",
             why=f"{why}; elsewhere {pinned}" if free and pinned else why,
-            low=costs.low.upper(),
+            low=worths.low.upper(),
         )
 
     def why_of(free: Unit, alone: Effect, gain: float) -> str:
         """Say what decided."""
         if free & chosen:
             return "fits"
-        words = costs.low.upper()
+        words = worths.low.upper()
         fell = [effect for tried, effect in failed.items() if tried & free]
         is_left = free <= Chosen().union(*search.left)
         if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
             return f"with it in {words} the program raises {raised}"
         if alone.size > tolerance and not math.isnan(alone.gradient_error):
             return "breaks the tolerance by itself"
-        if slower:
-            return slower
-        if gain <= 0:
+        if not gain:
             return f"{words} saves nothing here"
         if is_left and fell:
             return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
@@ -133,12 +126,12 @@ def choices_of(
     def order(each: Choice) -> tuple:
         """Return a key: by the error, and for names that were not run alone by what they save."""
         error = max(each.gradient_error, each.loss_error)
-        wide = each.dtype == DTYPES[costs.wide]
+        wide = each.dtype == DTYPES[worths.wide]
         return not wide, math.inf if math.isnan(error) else -error, -each.gain, each.name, each.module
 
     choices = []
-    for name in {place.name: None for place in costs.of_place}:
-        places = [place for place in costs.of_place if place.name == name]
+    for name in {place.name: None for place in worths.of_place}:
+        places = [place for place in worths.of_place if place.name == name]
         usual = [place for place in places if (place in chosen) is (name in low)]
         choices.append(choice(name, "", usual))
         choices += [choice(name, place.module, [place]) for place in places if place not in usual]
@@ -195,9 +188,7 @@ def percent(share: float) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """Return seconds in ms, FLOPs and bytes with a prefix."""
-    if value < 0:
-        return f"-{amount(-value, unit)}"
+    """Return seconds ("s") in ms, other units with a prefix."""
     if unit == "s":
         return f"{float(f'{1e3 * value:.2g}'):g} ms"  # 480 ms, and not 4.8e+02
     for prefix in ("", "k", "M", "G"):

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
+
+import torch
 
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
 from hmpx.insight.comparing.calls import CallSite
 from hmpx.insight.comparing.subject import Subject
-from hmpx.insight.tuning.choices import amount, choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.tuning.plot import Mark
-from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed, under_lists
+from hmpx.insight.tuning.choices import choices_of, lists_and_rules, policy_of, recipe_of
+from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed, plainly
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, Look, Low, Objective, seconds
+from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths
 from hmpx.ops.computing.kernels import KernelsAsked
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
+<<<<<<< HEAD
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import DEFAULT, Recipe
+=======
+from hmpx.recipes.recipe import Recipe
+
+_ROUNDS = 5  # of a time that is measured
+_LEAST = 2e-4  # seconds that a round takes at least
+>>>>>>> room/tuning
 
 
 class Measured(NamedTuple):
-    """Lists, what they do to the held-out batches, and the places that they have in low precision."""
+    """The lists of a choice, and what they do to the held-out batches."""
 
     policy: Policy
     recipe: Recipe
     effect: Effect
-    mark: Mark
-    chosen: Chosen
 
 
 @dataclass
@@ -50,22 +57,20 @@ class Tuning:
     base: Policy
     recipe: Recipe | None
     kernels: KernelsAsked
-    objective: Objective
     low: Low
     tolerance: float
 
     def __post_init__(self) -> None:
         self._runs = Runs(self.subject, self.tuning, self.progress)
-        modules = module_names(self.subject.model, all_names=True)
-        self._costs = Costs(self.objective, self.low, modules, self.subject.parameters[0].device)
+        self._worths = Worths(self.low, module_names(self.subject.model, all_names=True))
         self._verified: dict[Chosen, Measured] = {}
 
     def run(self) -> Tuned:
-        """Find the lists, and measure them beside known ones."""
-        costs, runs = self._costs, self._runs
+        """Find the lists, measure them, and time a step under them."""
+        worths, runs = self._worths, self._runs
         with self._everything():
-            runs.prepare(lambda number: Look(costs, number) if number < self.tuning else exactly)
-            if not costs.of_place:
+            runs.prepare(lambda number: Look(worths, number) if number < self.tuning else exactly)
+            if not worths.of_place:
                 raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
             if math.isnan(runs.noise):
                 raise HmpxError(
@@ -73,52 +78,43 @@ class Tuning:
                 )
             nothing, unmet = self._remains_in_fp32()
             # Where more remains than is allowed, the choice may add as much as is allowed.
-            tolerance = math.hypot(self.tolerance, nothing.size) if nothing.size > self.tolerance else self.tolerance
-            search = Search(self._measured, runs.tuning, costs, tolerance, nothing)
-            names = sorted({place.name for place in costs.free})
-            chosen = search.run([frozenset(place for place in costs.free if place.name == name) for name in names])
-            search.effect(chosen)
+            remains = nothing.size if self.tolerance < nothing.size < math.inf else 0.0
+            tolerance = math.hypot(self.tolerance, remains)
+            search = Search(self._measured, runs.tuning, worths, tolerance, nothing)
+            names = sorted({place.name for place in worths.free})
+            chosen = search.run([frozenset(place for place in worths.free if place.name == name) for name in names])
         if self._of_choice(chosen).effect.size > tolerance:
             with self._everything():
-                chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)
-                search.effect(chosen)
+                chosen = search.dropped(
+                    chosen, lambda some: max(search.effect(some).size, self._of_choice(some).effect.size)
+                )
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
-        found, others = self._best(self._of_choice(chosen))
-        found, slower, timed = self._timed(found)
-        if found.chosen not in search.measured:
-            with self._everything():
-                search.effect(found.chosen)
-        effect, met = found.effect, found.effect.size <= self.tolerance
-        error = self._of_choice(Chosen()).effect.gradient_error if self.low == "fp8" else 0.0
-        wide = Mark(f"all in {costs.wide.upper()}", costs.of(Chosen()), error, 0.0)
+        policy, recipe, effect = self._of_choice(chosen)
+        predicted = search.effect(chosen)
+        met = max(effect.size, predicted.size) <= self.tolerance
         if effect.raised:
             unmet = f"under these lists the program raises {effect.raised}"
-        low = getattr(found.policy, self.low)
         return Tuned(
-            policy=found.policy,
-            recipe=found.recipe,
+            policy=policy,
+            recipe=recipe,
             met=met,
             gradient_error=effect.gradient_error,
             gradient_bias=effect.gradient_bias,
             loss_change=effect.loss_change,
             loss_error=effect.loss_error,
-            predicted=search.measured[found.chosen].gradient_error,
-            share=found.mark.share,
-            objective=self.objective,
+            predicted=predicted.gradient_error,
+            share=worths.share(chosen),
             tolerance=self.tolerance,
-            cost=found.mark.cost,
-            unit=UNITS[self.objective],
-            choices=tuple(choices_of(costs, search, self.tolerance, failed, found.chosen, low, slower)),
-            marks=(found.mark, *(each.mark for each in others), wide),
+            choices=tuple(choices_of(worths, search, self.tolerance, failed, chosen, getattr(policy, self.low))),
             steps=self.progress.done,
+            step_seconds=self._timed(policy, recipe) if chosen and not effect.raised else {},
             unmet="" if met else unmet or "many errors add up, none of which is over the tolerance by itself",
-            step_seconds=timed,
             low=self.low,
         )
 
     def _everything(self) -> contextlib.AbstractContextManager:
         """Put every op that can be decided about in the low list; a user's own functions as they are listed."""
-        own, names = self.base.user_functions(), tuple(sorted(self._costs.names))
+        own, names = self.base.user_functions(), tuple(sorted(self._worths.names))
         low, wide = (tuple(name for name, rule in own.items() if rule is each) for each in (Rule.BF16, Rule.FP32))
         policy = Policy(bf16=(*names, *low), fp32=wide)
         if self.low == "fp8":
@@ -144,67 +140,60 @@ class Tuning:
 
     def _measured(self, chosen: Chosen, batches: Sequence[int], enough: float = math.inf) -> Effect:
         """Return what these places in low precision change in some batches."""
-        costs = self._costs
+        worths = self._worths
 
         def is_low(site: CallSite) -> bool | None:
-            place = costs.place_of(site)
-            return place in chosen if place in costs.of_place else None
+            place = worths.place_of(site)
+            return place in chosen if place in worths.of_place else None
 
         return self._runs.effect(mixed(is_low), batches, "searching", enough)
 
     def _of_choice(self, chosen: Chosen) -> Measured:
-        """Return the lists and rules of a choice, measured."""
+        """Return the lists and rules of a choice, measured on the held-out batches."""
         if chosen not in self._verified:
-            low, wide, modules = lists_and_rules([*self._costs.of_place], chosen, self.low)
+            low, wide, modules = lists_and_rules([*self._worths.of_place], chosen, self.low)
             policy = policy_of(self.base, self.low, low, wide)
-            found = self._of_lists("tuned", policy, recipe_of(self.recipe, policy, modules))
-            self._verified[chosen] = found._replace(chosen=chosen)
+            recipe = recipe_of(self.recipe, policy, modules)
+            rules = rules_for([self.subject.model], recipe)
+            with observed.observed(policy, self.kernels, self._runs.sites, rules):
+                effect = self._runs.effect(plainly, self._runs.held_out, "verifying")
+            self._verified[chosen] = Measured(policy, recipe, effect)
         return self._verified[chosen]
 
-    def _of_lists(self, name: str, policy: Policy, recipe: Recipe = DEFAULT) -> Measured:
-        """Run the held-out batches under lists."""
-        costs, runs = self._costs, self._runs
-        low: dict[CallSite, bool] = {}
-        with observed.observed(policy, self.kernels, runs.sites, rules_for([self.subject.model], recipe)):
-            effect = runs.effect(under_lists(low, self.low), runs.held_out, "verifying")
-        ran = {is_low: {costs.place_of(site) for site in low if low[site] is is_low} for is_low in (True, False)}
-        places = costs.free & (ran[True] - ran[False])
-        if effect.raised:  # as the lists name the ops, for the run did not come to all of them
-            places = frozenset(place for place in costs.of_place if place.name in getattr(policy, self.low))
-        mark = Mark(name, costs.of(places), effect.gradient_error, costs.share(places), effect.raised)
-        return Measured(policy, recipe, effect, mark, places & costs.free)
-
-    def _best(self, found: Measured) -> tuple[Measured, list[Measured]]:
-        """Return the answer, and the known lists beside it; where one of these does less for as much, it decides."""
-        autocast = f"autocast-{'cuda' if self.subject.parameters[0].is_cuda else 'cpu'}"
-        known = {"default lists": build_policy(), autocast: as_recipe(autocast).policy() or Policy()}
-        if self.low == "fp8":
-            names = {place.name for place in self._costs.free}
-            known = {"all in FP8": policy_of(self.base, self.low, names, ())}
-        others = [self._of_lists(*each) for each in known.items()]
-        for other in others:
-            if self._is_better(other, found):
-                again = self._of_choice(other.chosen)
-                found = again if self._is_better(again, found) else found
-        return found, others
-
-    def _is_better(self, other: Measured, found: Measured) -> bool:
-        """Return whether other lists do less, at no more than a small part of the gain."""
-        slack = SLACK * max(self._costs.of(Chosen()) - found.mark.cost, 0.0)
-        holds = other.effect.size <= self.tolerance or found.effect.size > self.tolerance
-        return holds and other.effect.size < found.effect.size and other.mark.cost <= found.mark.cost + slack
-
-    def _timed(self, found: Measured) -> tuple[Measured, str, tuple[float, float] | None]:
-        """Time whole steps for "speed". Where FP32 is not slower, everything stays in FP32; the words say so."""
-        if self.objective != "speed" or not found.chosen:
-            return found, "", None
+    def _timed(self, policy: Policy, recipe: Recipe) -> dict[str, float]:
+        """Return the seconds of a step under the lists, in plain FP32, and under torch.autocast; NaN if that raises."""
         subject, batch = self.subject, self.subject.batches[self._runs.held_out[0]]
-        rules = rules_for([subject.model], found.recipe)
-        with conversion.install(found.policy, kernels=self.kernels, rules=rules):
-            low = seconds(lambda: subject.low(batch))
+        with conversion.install(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe)):
+            found = {"tuned": seconds(lambda: subject.low(batch))}
+        device, loss = subject.parameters[0].device.type, subject.loss
         with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # in the place of one in force
-            wide = seconds(lambda: subject.wide(batch))
-        if low < wide:
-            return found, "", (low, wide)
-        words = f"a step takes {amount(low, 's')} with the fastest lists that hold, and {amount(wide, 's')} in FP32"
-        return self._of_choice(Chosen()), words, None
+            found["FP32"] = seconds(lambda: subject.wide(batch))
+            try:
+                subject.loss = torch.autocast(device, torch.bfloat16)(loss)
+                found["torch.autocast"] = seconds(lambda: subject.wide(batch))
+            except Exception:  # a program that autocast does not run is still tuned
+                found["torch.autocast"] = math.nan
+            finally:
+                subject.loss = loss
+        return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the time of `work`, the median of a few rounds."""
+
+    def timed(calls: int) -> float:
+        _wait()
+        began = perf_counter()
+        for _ in range(calls):
+            work()
+        _wait()
+        return (perf_counter() - began) / calls
+
+    work()
+    calls = max(1, min(20, math.ceil(_LEAST / max(timed(1), 1e-9))))
+    return statistics.median(timed(calls) for _ in range(_ROUNDS))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -22,7 +22,6 @@ from hmpx.insight.comparing.noise import Noise, square
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 
@@ -83,16 +82,9 @@ def mixed(is_low: Callable[[CallSite], bool | None]) -> Compute:
     return compute
 
 
-def under_lists(low: dict[CallSite, bool], low_name: str) -> Compute:
-    """Return what computes each call as the lists in force say. low: is told of each site whether it ran so."""
-
-    def compute(asked: Asked) -> Seen:
-        seen = asked.plainly()
-        ran = dtypes((seen.args, seen.kwargs))
-        low[asked.site] = asked.point.rule is Rule.FP8 if low_name == "fp8" else bool(ran) and ran <= LOW
-        return seen
-
-    return compute
+def plainly(asked: Asked) -> Seen:
+    """Compute a call as the lists in force say."""
+    return asked.plainly()
 
 
 def dtypes(value: object) -> set[torch.dtype]:

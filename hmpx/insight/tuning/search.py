@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from hmpx.insight.tuning.runs import Effect
-from hmpx.insight.tuning.worth import SLACK, Chosen, Costs, NameInModule, Unit
+from hmpx.insight.tuning.worth import SLACK, Chosen, NameInModule, Unit, Worths
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
 _PARTS = 8  # into which a unit is divided at once
@@ -36,9 +36,9 @@ class Search:
     """
 
     def __init__(
-        self, measure: Callable[..., Effect], batches: list[int], costs: Costs, tolerance: float, nothing: Effect
+        self, measure: Callable[..., Effect], batches: list[int], worths: Worths, tolerance: float, nothing: Effect
     ) -> None:
-        self._measure, self._batches, self._costs, self._tolerance = measure, batches, costs, tolerance
+        self._measure, self._batches, self._worths, self._tolerance = measure, batches, worths, tolerance
         self.measured: dict[Chosen, Effect] = {Chosen(): nothing}
         self.alone: dict[Unit, Effect] = {}
         self.order: list[Unit] = []
@@ -46,13 +46,13 @@ class Search:
 
     def run(self, names: Sequence[Unit]) -> Chosen:
         """Return the choice among names."""
-        chosen = self._costs.wished(names)
+        chosen = self._worths.wished(names)
         self.order = [unit for unit in names if unit <= chosen]
         if chosen:
             by_batch = self.effect(chosen).by_batch
             self._batches.sort(key=lambda number: -by_batch.get(number, 0.0))
             if not self.holds(chosen):
-                chosen = self._swapped(self._filled(self._ranked(self.order, chosen)))
+                chosen = self._swapped(self._filled(self._ranked(self.order)))
         return self._with_harmless(chosen, names)
 
     def effect(self, chosen: Chosen, enough: float = math.inf) -> Effect:
@@ -70,7 +70,7 @@ class Search:
         size = size_of(chosen)
         if size <= self._tolerance or not chosen:
             return chosen
-        order = self._ranked(self.order, chosen)
+        order = self._ranked(self.order)
         room = sum(map(self._harm, order)) * (self._tolerance / size) ** 2 if math.isfinite(size) else 0.0
         count = self._longest(order, lambda some: size_of(some) <= self._tolerance, room)
         self.order, self.left = order[:count], self.left + order[count:]
@@ -82,7 +82,7 @@ class Search:
             self.alone[unit] = self._measure(unit, self._batches[:1])
         return self.alone[unit].size ** 2
 
-    def _ranked(self, units: Sequence[Unit], wished: Chosen) -> list[Unit]:
+    def _ranked(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units, harmful ones divided, ranked by harm for what they save; of equal ones the least harm."""
         found, rest = [], [*units]
         while rest:
@@ -91,7 +91,7 @@ class Search:
                 found.append(unit)
             else:
                 rest += parts_of(unit)
-        key = {unit: self._harm(unit) / max(self._costs.gain(unit, wished), 1e-30) for unit in found}
+        key = {unit: self._harm(unit) / max(self._worths.gain(unit), 1e-30) for unit in found}
         return sorted(found, key=lambda unit: (key[unit], self._harm(unit), sorted(unit)))
 
     def _filled(self, order: list[Unit]) -> Chosen:
@@ -134,17 +134,16 @@ class Search:
     def _swapped(self, chosen: Chosen) -> Chosen:
         """Return the choice with units that were left out in the place of others that together save less."""
         finite = [unit for unit in self.left if math.isfinite(self._harm(unit))]
-        for added in sorted(finite, key=lambda unit: -self._costs.gain(unit, chosen))[:_SWAPS]:
-            gain, room = self._costs.gain(added, chosen), self._room(chosen) - self._harm(added)
+        for added in sorted(finite, key=lambda unit: -self._worths.gain(unit))[:_SWAPS]:
+            gain, room = self._worths.gain(added), self._room(chosen) - self._harm(added)
             removed: list[Unit] = []
             for unit in sorted(self.order, key=self._harm, reverse=True):
-                if room < 0 and self._costs.gain(unit, chosen) < gain:
+                if room < 0 and self._worths.gain(unit) < gain:
                     removed.append(unit)
-                    gain -= self._costs.gain(unit, chosen)
+                    gain -= self._worths.gain(unit)
                     room += self._harm(unit)
             other = chosen.difference(*removed) | added
-            cheaper = self._costs.of(other) < self._costs.of(chosen)
-            if removed and room >= 0 and cheaper and self.holds(other):
+            if removed and room >= 0 and gain > 0 and self.holds(other):
                 self.left = [unit for unit in [*self.left, *removed] if unit != added]
                 self.order = [unit for unit in self.order if unit not in removed] + [added]
                 chosen = other
@@ -153,7 +152,7 @@ class Search:
     def _with_harmless(self, chosen: Chosen, names: Sequence[Unit]) -> Chosen:
         """Return the choice with what saves next to nothing: all of it, or what does least alone, or none of it."""
         tried = Chosen().union(chosen, *self.left)
-        small = [unit for unit in names if not unit & tried and self._costs.gain(unit, chosen) >= 0]
+        small = [unit for unit in names if not unit & tried]
         if not chosen or not small:
             return chosen
         if not self._is_as_good(chosen.union(*small), chosen):

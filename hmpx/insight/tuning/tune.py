@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +13,23 @@ from hmpx.base import region_state
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.run_state import eager
-from hmpx.insight.tuning.course import MAKE, Course, Making, check_in_fp32, confirmed
+from hmpx.insight.tensors import LOW
+from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.tuning.find import Tuning
 from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.worth import UNITS, WIDE, Low, Objective
+from hmpx.insight.tuning.worth import WIDE, Low
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to tune on, and to hold out
+_TRAIN = "train under tuned.recipe, and in FP32 with the batches in two orders, and compare the losses"
+GONE = {
+    "objective": "tune finds the largest share of the FLOPs of matrix products that holds, and print(tuned) says what "
+    "a step takes under these lists, in FP32 and under torch.autocast",
+    **dict.fromkeys(("confirm", "optimizer", "seed"), _TRAIN),
+}  # arguments of earlier versions, and the way out
 
 
 def tune(
@@ -31,22 +37,19 @@ def tune(
     batches: Sequence[tuple],
     loss: Loss,
     *,
-    objective: Objective = "speed",
     low: Low = "bf16",
     tolerance: float = 0.1,
     held_out: Sequence[tuple] | None = None,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
-    seed: int = 0,
     progress: bool = True,
-    confirm: int | None = None,
-    optimizer: Making | None = None,
+    **gone: Any,
 ) -> Tuned:
-    """Find the op lists of a model: as much in BF16 as the training bears.
+    """Find the op lists of a model: as many FLOPs of matrix products in BF16 as the training bears.
 
-    What BF16 saves at each op is measured first. Then each list name alone runs in BF16, and the change of the
-    gradients is measured beside FP32. If everything that saves something holds together, that is the answer. Else names
-    are ranked by harm for what they save, a harmful name is divided by module, and the longest beginning of the ranking
-    that holds is found. The lists are verified on batches that took no part in the search.
+    If all products hold together in BF16, that is the answer. Else each list name alone runs in BF16, and the change of
+    the gradients is measured beside FP32. Names are ranked by harm for their FLOPs, a harmful name is divided by
+    module, and the longest beginning of the ranking that holds is found. The lists are verified on batches that took no
+    part in the search. Last, a step is timed under them, in plain FP32, and under torch.autocast.
 
     Args:
         model: in FP32. It is as it was afterwards: parameters, gradients, buffers, random number generators.
@@ -54,22 +57,15 @@ def tune(
             beside `held_out`. A batch of one argument that is a list of tensors is written ``([...],)``. The FP32
             gradients of all batches are kept in memory.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
-        objective: what to make small: "speed", the time of forward and backward passes on this device; "coverage", the
-            FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass. For "speed" the
-            whole step is timed under the lists and in FP32; where the lists are not faster, every op stays in FP32.
-        low: "bf16" chooses between BF16 and FP32; "fp8", with the objective "coverage", between FP8 and BF16: which
-            modules may multiply in FP8, in the `fp8_format` of `lists`, and what cannot or may not is in BF16.
+        low: "bf16" chooses between BF16 and FP32; "fp8" between FP8 and BF16: which modules may multiply in FP8, in the
+            `fp8_format` of `lists`, and what cannot or may not is in BF16.
         tolerance: the gradient error that is allowed, in units of the noise between batches, see `Comparison`. The part
             of it that is the same in every batch may be half of that. The loss may change by as much of the noise
             between the losses of batches.
         held_out: batches to verify on; None takes the last third of `batches`.
         lists: where to begin, as for `compare`: they decide about what the model does not call.
-        seed: of the orders of the batches that `confirm` trains with.
         progress: show on standard error how far it is; one line at the end where that is no terminal.
-        confirm: train copies of the model for so many steps under the lists that were found, and in FP32 with the
-            batches in two orders; `Tuned.confirmed` has what came of it.
-        optimizer: what `confirm` trains with: an optimizer of the model, or a function that makes one of a list of
-            named parameters; None: AdamW with a learning rate of 1e-3.
+        gone: arguments of earlier versions. `objective="coverage"` is what `tune` does; others raise.
 
     Raises:
         HmpxError: something above does not fit; the model has rules (`policy_for`) or `casts` is open around; the loss
@@ -79,22 +75,15 @@ def tune(
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
         >>> def loss(model, x, y):
         ...     return torch.nn.functional.mse_loss(model(x), y)
-        >>> tuned = hmpx.tune(model, batches, loss, objective="coverage", progress=False)
+        >>> tuned = hmpx.tune(model, batches, loss, progress=False)
         >>> "linear" in tuned.policy.bf16, tuned.met
         (True, True)
     """
-    for name, value, legal in (("objective", objective, [*UNITS]), ("low", low, [*WIDE])):
-        if value not in legal:
-            hint = did_you_mean(str(value), legal)
-            raise HmpxError(f"tune: {name} {value!r} does not exist (legal: {', '.join(legal)}){hint}")
-    if low == "fp8" and objective != "coverage":
-        raise HmpxError(
-            f"tune: low='fp8' with objective {objective!r}: it takes 'coverage', as FP8 may be emulated here"
-        )
+    _refuse_gone(gone)
+    if low not in WIDE:
+        raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(WIDE)}){did_you_mean(str(low), WIDE)}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise HmpxError(f"tune: seed={seed!r} is no whole number")
     if loss is None:
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
@@ -114,25 +103,34 @@ def tune(
             f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
             "of every error, and takes two to tune on and two to verify on; give four or more that differ"
         )
-    check_in_fp32(model, "tune")
-    counted, course = Progress("tune", progress), None
-    if confirm is not None:
-        make = MAKE if optimizer is None else optimizer
-        course = Course(model, make, given, loss, confirm, seed, "tune: confirm", counted)
-        course.copies()  # for its errors, before anything has run
-    elif optimizer is not None:
-        raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
+    _check_in_fp32(model)
+    counted = Progress("tune", progress)
     try:
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            asked = policy, recipe, kernels, objective, low, float(tolerance)
-            found = Tuning(subject, tuning, counted, *asked).run()
-            if course is not None:
-                found = replace(found, confirmed=confirmed(course, found.recipe), steps=counted.done)
-            return found
+            return Tuning(subject, tuning, counted, policy, recipe, kernels, low, float(tolerance)).run()
     finally:
         counted.end()
+
+
+def _refuse_gone(gone: Mapping[str, Any]) -> None:
+    """Refuse arguments of earlier versions that asked for something else, and those that never existed."""
+    for name, value in gone.items():
+        if name not in GONE:
+            raise TypeError(f"tune() got an unexpected keyword argument {name!r}")
+        if (name, value) != ("objective", "coverage"):
+            raise HmpxError(f"tune: {name}={value!r} is gone: {GONE[name]}")
+
+
+def _check_in_fp32(model: torch.nn.Module) -> None:
+    """Check that a model has no parameters in low precision or FP64."""
+    for name, p in model.named_parameters():
+        if p.dtype in LOW or p.dtype is torch.float64:
+            raise HmpxError(
+                f"tune: parameter {name!r} is {dtype_name(p.dtype)}; it begins with a model in FP32: model.float(), or "
+                "the model as it is made"
+            )
 
 
 def _check_nothing_around(model: torch.nn.Module) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.pages import Report, filled
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
-from hmpx.insight.tuning.course import Confirmed
-from hmpx.insight.tuning.plot import Mark, as_svg
 from hmpx.insight.tuning.worth import WIDE, Low
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
-SCHEMA = 2
-_BODY = '<main><div id="head"></div><h2>Error against cost, on held-out batches</h2>{}<div id="rest"></div></main>'
+SCHEMA = 3
+_BODY = '<main><div id="head"></div><div id="rest"></div></main>'
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,22 @@ class Tuned(Report):
             units of the noise between losses.
         predicted: the gradient error of the same choice on the batches that it was found with.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
-        objective, tolerance: as asked for. cost: what the lists cost, in `unit`: seconds of a step, as the sum of what
-            was measured of each op ("s"), FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
+        tolerance: as asked for.
         choices: a `Choice` for each name, the worst first.
-        marks: a `Mark` for the chosen lists, the default ones, autocast's, and all in FP32.
-        steps: forward and backward passes that it took.
-        confirmed: the training under these lists, a `Confirmed`; None where `confirm` was not asked for.
+        steps: forward and backward passes that it took; those that were timed are not counted.
         unmet: where the tolerance is not met, what stands in the way, in words.
-        step_seconds: for "speed", what forward and backward pass of a batch take under the lists, and in FP32 without
-            hmpx, measured as a whole; None for other objectives, and where nothing was to be gained.
+        step_seconds: what forward and backward pass of a batch take: "tuned", under the lists; "FP32" and
+            "torch.autocast", without hmpx, NaN where the program raises there. Empty where nothing is in BF16.
 
     `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
-    same as objects, `plot(path)` draws error against cost as SVG, `html(path)` is a page with that and the reasons. It
-    prints with the reasons; the first line says what is gained.
+    same as objects, `html(path)` is a page with the reasons. It prints with the reasons; the first line says what is
+    gained.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
         >>> def loss(model, x, y):
         ...     return torch.nn.functional.mse_loss(model(x), y)
-        >>> tuned = hmpx.tune(model, batches, loss, objective="coverage", progress=False)
+        >>> tuned = hmpx.tune(model, batches, loss, progress=False)
         >>> tuned.met, tuned.share, tuned.gradient_error < 0.1
         (True, 1.0, True)
         >>> with hmpx.activate(tuned.recipe):
@@ -71,20 +68,15 @@ class Tuned(Report):
     loss_error: float
     predicted: float
     share: float
-    objective: str
     tolerance: float
-    cost: float
-    unit: str
     choices: tuple[Choice, ...]
-    marks: tuple[Mark, ...]
     steps: int
     unmet: str = ""
-    confirmed: Confirmed | None = None
-    step_seconds: tuple[float, float] | None = None
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
     low: Low = "bf16"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg.
+        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``, ``tuned.json`` and ``tuned.html``.
 
         A folder whose name ends in .yaml is the file of the recipe alone.
         """
@@ -96,53 +88,40 @@ class Tuned(Report):
         self._save_lists(path)
         self.json(path / "tuned.json")
         self.html(path / "tuned.html")
-        self.plot(path / "tuned.svg")
 
     def _page(self) -> str:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
-            row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
-        return filled(str(__package__), "tune", str(self), shown, body)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Save error against cost as SVG: these lists, and those that are known."""
-        svg = as_svg(self.marks, self.tolerance, self.unit, self.low.upper())
-        Path(path).write_text(f"<!-- Written by hmpx.tune. -->\n{svg}", encoding="utf-8")
+            row["gain"] = amount(choice.gain, "FLOP") if choice.gain else ""
+        return filled(str(__package__), "tune", str(self), shown, _BODY)
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
         found = dataclasses.asdict(self) | {"policy": str(self.policy), "recipe": str(self.recipe)}
-        if self.confirmed is not None:
-            found["confirmed"]["holds"] = self.confirmed.holds
         return plain({"schema": SCHEMA, **found})
 
     def _verdict(self) -> list[str]:
         loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""
-        share = f"{percent(self.share)} of the FLOPs of matrix products run in {self.low.upper()}"
         lines = [
-            *self._gain(share),
+            self._gain(),
             f"{'within' if self.met else 'NOT within'} the tolerance of {self.tolerance:g} on held-out batches: "
             f"gradient error {self.gradient_error:.2g}, bias {self.gradient_bias:.2g}, "
             f"loss change {self.loss_change:.2g}{loss}",
             f"on the batches of the search the gradient error is {self.predicted:.2g}; it took {self.steps} steps",
         ]
-        return [*lines, *filter(None, (self.unmet, str(self.confirmed or "")))]
+        return [*lines, self.unmet] if self.unmet else lines
 
-    def _gain(self, share: str) -> list[str]:
-        """Say what the lists save, beside FP32."""
-        wide_list = WIDE[self.low]
-        cost, wide = self.cost, self.marks[-1].cost
+    def _gain(self) -> str:
+        """Say what the lists save, and beside it what FP32 and torch.autocast take."""
         if not any(choice.dtype == DTYPES[self.low] for choice in self.choices):
-            return [f"nothing saved: every op stays in {wide_list.upper()}"]
-        if self.unit == "FLOP":
-            return [f"{share}; {amount(cost, self.unit)} of {amount(wide, self.unit)} stay in {wide_list.upper()}"]
-        if self.step_seconds is not None:
-            cost, wide = self.step_seconds
-        saved = percent(1 - cost / wide) if wide else "nothing"
-        what = {"B": "memory saved: a backward pass needs", "s": "time saved: a step takes"}[self.unit]
-        figures = f"{amount(cost, self.unit)} under these lists and {amount(wide, self.unit)} in FP32"
-        return [f"{saved} of the {what} {figures}", share]
+            return f"nothing saved: every op stays in {WIDE[self.low].upper()}"
+        said = f"{percent(self.share)} of the FLOPs of matrix products run in {self.low.upper()}"
+        if not self.step_seconds:
+            return said
+        low, wide, autocast = (self.step_seconds[key] for key in ("tuned", "FP32", "torch.autocast"))
+        change = f"{percent(abs(1 - low / wide))} {'less' if low <= wide else 'MORE'} than in FP32"
+        beside = "torch.autocast raises" if math.isnan(autocast) else f"{amount(autocast, 's')} under torch.autocast"
+        return f"{said}; a step takes {amount(low, 's')}, {change} ({amount(wide, 's')}; {beside})"
 
     def _save_lists(self, folder: Path) -> None:
         """Write the lists and the recipe, with the reasons.
@@ -181,5 +160,4 @@ class Tuned(Report):
         return "\n".join([*self._comments(), *(f"# {choice}" for choice in self.choices), str(self.recipe)])
 
     def __str__(self) -> str:
-        marks = [mark.line(self.unit, self.low.upper()) for mark in self.marks]
-        return "\n".join([*self._verdict(), "", *marks, "", *map(str, self.choices)])
+        return "\n".join([*self._verdict(), "", *map(str, self.choices)])

@@ -1,15 +1,11 @@
-"""Measures what low precision saves at each call of an op: time, FLOPs, or memory saved for the backward pass."""
+"""Counts the FLOPs that each op of a model could have in low precision, and finds the ops that cannot run in it."""
 
 from __future__ import annotations
 
 import functools
-import math
-import statistics
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -26,14 +22,9 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping.observing import Seen, unobserved
 
-Objective = Literal["speed", "coverage", "memory"]
-UNITS = {"speed": "s", "coverage": "FLOP", "memory": "B"}
 Low = Literal["bf16", "fp8"]
 WIDE: dict[Low, str] = {"bf16": "fp32", "fp8": "bf16"}  # the list that a name is in otherwise
 SLACK = 0.02  # of what low precision saves in all: less than that is no reason for an error
-_ROUNDS = 5  # of a time that is measured
-_LEAST = 2e-4  # seconds that a round takes at least
-_SIZES = 1 << 12, 1 << 20  # elements of the two casts that are timed
 
 
 class NameInModule(NamedTuple):
@@ -51,45 +42,34 @@ Chosen = frozenset[NameInModule]  # the places in low precision
 
 
 @dataclass
-class Cost:
-    """What the calls of a place take in one batch, in the unit of the objective.
+class Worth:
+    """What the calls of a place do in one batch.
 
-    low, wide: in low precision, and otherwise. flops: of the forward pass of matrix products. pinned: why it cannot be
-    in low precision. lines: that call it.
+    flops: of the forward pass of matrix products. pinned: why it cannot be in low precision. lines: that call it.
     """
 
-    low: float = 0.0
-    wide: float = 0.0
     flops: float = 0.0
     pinned: str = ""
     calls: int = 0
     lines: dict[str, None] = field(default_factory=dict)
 
-    def add(self, one: Cost, where: str) -> None:
+    def add(self, one: Worth, where: str) -> None:
         """Add one call at a line."""
-        self.low, self.wide, self.flops = self.low + one.low, self.wide + one.wide, self.flops + one.flops
+        self.flops += one.flops
         self.pinned = self.pinned or one.pinned
         self.calls += 1
         self.lines[where] = None
 
 
-class Costs:
-    """The cost of each choice. `Look` measures it.
+class Worths:
+    """The worth of each place. `Look` counts it. of_place: by place, in the order in which they were met."""
 
-    of_place: the cost of each place. casts: how many tensors, and how many elements, go from the place that made them
-    (None: no list decides about it) to the place that takes them.
-    """
-
-    def __init__(
-        self, objective: Objective, low: Low = "bf16", modules: Collection[str] = (), device: Any = "cpu"
-    ) -> None:
-        self.objective, self.low, self.wide, self.names = objective, low, WIDE[low], decidable(low)
+    def __init__(self, low: Low = "bf16", modules: Collection[str] = ()) -> None:
+        self.low, self.wide, self.names = low, WIDE[low], decidable(low)
         self._modules = frozenset(modules)
-        self.of_place: dict[NameInModule, Cost] = {}
-        self.casts: dict[tuple[NameInModule | None, NameInModule], Counter[str]] = {}
-        self.known: dict[tuple, Cost | None] = {}  # by what calls have in common
+        self.of_place: dict[NameInModule, Worth] = {}
+        self.known: dict[tuple, Worth | None] = {}  # by what calls have in common
         self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
-        self._cast, self._element = cast_seconds(device) if objective == "speed" else (0.0, 0.0)
 
     def place_of(self, site: CallSite) -> NameInModule:
         return NameInModule(site.op, site.module if site.module in self._modules else "")
@@ -97,40 +77,21 @@ class Costs:
     @property
     def free(self) -> Chosen:
         """Return the places that can be in low precision."""
-        return frozenset(place for place, cost in self.of_place.items() if not cost.pinned)
+        return frozenset(place for place, worth in self.of_place.items() if not worth.pinned)
 
-    def of(self, chosen: Chosen) -> float:
-        """Return what everything costs with these places in low precision."""
-        total = sum(cost.low if place in chosen else cost.wide for place, cost in self.of_place.items())
-        for (source, place), casts in self.casts.items():
-            if (source in chosen) is not (place in chosen):
-                total += self._cast * casts["tensors"] + self._element * casts["elements"]
-        return total
-
-    def gain(self, unit: Unit, beside: Chosen) -> float:
-        """Return what a unit saves in low precision, while the other places are as chosen."""
-        return self.of(beside - unit) - self.of(beside | unit)
+    def gain(self, places: Collection[NameInModule]) -> float:
+        """Return the FLOPs of these places."""
+        return sum(self.of_place[place].flops for place in places)
 
     def share(self, chosen: Chosen) -> float:
-        """Return the share of the FLOPs of matrix products that is in low precision."""
-        whole = sum(cost.flops for cost in self.of_place.values())
-        return sum(cost.flops for place, cost in self.of_place.items() if place in chosen) / (whole or 1.0)
+        """Return the share of all FLOPs of matrix products that is in low precision."""
+        return self.gain(chosen) / (self.gain(self.of_place) or 1.0)
 
     def wished(self, units: Sequence[Unit]) -> Chosen:
-        """Return the cheapest choice, less the units that together save next to nothing.
-
-        It is found by changes of single units, from all in low precision on.
-        """
-        chosen: Chosen = frozenset().union(*units)
-        for _ in units:
-            before = chosen
-            for unit in units:
-                chosen = chosen | unit if self.gain(unit, chosen) > 0 else chosen - unit
-            if chosen == before:
-                break
-        room = SLACK * (self.of(Chosen()) - self.of(chosen))
-        gains = [(self.gain(unit, chosen), sorted(unit)) for unit in units if unit <= chosen]
-        for gain, places in sorted(gains):
+        """Return the places of all units that save something, less those that together save next to nothing."""
+        chosen: Chosen = frozenset().union(*(unit for unit in units if self.gain(unit)))
+        room = SLACK * self.gain(chosen)
+        for gain, places in sorted((self.gain(unit), sorted(unit)) for unit in units if unit <= chosen):
             if gain > room:
                 break
             room -= gain
@@ -147,70 +108,48 @@ def decidable(low: Low = "bf16") -> frozenset[str]:
 
 
 class Look:
-    """Computes the calls of a batch in FP32. It measures what each costs, and notes where its inputs come from."""
+    """Computes the calls of a batch in FP32, and counts what each is worth in low precision."""
 
-    def __init__(self, costs: Costs, batch: int) -> None:
-        self._costs, self._batch = costs, batch
-        self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
-        self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
+    def __init__(self, worths: Worths, batch: int) -> None:
+        self._worths, self._batch = worths, batch
 
     def __call__(self, asked: Asked) -> Seen:
-        if is_recomputing():
-            return exactly(asked)
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        decided = asked.point.op in self._costs.names and not asked.point.in_place and not transformed
-        place = None
-        if decided:
+        if asked.point.op in self._worths.names and not asked.point.in_place and not is_recomputing():
             with unobserved():
-                place = self._look(asked)
-        seen = exactly(asked)
-        for tensor in () if transformed else floating((seen.result,)):  # there it stands for several, and has no memory
-            memory = tensor.untyped_storage().data_ptr()
-            if decided or memory not in self._made:  # a view has the memory of what it looks at
-                self._made[memory] = place
-                self._alive.append(tensor.detach())
-        return seen
+                self._look(asked)
+        return exactly(asked)
 
-    def _look(self, asked: Asked) -> NameInModule | None:
-        """Count a call, and return its place; None where a list casts nothing."""
-        costs, place = self._costs, self._costs.place_of(asked.site)
-        if costs.batch_of.get(asked.site, self._batch) != self._batch:
-            return place
-        one = self._cost(asked)
-        if one is None:
-            return None
-        costs.batch_of[asked.site] = self._batch
-        costs.of_place.setdefault(place, Cost()).add(one, asked.site.where)
-        for tensor in floating((asked.args, asked.kwargs)):
-            source = self._made.get(tensor.untyped_storage().data_ptr())
-            casts = costs.casts.setdefault((source, place), Counter())
-            casts.update(tensors=1, elements=tensor.numel())
-        return place
+    def _look(self, asked: Asked) -> None:
+        """Count a call, unless another batch has counted its site, or a list casts nothing there."""
+        worths = self._worths
+        if worths.batch_of.get(asked.site, self._batch) == self._batch and (one := self._worth(asked)) is not None:
+            worths.batch_of[asked.site] = self._batch
+            worths.of_place.setdefault(worths.place_of(asked.site), Worth()).add(one, asked.site.where)
 
-    def _cost(self, asked: Asked) -> Cost | None:
-        """Return the cost of one call. Random numbers that this draws are drawn again afterwards."""
+    def _worth(self, asked: Asked) -> Worth | None:
+        """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
         tensors = floating((asked.args, asked.kwargs))
         rest = [each for each in (*asked.args, *asked.kwargs.values()) if not isinstance(each, Tensor)]
         shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         alike = repr(rest) if not any(isinstance(each, list) for each in rest) else ""
         key = asked.point.label, shapes, alike, torch.is_grad_enabled()
-        known = self._costs.known
+        known = self._worths.known
         if key not in known:
             before, casts = run_state.get_state(), Fp8Casts()
             try:
                 with watched(casts):
-                    known[key] = one = cost_of(asked, self._costs.objective)
+                    known[key] = one = worth_of(asked)
                 if one is not None and casts.in_low:
-                    one.low, one.pinned = one.wide, f"it stays in BF16: {next(iter(casts.in_low))}"
+                    one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
             except Exception as error:
-                known[key] = Cost(pinned=f"it does not run in {self._costs.low.upper()}: {in_a_line(error)}")
+                known[key] = Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
             finally:
                 run_state.set_state(before)
         return known[key]
 
 
-def cost_of(asked: Asked, objective: Objective) -> Cost | None:
-    """Measure one call either way; None where the list of low precision casts nothing.
+def worth_of(asked: Asked) -> Worth | None:
+    """Count one call; None where the list of low precision casts nothing.
 
     Raises:
         Exception: whatever the op raises in low precision, in its forward or its backward pass.
@@ -220,70 +159,30 @@ def cost_of(asked: Asked, objective: Objective) -> Cost | None:
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
-        low = _work(asked.with_arguments(seen.args, seen.kwargs), True)
-        low()
-        flops = _flops(asked)
-        if objective == "speed":
-            return Cost(seconds(low), seconds(_work(asked, False)), flops)
-        if objective == "memory":
-            return Cost(_saved(asked, True), _saved(asked, False), flops)
-        return Cost(0.0, flops, flops)
+        if (
+            torch._C._functorch.peek_interpreter_stack() is None
+        ):  # inside torch.func a tensor has no gradient of its own
+            _forward_and_backward(asked, seen)
+        return Worth(_flops(asked))
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _work(asked: Asked, low: bool) -> Callable[[], object]:
-    """Return the op, forward and backward, on inputs that have their dtypes already."""
+def _forward_and_backward(asked: Asked, seen: Seen) -> None:
+    """Run a call on the inputs that its op has seen in low precision, and its backward pass."""
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: object) -> object:
         return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
-    call = asked.with_arguments(*tree_map(leaf, (asked.args, asked.kwargs)))
-    needed = [tensor for tensor in floating((call.args, call.kwargs)) if tensor.requires_grad]
-
-    def work() -> None:
-        with region_state.region(low):
-            result = asked.run(*call.args, **call.kwargs).result if low else in_fp32(call)
-        results = [each for each in floating((result,)) if each.requires_grad]
-        if needed and results:
-            torch.autograd.grad(results, needed, [torch.ones_like(each) for each in results], allow_unused=True)
-
-    return work
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Return the time of `work`, the median of a few rounds."""
-
-    def timed(calls: int) -> float:
-        _wait()
-        began = perf_counter()
-        for _ in range(calls):
-            work()
-        _wait()
-        return (perf_counter() - began) / calls
-
-    work()
-    calls = max(1, min(20, math.ceil(_LEAST / max(timed(1), 1e-9))))
-    return statistics.median(timed(calls) for _ in range(_ROUNDS))
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def cast_seconds(device: torch.device) -> tuple[float, float]:
-    """Return what a cast to BF16 and the cast of its gradient take: each, and for each element."""
-
-    def both(elements: int) -> float:
-        x = torch.zeros(elements, device=device)
-        low = x.bfloat16()
-        return seconds(lambda: (x.bfloat16(), low.float()))
-
-    small, large = map(both, _SIZES)
-    return small, max(large - small, 0.0) / (_SIZES[1] - _SIZES[0])
+    args, kwargs = tree_map(leaf, (seen.args, seen.kwargs))
+    needed = [tensor for tensor in floating((args, kwargs)) if tensor.requires_grad]
+    with region_state.region(True):
+        result = asked.run(*args, **kwargs).result
+    results = [each for each in floating((result,)) if each.requires_grad]
+    if needed and results:
+        torch.autograd.grad(results, needed, [torch.ones_like(each) for each in results], allow_unused=True)
 
 
 def _flops(asked: Asked) -> float:
@@ -301,21 +200,3 @@ def _flops(asked: Asked) -> float:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         in_fp32(asked)
     return float(counter.get_total_flops())
-
-
-def _saved(asked: Asked, low: bool) -> float:
-    """Return the bytes that the op saves for its backward pass, with casts; FP32 parameters are there anyway."""
-    held: dict[int, int] = {}
-    parameters = {t.untyped_storage().data_ptr() for t in floating((asked.args, asked.kwargs)) if t.is_leaf}
-
-    def pack(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in parameters:
-            held[memory.data_ptr()] = memory.nbytes()
-        return tensor
-
-    alive: Any
-    with torch.autograd.graph.saved_tensors_hooks(pack, _itself), region_state.region(low):
-        alive = asked.run(*asked.args, **asked.kwargs).result if low else in_fp32(asked)
-    del alive
-    return float(sum(held.values()))
