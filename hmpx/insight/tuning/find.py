@@ -25,15 +25,10 @@ from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
-<<<<<<< HEAD
-from hmpx.recipes.reading import as_recipe
-from hmpx.recipes.recipe import DEFAULT, Recipe
-=======
 from hmpx.recipes.recipe import Recipe
 
 _ROUNDS = 5  # of a time that is measured
 _LEAST = 2e-4  # seconds that a round takes at least
->>>>>>> room/tuning
 
 
 class Measured(NamedTuple):
