@@ -194,10 +194,7 @@ def test_an_op_in_no_list_follows_its_parts(lists, parts):
     [
         ("bmm", [lambda: torch.einsum("ij->i", X), lambda: torch.einsum("i,j", X[0], X[0]), lambda: X @ X]),
         ("addmm", [lambda: F.linear(X, X)]),
-        (
-            "reflection_pad1d",
-            [lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect"), lambda: F.pad(X, (1, 1))],
-        ),
+        ("reflection_pad1d", [lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect"), lambda: F.pad(X, (1, 1))]),
         ("nll_loss", [lambda: F.cross_entropy(X, X.softmax(-1))]),
         ("matmul", [lambda: torch.linalg.matrix_power(X, 1)]),
     ],

@@ -447,8 +447,7 @@ def trained(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["tensorwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("rowwise", "mx", "blockwise"))],
+    "form", ["tensorwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("rowwise", "mx", "blockwise"))]
 )
 def test_compiled_and_checkpointed_the_same_bits(form):
     model, x = small()

@@ -145,10 +145,7 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
 
 
 SETTINGS = [
-    (
-        ["use_master_weights_in_ckpt=true", "weights=split"],
-        {"use_master_weights_in_ckpt": True, "weights": "split"},
-    ),
+    (["use_master_weights_in_ckpt=true", "weights=split"], {"use_master_weights_in_ckpt": True, "weights": "split"}),
     (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
     (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
     (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
