@@ -23,12 +23,10 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight import Audit as Audit
     from hmpx.insight import Choice as Choice
     from hmpx.insight import Comparison as Comparison
     from hmpx.insight import Confirmed as Confirmed
     from hmpx.insight import Diagnosis as Diagnosis
-    from hmpx.insight import Finding as Finding
     from hmpx.insight import Log as Log
     from hmpx.insight import Mark as Mark
     from hmpx.insight import Problem as Problem
@@ -36,10 +34,10 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight import Tuned as Tuned
     from hmpx.insight import TunedWeights as TunedWeights
     from hmpx.insight import WeightChoice as WeightChoice
-    from hmpx.insight.audit import audit
     from hmpx.insight.comparing.compare import compare
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
+    from hmpx.insight.recording.record import audit as audit
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.tune import tune
     from hmpx.insight.weights.tune_weights import tune_weights
@@ -57,7 +55,6 @@ __all__ = [
     "Recipe",
     "activate",
     "attach",
-    "audit",
     "bf16",
     "cached_weights",
     "casts",
@@ -89,7 +86,7 @@ _LATER = {
     "Recipe": "hmpx.recipes.recipe",
     "activate": "hmpx.recipes.activate",
     "prepare": "hmpx.recipes.prepare",
-    "audit": "hmpx.insight.audit",
+    "audit": "hmpx.insight.recording.record",
     "compare": "hmpx.insight.comparing.compare",
     "doctor": "hmpx.insight.doctor.doctor",
     "explain": "hmpx.insight.explain",
@@ -106,7 +103,7 @@ _LATER = {
     "UnknownOpError": "hmpx.errors",
     **dict.fromkeys(
         (
-            *("Audit", "Choice", "Comparison", "Confirmed", "Diagnosis", "Finding", "Log", "Mark", "Problem", "Row"),
+            *("Choice", "Comparison", "Confirmed", "Diagnosis", "Log", "Mark", "Problem", "Row"),
             *("Tuned", "TunedWeights", "WeightChoice"),
         ),
         "hmpx.insight",

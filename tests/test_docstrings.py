@@ -12,7 +12,7 @@ import torch
 import hmpx
 
 HANDLES = (
-    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
+    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Log),
     *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.Mark, hmpx.Confirmed, hmpx.ModuleRule),
     *(hmpx.TunedWeights, hmpx.WeightChoice, hmpx.Diagnosis, hmpx.Problem),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hmpx.insight.audit import Audit, Finding
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
     from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
@@ -16,12 +15,10 @@ if TYPE_CHECKING:
     from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 
 __all__ = [
-    "Audit",
     "Choice",
     "Comparison",
     "Confirmed",
     "Diagnosis",
-    "Finding",
     "Log",
     "Mark",
     "Problem",
@@ -32,12 +29,10 @@ __all__ = [
 ]
 
 _FILES = {
-    "Audit": "audit",
     "Choice": "tuning.choices",
     "Comparison": "comparing.comparison",
     "Confirmed": "tuning.course",
     "Diagnosis": "doctor.diagnosis",
-    "Finding": "audit",
     "Log": "recording.log",
     "Mark": "tuning.plot",
     "Problem": "doctor.diagnosis",

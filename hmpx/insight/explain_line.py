@@ -1,6 +1,6 @@
 """One line of Python in words: what `explain FILE:LINE` prints. Nothing is imported or run.
 
-`isVerbose`, `record` and `audit` write call sites in that form.
+`isVerbose`, and `record` write call sites in that form.
 """
 
 from __future__ import annotations
@@ -150,5 +150,5 @@ class _Names:
             if any(entry.owner is torch.Tensor for entry in catalog()[method].entries):
                 yield method, f"if `{ast.unparse(function.value)}` is a tensor"
         elif written.startswith("self.") or written in ("model", "net"):
-            inside = "`audit` and isVerbose=True show the ops that run inside it"
+            inside = "`record` and isVerbose=True show the ops that run inside it"
             yield None, f"{written}(...): the source does not say what this calls; {inside}"

@@ -15,7 +15,7 @@ from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.recipes.vendors import is_gaudi
-from hmpx.shell import audit_and_compare, doctor, record, tune
+from hmpx.shell import compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
 from hmpx.shell.scripts import add_script, behind, recipe_to_run, traceback_of_the_script
 
@@ -85,9 +85,8 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.set_defaults(run=_check)
 
     doctor.add(add)
-    audit_and_compare.add_audit(add)
     record.add(add)
-    audit_and_compare.add_compare(add)
+    compare.add(add)
     tune.add(add)
 
 

@@ -27,6 +27,7 @@ from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.blocks import same
+from tests.support.recorded import escaped
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IN_FP16 = {"low_precision": FP16}
@@ -286,14 +287,13 @@ def test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions():
     assert compiled(x).dtype is FP32
 
 
-def test_audit_knows_what_fp16_means(lists):
+def test_record_knows_what_escapes_in_fp16(lists):
     x = torch.randn(4, 4)
     with hmpx.convert(**lists(bf16="mm exp"), **IN_FP16):
-        assert not hmpx.audit(lambda x: (x.mm(x), x.exp()), x)
-        found = hmpx.audit(lambda x: torch.ops.aten.exp(x), x)
-        assert [(each.op, each.rule, each.dtypes) for each in found.findings] == [("exp", Rule.FP16, (FP32,))]
-        assert len(hmpx.audit(lambda x: torch.ops.aten.exp(x), x.bfloat16()).findings) == 1
-        assert not hmpx.audit(lambda x: torch.ops.aten.exp(x), x.half())
+        assert not escaped(lambda x: (x.mm(x), x.exp()), x)
+        (line,) = escaped(torch.ops.aten.exp, x)
+        assert "exp is in the fp16 list and ran in float32" in line
+        assert len(escaped(torch.ops.aten.exp, x.bfloat16())) == 1 and not escaped(torch.ops.aten.exp, x.half())
 
 
 def test_recurrent_layers_take_inputs_of_any_dtype_and_equal_the_layer_in_fp16(lists):

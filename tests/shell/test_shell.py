@@ -215,7 +215,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
 
 
-COMMANDS = ["run", "recipes", "explain", "ops", "check", "doctor", "audit", "record", "report", "compare", "tune"]
+COMMANDS = ["run", "recipes", "explain", "ops", "check", "doctor", "record", "report", "compare", "tune"]
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
@@ -233,7 +233,11 @@ def test_every_command_has_a_description_an_example_and_its_arguments_explained(
 
 
 def test_a_mistyped_command_is_told_what_it_may_be(capsys):
-    for word, hint in (("explian", "did you mean 'explain'?"), ("lean", "'lean' is a recipe: explain lean")):
+    for word, hint in (
+        ("explian", "did you mean 'explain'?"),
+        ("lean", "'lean' is a recipe: explain lean"),
+        ("audit", "there is no command 'audit' any more: `record SCRIPT` lists"),
+    ):
         with pytest.raises(SystemExit) as end:
             main([word])
         assert end.value.code == 2 and hint in capsys.readouterr().err
@@ -310,7 +314,7 @@ class Net(nn.Module):
     "line, ops",
     [
         (11, {"layer_norm", "add", "matmul", "t"}),
-        (12, {"gelu", "self.blocks(...): the source does not say what this calls; `audit` and isVerbose=True show"}),
+        (12, {"gelu", "self.blocks(...): the source does not say what this calls; `record` and isVerbose=True show"}),
         (13, {"imul"}),
         (14, {"cross_entropy"}),
         (15, {"softmax"}),
@@ -380,60 +384,3 @@ def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n")
     assert run(capsys, "check", "mine.yaml")[1].startswith("mine.yaml:2: weights='nearest' has no masters")
     assert run(capsys, "check", "leen")[1].startswith("leen: neither a file nor a recipe; did you mean 'lean'?")
-
-
-AUDITED = """\
-import torch
-from torch import nn
-
-def step():
-    x = torch.ones(4, 4)
-    return torch.ops.aten.mm(x, x)
-
-def clean():
-    nn.Linear(4, 4)(torch.ones(2, 4))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.ops.aten.mm(self.first(x.bfloat16()).float(), torch.ones(4, 4))
-
-def pair():
-    return Model(), torch.ones(2, 4)
-
-def alone():
-    return Model()
-"""
-
-
-@pytest.mark.parametrize(
-    "what, more, status, message",
-    [
-        ("mine.py:step", (), 1, "mine.py:6: mm is in the bf16 list and ran in float32 (aten.mm.default)"),
-        ("mine:step", ("--recipe", "hmp-o1"), 1, "mine.py:6: mm is in the bf16 list"),
-        ("mine.py:clean", (), 0, ""),
-        ("mine.py:pair", ("--recipe", "neuron-bf16-sr"), 1, "mine.py:17: mm is in the bf16 list and ran in float32"),
-        ("mine.py:step", ("--fp32", "fp32.txt", "--bf16", "bf16.txt"), 0, ""),
-        ("mine.py:alone", (), 2, "the function returned a Model alone: return (model, inputs)"),
-        ("mine.py:stepp", (), 2, "mine.py has no 'stepp'; did you mean 'step'?"),
-        ("mime.py:step", (), 2, "mime.py: no such file; did you mean 'mine.py'?"),
-        ("no.such:step", (), 2, "there is no module 'no.such' to import"),
-        ("mine.py", (), 2, "a function is given as MODULE:FUNCTION"),
-    ],
-)
-def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, message, tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").write_text(AUDITED)
-    (tmp_path / "fp32.txt").write_text("mm\n")
-    (tmp_path / "bf16.txt").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    found, out, err = run(capsys, "audit", what, *more)
-    sys.modules.pop("mine", None)
-    assert found == status and message in (err if status == 2 else out)
-    # What else may be printed has escaped, in modules of other tests.
-    assert (" list and ran in " in out) is (status == 1)
-    assert hmpx.conversion.installed() is None
