@@ -27,7 +27,10 @@ examples:
   {prog} explain softmax --recipe neuron-bf16-sr     which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
-_GONE = {"audit": "`record SCRIPT` lists the ops that no wrapper reaches"}  # commands of earlier versions
+_GONE = {  # commands of earlier versions
+    "audit": "`record SCRIPT` lists the ops that no wrapper reaches",
+    "ops": "`explain` and `explain TEXT` print its table",
+}
 
 
 class Parser(argparse.ArgumentParser):

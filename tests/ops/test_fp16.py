@@ -146,13 +146,13 @@ def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"{FP16}\n"
     assert main(["explain", "linear", "--low-precision", "fp16"]) == 0
     assert "rule          fp16: listed at" in capsys.readouterr().out
-    assert main(["ops", "linear", "--low-precision", "fp16", "--opt-level", "O2"]) == 0
+    assert main(["explain", "linea", "--low-precision", "fp16", "--opt-level", "O2"]) == 0
     assert "linear                             fp16         torch.nn.functional.linear" in capsys.readouterr().out
     assert main(["explain", "hmp-o1", "--low-precision", "fp16"]) == 0
     explained = capsys.readouterr().out
     assert " in FP16, " in explained and "GradScaler" in explained
     with pytest.raises(SystemExit):
-        main(["ops", "--low-precision", "fp8"])
+        main(["explain", "--low-precision", "fp8"])
     hmpx.restore()
 
 
