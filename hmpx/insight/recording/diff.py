@@ -95,7 +95,8 @@ def _section(title: str, sites: Sequence[Site], ruled: dict[str, list[Site]], wi
     rows: dict[tuple, list[Site]] = defaultdict(list)
     for site, *each in zip(sites, *ruled.values(), strict=True):
         said = [f"{one.rule or '-'}: {short_dtypes(one.dtypes)}" for one in each]
-        rows[(site.op, site.where, numberless(site.module), *said)].append(site)
+        key = (site.op, site.where, numberless(site.module), *said)
+        rows[key].append(site)
     shown = [*rows.items()][:_ROWS]
     columns = place_columns([alike(group)[0] for _, group in shown])
     columns += [Column(head, [key[3 + i] for key, _ in shown], least=16) for i, head in enumerate(ruled)]
