@@ -80,9 +80,10 @@ class Log(Recorded, Report):
     def diff(self, other: Recorded) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.
 
-        Its attributes are the sites that are `new` there, those that are `gone`, and `changed`: those that both have,
-        with another rule or other dtypes; each of the latter has `before` and `after`. It prints as tables, those sites
-        first whose time changed most. A line that moved is found again by its module and op.
+        Returns:
+            The sites that are `new` there, those that are `gone`, and those that `changed` their rule or dtypes, each
+            with `before` and `after`. It prints as tables, and is true if there is a difference. A line that moved is
+            found again by its module and op.
 
         Example:
             >>> def recorded(level):
@@ -115,8 +116,7 @@ class Log(Recorded, Report):
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
             values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             log = cls(**values)
-            as_page(log)  # this and the next need values of the right types
-            str(log.diff(log))
+            as_page(log)  # which needs values of the right types
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
         return log

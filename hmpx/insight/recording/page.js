@@ -38,9 +38,7 @@ function chips(parent, site) {
 
 function head() {
   add(page, "h1", "What ran in which precision");
-  const about = log.about || {};
-  const versions = ["hmpx", "torch", "python"].filter(name => about[name]).map(name => name + " " + about[name]);
-  add(page, "p", [...versions, about.cpu].filter(Boolean).join(" \u00b7 "), "faint");
+  add(page, "p", log.versions.join(" \u00b7 "), "faint");
   if (!log.policy) add(add(page, "div", null, "notice"), "p", log.nothing);
   const tiles = add(page, "div", null, "tiles");
   const t = log.totals;

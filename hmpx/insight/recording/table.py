@@ -52,6 +52,7 @@ def as_page(log: Recorded) -> str:
         "together": [asdict(site) for site in alike(log.sites)],
         "attention": [(head, [*map(short_places, lines)], head == _AS_ASKED) for head, lines in attention(log)],
         "nothing": NOTHING_CONVERTED,
+        "versions": [f"{name} {version}" for name, version in log.about.items()],
     }
     return filled(str(__package__), "record", as_text(log, _WIDTH), shown)
 
