@@ -466,6 +466,25 @@ def test_compiled_and_checkpointed_the_same_bits(form):
         assert not torch.equal(trained(model, model, x)[0], plain[0])
 
 
+@pytest.mark.parametrize(
+    "op", [torch.mm, torch.Tensor.__matmul__, torch.Tensor.mm, lambda x, w: torch.einsum("ij,jk->ik", x, w)]
+)
+def test_compiled_methods_and_operators_have_the_bits_of_eager(op):
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    model = nn.Module()
+    model.forward = op  # type: ignore[method-assign]
+
+    def run(function):
+        y = function(x, w)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, w))]
+
+    with hmpx.convert():
+        in_bf16 = run(model)
+    with hmpx.convert(fp8=["mm", "matmul", "einsum"]):
+        eager, compiled = run(model), run(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.equal, eager, compiled)) and not torch.equal(eager[0], in_bf16[0])
+
+
 def test_each_product_may_be_the_only_one_in_fp8():
     torch.manual_seed(0)
     x, w, g = torch.randn(8, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True), torch.randn(8, 64)
