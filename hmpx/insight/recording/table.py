@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from hmpx.insight.pages import filled
+from hmpx.insight.pages import Section, bars, box, closed, grid, page
 from hmpx.insight.recording.recorded import Recorded, RoundTrip, Site, alike
 from hmpx.insight.text_table import (
     Column,
     milliseconds,
     number,
     short_dtypes,
+    short_place,
     short_places,
     size,
     table,
@@ -46,15 +46,51 @@ def as_text(log: Recorded, width: int) -> str:
 
 
 def as_page(log: Recorded) -> str:
-    """Return one HTML page that holds everything."""
-    shown = {
-        **log.as_json(),
-        "together": [asdict(site) for site in alike(log.sites)],
-        "attention": [(head, [*map(short_places, lines)], head == _AS_ASKED) for head, lines in attention(log)],
-        "nothing": NOTHING_CONVERTED,
-        "versions": [f"{name} {version}" for name, version in log.about.items()],
-    }
-    return filled(str(__package__), "record", as_text(log, _WIDTH), shown)
+    """Return one HTML page that holds all sites and findings."""
+    sections: list[Section] = []
+    for heading, lines in attention(log):
+        sections.append(box(heading, map(short_places, lines), wrong=heading != _AS_ASKED))
+    dearest = sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
+    if costs := [
+        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
+        for site in dearest
+        if site.cast_seconds
+    ]:
+        sections.append(bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs))
+    if log.sites:
+        sections.append(grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"))
+    if log.unmatched_of_hmpx:
+        sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
+    if log.policy:
+        sections.append(closed("The lists in force, as one file that hmpx reads", log.policy))
+    about = " · ".join(f"{name} {version}" for name, version in log.about.items())
+    lines = [about, *(_totals(log) if log.policy else [NOTHING_CONVERTED])]
+    return page("record", "What ran in which precision", lines, sections, as_text(log, _WIDTH))
+
+
+_COLUMNS = {
+    **{"op": "text", "line": "end", "module": "end", "rule": "text", "dtypes": "dtypes", "calls": "number"},
+    **dict.fromkeys(("casts", "avoided", "kB moved", "casts ms", "op ms"), "number"),
+    "inf, NaN": "text",
+}
+
+
+def _row(site: Site) -> list[Any]:
+    """Return the cells of a site, and notes."""
+    return [
+        *(
+            site.op,
+            os.path.basename(site.where),
+            site.module,
+            site.rule,
+            short_dtypes(site.dtypes),
+            site.calls,
+            site.casts,
+        ),
+        *(site.casts_avoided, site.bytes_cast / 1e3, 1e3 * site.cast_seconds, 1e3 * site.op_seconds),
+        f"call {site.nonfinite}" if site.nonfinite else "",
+        [site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen],
+    ]
 
 
 def _totals(log: Recorded) -> Iterator[str]:

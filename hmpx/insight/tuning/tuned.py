@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.pages import Report, filled
+from hmpx.insight.pages import Report, closed, grid, page, plain
+from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.course import Confirmed
 from hmpx.insight.tuning.plot import Mark, as_svg
@@ -19,7 +19,6 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 2
-_BODY = '<main><div id="head"></div><h2>Error against cost, on held-out batches</h2>{}<div id="rest"></div></main>'
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,18 @@ class Tuned(Report):
         self.plot(path / "tuned.svg")
 
     def _page(self) -> str:
-        shown = {**self.as_json(), "verdict": self._verdict()}
-        for row, choice in zip(shown["choices"], self.choices, strict=True):
-            row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
-        return filled(str(__package__), "tune", str(self), shown, body)
+        alone = {"gradient error alone": "figure", "loss change alone": "figure"}
+        columns = {"name": "text", "module": "end", "dtype": "dtypes", **alone, "saves": "text", "calls": "number"}
+        rows = [
+            [
+                *(each.name, each.module, short_dtypes(each.dtype), each.gradient_error, each.loss_change),
+                *(amount(each.gain, each.unit) if each.gain else "", each.calls, each.why, each.where, []),
+            ]
+            for each in self.choices
+        ]
+        choices = grid("Every name, and why", columns | {"why": "text", "line": "end"}, rows)
+        sections = [choices, closed("The recipe, as a file that hmpx reads", str(self.recipe))]
+        return page("tune", "The op lists of a model", self._verdict(), sections, str(self))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.comparing.comparison import plain
+from hmpx.insight.pages import plain
 from hmpx.insight.tuning.choices import percent
 from hmpx.recipes.recipe import Recipe
 
