@@ -34,7 +34,7 @@ _UNKNOWN = "unknown"
 
 
 class Undecided(str):
-    """A line that is no problem: an import, which runs code, would have to decide."""
+    """A line that reports no problem: only an import, which runs code, could decide."""
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:
@@ -71,7 +71,7 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def is_recipe(path: str) -> bool:
-    """Whether a YAML file has a key of a recipe, or a misspelt one.
+    """Return whether a YAML file has a key of a recipe, or a misspelt one.
 
     A Gaudi configuration is a recipe, too.
     """

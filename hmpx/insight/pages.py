@@ -85,9 +85,9 @@ def grid(head: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], o
     table = plain([*rows])
     kept = [i for i in range(len(columns)) if any(row[i] not in ("", None) for row in table)]
     shown = [item for i, item in enumerate(columns.items()) if i in kept]
+    by = [title for title, _ in shown].index(order) if order else None
     cells = [[*(row[i] for i in kept), [*filter(None, row[-1])]] for row in table]
-    place = [title for title, _ in shown].index(order) if order else None
-    return {"kind": "table", "head": head, "columns": shown, "rows": cells, "order": place}
+    return {"kind": "table", "head": head, "columns": shown, "rows": cells, "order": by}
 
 
 def plain(value: Any) -> Any:

@@ -41,7 +41,7 @@ def shown(log, monkeypatch, columns=100):
 def test_the_dearest_site_comes_first_and_totals_are_sums(monkeypatch):
     log = log_of(site("relu", casts=0, cast_seconds=0.0), site("exp", op_seconds=0.5), steps=3)
     said = shown(log, monkeypatch)
-    assert said.startswith("4 calls of 2 ops at 2 sites in 3 steps\n4 of 4 tensors under a rule were cast")
+    assert said.startswith("4 calls of 2 ops at 2 sites in 3 steps\n4 of 4 tensors of listed ops were cast")
     assert "2.4 kB moved in 1.0 ms, 0 % of the time of casts and ops" in said
     assert said.index("\nexp ") < said.index("\nrelu ")
     assert re.search(r"^exp +model\.py:7 +head +bf16 +fp32 -> bf16 +2 +4 +1\.2 kB +1\.0 +500\.0$", said, re.MULTILINE)

@@ -223,7 +223,7 @@ def _culprits(found: Comparison) -> Iterator[str]:
         yield f"one op {verb}s the training by itself: {alone[0]}"
     elif found.together:
         acquitted = f"{known} measured, and none breaks the training by itself"
-        yield f"{acquitted}; these {verb} it together, and neither half of them does:"
+        yield f"{acquitted}; these {verb} it together, and each half of them alone does not:"
         yield from _listed(alike(found.together))
     elif found.gradient_error >= FELT:
         yield f"{known} measured, and none breaks the training by itself; the others were not measured"
