@@ -47,7 +47,7 @@ def test_every_block_is_run_by_a_test():
     assert sum(text.count("```") for text in READMES.values()) == 2 * len(BLOCKS)
 
 
-def test_the_front_page_has_every_recipe():
+def test_the_front_page_names_every_recipe():
     assert {*recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
 
 

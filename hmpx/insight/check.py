@@ -34,7 +34,7 @@ _UNKNOWN = "unknown"
 
 
 class Undecided(HmpxError):
-    """The kind of what is no fault, nor none: an import, which runs code, would have to decide."""
+    """The kind of what is neither a fault nor right: only an import, which runs code, could decide."""
 
 
 def check_files(paths: Sequence[str]) -> Iterator[Fault]:
@@ -71,7 +71,7 @@ def check_files(paths: Sequence[str]) -> Iterator[Fault]:
 
 
 def is_recipe(path: str) -> bool:
-    """Whether a YAML file has a key of a recipe, or a misspelt one.
+    """Return whether a YAML file has a key of a recipe, or a misspelt one.
 
     A Gaudi configuration is a recipe, too.
     """

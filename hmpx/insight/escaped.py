@@ -37,7 +37,7 @@ class DispatchWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile while it is open, as it does without."""
+        """Tell torch.compile to compile while this mode is open."""
         return True
 
     def open(self) -> None:
@@ -46,7 +46,7 @@ class DispatchWatch(TorchDispatchMode):
             self.is_open = True
 
     def close(self) -> None:
-        """Close it, if it is the innermost mode; if another one was opened since, it stays open."""
+        """Close it if it is the innermost mode; below another mode it stays open."""
         if self.is_open and _get_current_dispatch_mode() is self:
             self.is_open = False
             self.__exit__(None, None, None)
@@ -82,8 +82,8 @@ class Watch(DispatchWatch):
         if kwargs.get("dtype") is not None:
             return
         values = tree_leaves((args, kwargs))
-        written_beside = any(entry.signature.statistics for op in ops for entry in op.entries)
-        dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if written_beside else values)))
+        writes_statistics = any(entry.signature.statistics for op in ops for entry in op.entries)
+        dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if writes_statistics else values)))
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
         if len(wrong) < len(rules):
             return  # right for at least one of the ops that may have called it
@@ -175,7 +175,7 @@ class ForwardWatch:
             self._pause()
 
     def _pause(self) -> None:
-        """Close it; a step that raises leaves it so until the next backward pass."""
+        """Close the watch. After a step that raises, it stays closed until the next backward pass."""
         if self._is_here():
             self._watch.close()
 
@@ -184,5 +184,5 @@ class ForwardWatch:
             self._watch.open()
 
     def _is_here(self) -> bool:
-        """Whether this is the thread to watch, and no pass inside a backward one, at whose end torch resets modes."""
+        """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1

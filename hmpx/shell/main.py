@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit status.
+    """Run one command, and return its exit status.
 
     0: done. 1: `check`, `compare` or `report --diff` has found something. 2: an error.
     """

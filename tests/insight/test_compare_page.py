@@ -27,8 +27,12 @@ def page(found, tmp_path):
     return (tmp_path / "found.html").read_text()
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(found, tmp_path):
-    assert browser.shows_what_is_saved(found, tmp_path)
+def test_the_table_of_the_page_has_the_numbers_of_the_rows_the_worst_first(found, page):
+    worst, columns = found.worst(len(found.rows)), browser.columns_of(page)
+    assert columns["op"] == [row.op for row in worst] and len(worst) == len(found.rows) > 2
+    for name in ("gradient_error", "loss_change", "error", "accumulated", "calls"):
+        assert columns[name.replace("_", " ")] == [getattr(row, name) for row in worst]
+    assert browser.shown_in(page)["lines"] == str(found).split("\n\n")[0].split("\n")
 
 
 def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_path, monkeypatch):
@@ -91,21 +95,23 @@ def test_a_row_is_blamed_from_the_error_on_that_a_training_feels():
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
-    assert {row["module"] for row in browser.values_in(page)["rows"]} >= {browser.HOSTILE, browser.IMAGE}
+    assert {*browser.columns_of(page)["module"]} >= {browser.HOSTILE, browser.IMAGE}
     assert browser.is_harmless(page)
+
+
+def test_the_page_says_inf_and_leaves_out_columns_without_a_value(found, tmp_path):
+    rows = (Row("exp", gradient_error=math.inf, measured=True), Row("add", gradient_error=0.01, note="slow"))
+    dataclasses.replace(found, rows=rows).html(tmp_path / "found.html")
+    columns = browser.columns_of((tmp_path / "found.html").read_text())
+    assert columns["gradient error"] == ["inf", 0.01] and columns["by"] == ["", "estimate"]
+    assert "log prob change" not in columns and "module" not in columns
 
 
 @pytest.mark.browser
 @browser.needed
-def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(found, page, tmp_path):
-    click = "for (const row of document.querySelectorAll('tr.site')) row.click();"
-    dom = browser.drawn(tmp_path, page, click)
+def test_the_browser_draws_it_and_sorts_it(page, tmp_path):
+    dom = browser.drawn(tmp_path, page)
     assert 'data-drawn="yes"' in dom and "<title>hmpx compare</title>" in dom and "<img" not in dom
-    sites = dom.partition('id="sites"')[2].partition("</table>")[0]
-    worst = found.worst(len(found.rows))
-    assert browser.cells(sites, "op") == [row.op for row in worst]
-    for key in ("gradient_error", "loss_change", "error", "accumulated"):
-        assert [float(value) for value in browser.cells(sites, key)] == [getattr(row, key) for row in worst]
-    by_error = browser.drawn(tmp_path, page, "document.querySelector('#sites th[data-key=error] button').click();")
-    errors = browser.cells(by_error.partition('id="sites"')[2].partition("</table>")[0], "error")
-    assert [float(value) for value in errors] == sorted((row.error for row in found.rows), reverse=True)
+    by_error = browser.drawn(tmp_path, page, "document.querySelector('th:nth-child(4) button').click();")
+    errors = [float(text) for text in browser.cells(by_error, "error")]
+    assert errors == sorted(errors, reverse=True) and len({*errors}) > 1

@@ -6,12 +6,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hmpx.insight.comparing.row import BROKEN, FELT, Row, alike, number, order
 from hmpx.insight.module_names import numberless
-from hmpx.insight.pages import Report, filled
+from hmpx.insight.pages import Report, bars, closed, grid, page, plain
 from hmpx.insight.text_table import Column, short_dtypes, short_places, table, terminal_width
 from hmpx.insight.text_table import number as count
 
@@ -111,23 +111,30 @@ class Comparison(Report):
         return plain({"schema": SCHEMA, **found})
 
     def _page(self) -> str:
-        shown = {**self.as_json(), "worst": plain(self.worst(len(self.rows))), "verdict": list(_verdict(self))}
-        shown |= {"broken": FELT, "is_broken": self.is_broken}
-        return filled(str(__package__), "compare", _as_text(self, _WIDTH), shown)
+        figures = ("gradient_error", "log_prob_change", "loss_change", "error", "accumulated")
+        columns = {
+            **{"op": "text", **{name.replace("_", " "): "figure" for name in figures}, "by": "text", "calls": "number"},
+            **{"dtypes": "dtypes", "module": "end", "line": "end"},
+        }
+        rows = [
+            [
+                *(row.op, *(getattr(row, name) for name in figures), "estimate" if _is_estimate(row) else ""),
+                *(row.calls, short_dtypes(row.dtypes), row.module, short_places(row.where)),
+                [row.where, row.reason, row.phase and f"not finite in the {row.phase} pass", row.raised, row.note],
+            ]
+            for row in self.worst(len(self.rows))
+        ]
+        ops = [(row.op, row.gradient_error, number(row.gradient_error)) for row in self.by_op()[:_ROWS]]
+        about = "All calls of an op together, in units of the noise between batches. From the mark on, an op is broken."
+        sections = [
+            *([bars("Gradient error by op", about, ops, FELT)] if not math.isnan(self.gradient_error) else []),
+            grid("Every site, the worst first", columns, rows),
+            closed("The lists, as one file that hmpx reads", str(self.policy)),
+        ]
+        return page("compare", "Each op beside itself in FP32", _verdict(self), sections, _as_text(self, _WIDTH))
 
     def __str__(self) -> str:
         return _as_text(self, terminal_width())
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as JSON has it: rows as objects, null for NaN, and "inf"."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, Row):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_text(found: Comparison, width: int) -> str:
@@ -216,7 +223,7 @@ def _culprits(found: Comparison) -> Iterator[str]:
         yield f"one op {verb}s the training by itself: {alone[0]}"
     elif found.together:
         acquitted = f"{known} measured, and none breaks the training by itself"
-        yield f"{acquitted}; these {verb} it together, and neither half of them does:"
+        yield f"{acquitted}; these {verb} it together, and each half of them alone does not:"
         yield from _listed(alike(found.together))
     elif found.gradient_error >= FELT:
         yield f"{known} measured, and none breaks the training by itself; the others were not measured"

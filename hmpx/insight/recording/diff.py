@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.recording.recorded import Recorded, Site, alike
+from hmpx.insight.recording.recorded import LogValues, Site, alike
 from hmpx.insight.recording.table import place_columns
 from hmpx.insight.text_table import Column, number, short_dtypes, table, terminal_width
 
@@ -51,7 +51,7 @@ class LogDiff:
         yield from _section("gone", self.gone, {"rule and dtypes": self.gone}, width)
 
 
-def difference(before: Recorded, after: Recorded) -> LogDiff:
+def difference(before: LogValues, after: LogValues) -> LogDiff:
     """Match the sites of two records, and return those that differ.
 
     Sites are the same if op, module and line are. The others are matched by op, module and file, in the same order, so

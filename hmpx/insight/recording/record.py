@@ -70,7 +70,7 @@ def record() -> Iterator[Log]:
         [('log_softmax', 'fp32', 'bfloat16 -> float32', 1)]
     """
     if any(isinstance(each, Recorder) for each in observers):
-        raise HmpxError("hmpx.record is open already: read the log that it gave, or close it first")
+        raise HmpxError("hmpx.record is open already: leave its `with` block before you open another")
     versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     log = Log(about={**versions, "cpu": capability()})
     recorder, watch = Recorder(log), ForwardWatch()
@@ -128,7 +128,7 @@ class Recorder:
         self._fp8: dict[int, tuple[Site, Fp8Casts]] = {}  # by identity of the site
 
     def leaves(self, caller: types.CodeType) -> bool:
-        """Whether a function computes an optimizer's step."""
+        """Return whether a function computes an optimizer's step."""
         known = self._codes.get(id(caller))
         if known is None:
             known = self._codes[id(caller)] = caller, caller.co_filename.startswith(OF_STEPS)
