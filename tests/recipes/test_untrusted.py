@@ -113,7 +113,7 @@ READS = [
     "explain mine.yaml",
     "explain evil.f --list mine.yaml",
 ]
-READS += ["explain evil.f --recipe mine.yaml", "ops --recipe mine.yaml", "explain lazy.py:1 --recipe mine.yaml"]
+READS += ["explain evil.f --recipe mine.yaml", "explain --recipe mine.yaml"]
 NAMED = [(1, "evil.listed"), (2, "lazy.later")]
 READ = """
 import sys, lazy
