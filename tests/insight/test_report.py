@@ -126,6 +126,13 @@ def test_the_table_of_the_page_has_the_numbers_of_the_record(tmp_path):
     }
 
 
+def test_the_page_of_an_empty_record_says_so_and_has_no_table(tmp_path):
+    page = saved(tmp_path, Log())
+    assert "Nothing was converted" in browser.shown_in(page)["lines"][1] and not browser.shown_in(page)["sections"]
+    page = saved(tmp_path, log_of(unmatched=("mine.txt:3: conv9d",)))
+    assert [each["kind"] for each in browser.shown_in(page)["sections"]] == ["box", "text"]
+
+
 @pytest.mark.browser
 @browser.needed
 def test_the_browser_draws_it_sorts_it_filters_it_and_adds_up(tmp_path):

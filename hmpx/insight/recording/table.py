@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hmpx.insight.pages import Section, bars, box, closed, grid, page
+from hmpx.insight.pages import bars, box, closed, grid, page
 from hmpx.insight.recording.recorded import LogValues, RoundTrip, Site, alike
 from hmpx.insight.text_table import (
     Column,
@@ -47,18 +47,16 @@ def as_text(log: LogValues, width: int) -> str:
 
 def as_page(log: LogValues) -> str:
     """Return one HTML page that holds all sites and findings."""
-    sections: list[Section] = []
-    for heading, lines in attention(log):
-        sections.append(box(heading, map(short_places, lines), wrong=heading != _AS_ASKED))
-    dearest = sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
-    if costs := [
+    sections = [box(heading, map(short_places, lines), wrong=heading != _AS_ASKED) for heading, lines in attention(log)]
+    costs = [
         (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
-        for site in dearest
+        for site in sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
         if site.cast_seconds
-    ]:
-        sections.append(bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs))
-    if log.sites:
-        sections.append(grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"))
+    ]
+    sections += [
+        bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs),
+        grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"),
+    ]
     if log.unmatched_of_hmpx:
         sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
     if log.policy:
