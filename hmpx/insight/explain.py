@@ -41,12 +41,8 @@ _STATE = {
 
 def is_known(name: str, policy: Policy) -> bool:
     """Return whether this is the name of an op, or of its in-place form, so that `explain_op` knows more of it."""
-    in_place = name.removesuffix("_")
-    return (
-        bool({canonical(name), canonical(in_place)} & {*catalog()})
-        or name in policy.user_functions()
-        or aten_only(name)
-    )
+    names = {canonical(name), canonical(name.removesuffix("_"))}
+    return bool(names & {*catalog()}) or name in policy.user_functions() or aten_only(name)
 
 
 def ops_table(policy: Policy, containing: str = "") -> str:

@@ -75,19 +75,12 @@ _COLUMNS = {
 
 def _row(site: Site) -> list[Any]:
     """Return the cells of a site, and notes."""
+    costs = site.calls, site.casts, site.casts_avoided, site.bytes_cast / 1e3
+    notes = site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen
+    nonfinite = f"call {site.nonfinite}" if site.nonfinite else ""
     return [
-        *(
-            site.op,
-            os.path.basename(site.where),
-            site.module,
-            site.rule,
-            short_dtypes(site.dtypes),
-            site.calls,
-            site.casts,
-        ),
-        *(site.casts_avoided, site.bytes_cast / 1e3, 1e3 * site.cast_seconds, 1e3 * site.op_seconds),
-        f"call {site.nonfinite}" if site.nonfinite else "",
-        [site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen],
+        *(site.op, os.path.basename(site.where), site.module, site.rule, short_dtypes(site.dtypes), *costs),
+        *(1e3 * site.cast_seconds, 1e3 * site.op_seconds, nonfinite, notes),
     ]
 
 
@@ -96,9 +89,8 @@ def _totals(log: LogValues) -> Iterator[str]:
     ops = len({site.op for site in log.sites})
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
     yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
-    looked_at = sums["casts"] + sums["casts_avoided"]
     yield (
-        f"{sums['casts']} of {looked_at} tensors of listed ops were cast: {size(sums['bytes_cast'])} moved in "
+        f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} moved in "
         f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
 
