@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a core, and so have the processes that it starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,10 @@ import torch
 import hmpx
 from tests.support import kernels, older_torch, out_of_sight  # noqa: F401
 from tests.support.untouched import Picture
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update", action="store_true", help="write the reports that tests compare with, for a look")
 
 
 def pytest_configure(config):
@@ -69,3 +74,17 @@ def lists(tmp_path):
         return arguments
 
     return write
+
+
+@pytest.fixture
+def stored(request):
+    """Compare a report with the file that holds it; under `--update`, write the file. Paths of hmpx begin there."""
+
+    def same(name, text):
+        path = Path(__file__).parent / "data" / "reports" / f"{name}.txt"
+        text = text.replace(f"{Path(hmpx.__file__).parent}{os.sep}", "hmpx/").rstrip("\n") + "\n"
+        if request.config.getoption("--update"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name}: run with --update and look at the difference"
+
+    return same

@@ -59,7 +59,7 @@ class Watch(DispatchWatch):
         super().__init__()
         self._seen: Counter[tuple[str, str]] = Counter()
         self._conversion: Conversion | None = None
-        # By place, and by identity, as operators have a hash in Python: the operator, what may have called it.
+        # By scope and identity, as operators have a hash in Python: the operator, what may have called it.
         self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

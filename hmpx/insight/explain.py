@@ -39,8 +39,9 @@ _STATE = {
 
 
 def is_known(name: str, policy: Policy) -> bool:
-    """Return whether `explain_op` can say something of this name."""
-    return canonical(name) in catalog() or name in policy.user_functions() or aten_only(name)
+    """Return whether this is the name of an op, or of its in-place form, so that `explain_op` knows more of it."""
+    names = {canonical(name), canonical(name.removesuffix("_"))}
+    return bool(names & {*catalog()}) or name in policy.user_functions() or aten_only(name)
 
 
 def ops_table(policy: Policy, containing: str = "") -> str:

@@ -41,7 +41,7 @@ class Report:
 
 
 def page(name: str, title: str, lines: Iterable[str], sections: Iterable[Section], text: str) -> str:
-    """Return a page.
+    """Return a page, without pictures and tables that have no rows.
 
     Args:
         name: of the view, as in its command.
@@ -50,7 +50,8 @@ def page(name: str, title: str, lines: Iterable[str], sections: Iterable[Section
         sections: made by `box`, `closed`, `bars` and `grid`, in their order.
         text: for readers without scripts.
     """
-    shown = json.dumps(plain({"title": title, "lines": [*lines], "sections": [*sections]}), allow_nan=False)
+    drawn = [each for each in sections if each.get("rows", True)]
+    shown = json.dumps(plain({"title": title, "lines": [*lines], "sections": drawn}), allow_nan=False)
     values = {"NAME": name, "TEXT": html.escape(text), "SHOWN": shown.translate(_ESCAPED)}
     first, *rest = files(str(__package__)).joinpath("page.html").read_text(encoding="utf-8").split("{{")
     return first + "".join(values[part.partition("}}")[0]] + part.partition("}}")[2] for part in rest)
@@ -85,7 +86,7 @@ def grid(head: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], o
     table = plain([*rows])
     kept = [i for i in range(len(columns)) if any(row[i] not in ("", None) for row in table)]
     shown = [item for i, item in enumerate(columns.items()) if i in kept]
-    by = [title for title, _ in shown].index(order) if order else None
+    by = next((i for i, (title, _) in enumerate(shown) if title == order), None)
     cells = [[*(row[i] for i in kept), [*filter(None, row[-1])]] for row in table]
     return {"kind": "table", "head": head, "columns": shown, "rows": cells, "order": by}
 

@@ -15,10 +15,10 @@ from hmpx.shell.outputs import add_force, check_outputs
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "compare",
-        "run a model's ops beside themselves in FP32 and say which one is to blame",
+        "compare each op of a model with itself in FP32 and say which one is to blame",
         "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
-        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each op is run\n"
-        "beside itself in FP32. The effect of its error on the loss and on the gradients is printed, the worst first.\n"
+        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each op runs\n"
+        "as listed and in FP32. The effect of its error on the loss and on the gradients is printed, the worst first.\n"
         "The exit status is 1 if the lists change the training, or make something inf or NaN.",
         "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
     )

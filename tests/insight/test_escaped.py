@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import softmax as own_softmax
 
 import hmpx
-from tests.support.recorded import escaped
+from tests.support.recorded import escaped, line
 
 FP32, BF16 = torch.float32, torch.bfloat16
 X = torch.randn(4, 4)
@@ -70,11 +70,11 @@ def test_scripted_modules_are_found_with_the_line_that_calls_them():
 
     with hmpx.convert():
         lines = escaped(model, X)
-    line = f"{__file__}:{model.__code__.co_firstlineno + 1}"
+    ran = "is in the bf16 list and ran in float32"  # softmax ran in FP32
     assert sorted(lines) == [
-        f"{line}: addmm is in the bf16 list and ran in float32 (aten.addmm.default, 2 times)",
-        f"{line}: layer_norm is in the bf16 list and ran in float32 (aten.native_layer_norm.default, 2 times)",
-    ]  # softmax ran in FP32
+        f"{line(model, 1)}: addmm {ran} (aten.addmm.default, 2 times)",
+        f"{line(model, 1)}: layer_norm {ran} (aten.native_layer_norm.default, 2 times)",
+    ]
 
 
 def test_an_op_that_stands_for_several_is_found_under_the_one_that_is_listed(lists):

@@ -14,14 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
+from tests.support.recorded import line
 from tests.support.untouched import attributes_of_torch
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-def line(function, offset):
-    """A line of this file, `offset` beneath the head of a function."""
-    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
 
 
 def only(log, op):

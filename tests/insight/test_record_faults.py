@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from tests.support.recorded import line
 
 BF16 = torch.bfloat16
-ESCAPED = frozenset({torch.mm})  # which cannot be changed
-
-
-def line(function, offset):
-    """A line of this file, `offset` beneath the head of a function."""
-    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
 
 
 def headings(log):
@@ -136,25 +130,6 @@ def test_a_name_that_the_model_never_calls(tmp_path):
     assert headings(log)["Names in your lists that no call matched"] == ["mine.txt:2: bmm"]
     assert "softmax" in log.unmatched_of_hmpx
     assert f"{len(log.unmatched_of_hmpx)} names of the lists that come with hmpx matched no call" in str(log)
-
-
-def test_what_no_wrapper_reaches_has_escaped():
-    """An aten op, a name that was captured where nobody can change it, and a scripted module."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(nn.Linear(4, 4))
-
-    def model(x):
-        torch.ops.aten.mm(x, x)
-        next(iter(ESCAPED))(x, x)
-        return scripted(x)
-
-    with hmpx.convert(), hmpx.record() as log:
-        model(torch.ones(4, 4))
-    for offset in (1, 2):
-        assert f"{line(model, offset)}: mm is in the bf16 list and ran in float32" in "\n".join(log.escaped)
-    assert [said for said in log.escaped if said.startswith(line(model, 3))]
-    assert headings(log)["Ops that no wrapper reaches"]
 
 
 def test_the_first_op_that_is_not_finite_is_named_and_not_what_it_infects():

@@ -38,48 +38,43 @@ def shown(log, monkeypatch, columns=100):
     return str(log)
 
 
-def test_the_dearest_site_comes_first_and_totals_are_sums(monkeypatch):
-    log = log_of(site("relu", casts=0, cast_seconds=0.0), site("exp", op_seconds=0.5), steps=3)
-    said = shown(log, monkeypatch)
-    assert said.startswith("4 calls of 2 ops at 2 sites in 3 steps\n4 of 4 tensors of listed ops were cast")
-    assert "2.4 kB moved in 1.0 ms, 0 % of the time of casts and ops" in said
-    assert said.index("\nexp ") < said.index("\nrelu ")
-    assert re.search(r"^exp +model\.py:7 +head +bf16 +fp32 -> bf16 +2 +4 +1\.2 kB +1\.0 +500\.0$", said, re.MULTILINE)
-
-
-@pytest.mark.parametrize("columns", [40, 80, 97, 120, 200])
-def test_it_fits_the_terminal_and_a_narrow_one_gets_80(columns, monkeypatch):
+def everything():
+    """A record with each kind of finding: more sites than the table shows, equal blocks among them."""
     long = site("scaled_dot_product_attention", where="/a/modeling_something_rather_long.py:1234", module="a.b." * 20)
-    wide = replace(long, given=("bfloat16", "float32", "float16"))
-    said = shown(log_of(long, wide, site()), monkeypatch, columns)
-    rows = said.split("\n\n")[1].splitlines()
-    assert len(rows) == 4 and max(map(len, rows)) <= max(80, columns)
-    assert all(each in rows[0] for each in ("op", "line", "module", "dtypes", "casts ms", "op ms"))
-    assert "1234" in rows[1] and ("moved" in rows[0]) == (columns >= 120)
-
-
-def test_equal_blocks_stand_together(monkeypatch):
-    log = log_of(*(site(module=f"layers.{i}.up") for i in range(12)), site(module="layers.0.down"))
-    said = shown(log, monkeypatch)
-    assert len(said.split("\n\n")[1].splitlines()) == 3
-    assert re.search(r"layers\.\*\.up +bf16 .* 24 +48 ", said)
-
-
-def test_long_tables_and_lists_are_cut_and_say_so(monkeypatch):
-    log = log_of(*(site(f"op{i}") for i in range(30)), unmatched=tuple(f"mine.txt:{i}: op" for i in range(11)))
-    said = shown(log, monkeypatch)
-    assert "… and 10 more, 30.0 ms together" in said and "  … and 3 more" in said
-
-
-def test_round_trips_that_no_list_asks_for_come_before_those_of_the_lists(monkeypatch):
-    trips = [
-        RoundTrip("a.py:1", "a.py:2", ("softmax", "matmul"), ("bfloat16", "float32", "bfloat16"), 1, 5_000_000, True),
-        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), ("bfloat16", "float32", "bfloat16"), 2, 10),
-        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), ("bfloat16", "float32", "bfloat16"), 3, 10),
+    sites = [
+        *(site(module=f"layers.{i}.up", op_seconds=0.02) for i in range(12)),
+        *(site(f"op{i}", casts=0, bytes_cast=0, cast_seconds=0.0) for i in range(18)),
+        *(site(op, nonfinite=i, nonfinite_at=10 - i, op_seconds=0.5 / i) for i, op in enumerate(("exp", "div"), 2)),
+        site("add", rule="", unchosen="float32 comes out, as parameter scale in float32 met bfloat16"),
+        site("sin", module="", outside=2),
+        site("mm", in_low={"an inner size of 3": 2}, fp8={"inputs": FP8, "weights": FP8 | {"saturated": 5}}),
+        *(long, replace(long, given=("bfloat16", "float32", "float16"))),
     ]
-    said = shown(log_of(site(), round_trips=trips), monkeypatch)
-    one, other = "a.py:3: add makes float32 of bfloat16", "a.py:1: softmax makes float32 of bfloat16"
-    assert said.index(one) < said.index(other) and said.count(one) == 1 and "(5 times, 20 B)" in said
+    narrow = "bfloat16", "float32", "bfloat16"
+    trips = [
+        RoundTrip("a.py:1", "a.py:2", ("softmax", "matmul"), narrow, 1, 5_000_000, True),
+        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), narrow, 2, 10),
+        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), narrow, 3, 10),
+    ]
+    row = {"name": "w", "lost": 0.25}
+    counted = {"rows": [row, {**row, "name": "b", "lost": 0.75}], "optimizer": "SGD", "weights": "nearest", "steps": 2}
+    counted |= {"lost": 0.5, "needed": True}
+    return log_of(
+        *sites, steps=3, round_trips=trips, unmatched=tuple(f"mine.txt:{i}: op" for i in range(11)),
+        unmatched_of_hmpx=("bmm", "conv1d"), escaped=("a.py:9: mm is in the bf16 list and ran in float32",),
+        updates=[counted, {**counted, "rows": [], "lost": 0.0, "needed": False}],
+    )  # fmt: skip
+
+
+FP8 = {"largest": 448.0, "elements": 100, "underflowed": 10, "saturated": 0}
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_a_record_prints_the_table_and_what_calls_for_attention(columns, monkeypatch, stored):
+    """The dearest first, equal blocks in a row, as wide as the terminal and at least 80."""
+    said = shown(everything(), monkeypatch, columns)
+    assert max(map(len, said.split("\n\n")[1].splitlines())) <= max(80, columns)
+    stored(f"record-{columns}", said)
 
 
 def test_a_table_never_cuts_what_may_not_be_cut():
@@ -131,6 +126,13 @@ def test_the_table_of_the_page_has_the_numbers_of_the_record(tmp_path):
     }
 
 
+def test_the_page_of_an_empty_record_says_so_and_has_no_table(tmp_path):
+    page = saved(tmp_path, Log())
+    assert "Nothing was converted" in browser.shown_in(page)["lines"][1] and not browser.shown_in(page)["sections"]
+    page = saved(tmp_path, log_of(unmatched=("mine.txt:3: conv9d",)))
+    assert [each["kind"] for each in browser.shown_in(page)["sections"]] == ["box", "text"]
+
+
 @pytest.mark.browser
 @browser.needed
 def test_the_browser_draws_it_sorts_it_filters_it_and_adds_up(tmp_path):
@@ -157,40 +159,19 @@ def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
     assert 'class="more" hidden' not in dom and "called as " in dom and html.escape(browser.HOSTILE, quote=False) in dom
 
 
-def test_a_diff_tells_what_is_new_gone_and_changed():
-    before = log_of(site(), site("relu", module="old"), site("exp", where="m.py:3"), site("cat", where="m.py:9"))
-    after = log_of(
-        site(seen=("float32",), result=("float32",), rule="fp32", casts=0),
-        site("gelu", module="new"),
-        site("exp", where="m.py:5", op_seconds=0.2),  # the line moved
-        site("cat", where="m.py:9"),
-    )
-    found = before.diff(after)
-    assert [each.op for each in found.new] == ["gelu"] and [each.op for each in found.gone] == ["relu"]
-    (changed,) = found.changed
-    assert (changed.before.rule, changed.after.rule, found.same) == ("bf16", "fp32", 2)
-    said = str(found)
-    assert re.search(r"^  linear +model\.py:7 +head +bf16: fp32 -> bf16 +fp32: fp32$", said, re.MULTILINE)
-    assert bool(found) and not before.diff(before)
-
-
-def test_a_diff_fits_the_terminal_and_a_narrow_one_has_no_modules(monkeypatch):
-    before = site("scaled_dot_product_attention", where="/a/modeling_something_rather_long.py:1234", module="a.b." * 20)
-    after = replace(before, given=("bfloat16", "float32", "float16"), rule="fp32")
-    for columns in (80, 100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        rows = str(log_of(before).diff(log_of(after))).split("\n\n")[1].splitlines()[1:]
-        assert len(rows) == 2 and max(map(len, rows)) <= columns and ("module" in rows[0]) == (columns == 100)
-
-
-def test_updates_that_were_not_counted_need_nothing(monkeypatch):
-    row = {"name": "w", "lost": 0.25}
-    counted = {"rows": [row, {**row, "name": "b", "lost": 0.75}], "optimizer": "SGD", "weights": "nearest", "steps": 2}
-    counted |= {"lost": 0.5, "needed": True}
-    log = log_of(site(), updates=[counted, {**counted, "rows": [], "lost": 0.0, "needed": False}])
-    said = shown(log, monkeypatch, 120)
-    assert "SGD, weights='nearest', 2 steps: 50 % of all; most of 'b', 75 %" in said
-    assert "SGD, weights='nearest', 2 steps: 0 % of all; needs no stochastic rounding" in said
+def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored):
+    """The line of `exp` moved and `cat` took longer: neither is a difference. Equal blocks share a row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    blocks = [site(module=f"layers.{i}.up", where="m.py:20") for i in range(30)]
+    wide = {"seen": ("float32",), "result": ("float32",), "rule": "fp32"}
+    before = [site("relu", module="old"), site("exp", where="m.py:3"), site("cat", where="m.py:9"), *blocks]
+    after = [site("gelu", module="new"), site("exp", where="m.py:5"), site("cat", where="m.py:9", op_seconds=9.0)]
+    after += [replace(each, **wide) for each in blocks]
+    before += [site(f"op{i}") for i in range(25)]
+    found = log_of(*before).diff(log_of(*after))
+    assert ([each.op for each in found.new], found.same, len(found.changed)) == (["gelu"], 2, 30)
+    assert found and not log_of(*before).diff(log_of(*before))
+    stored("diff", str(found))
 
 
 def test_of_a_device_only_a_call_that_was_not_finite_before_the_known_one_counts():
@@ -223,13 +204,6 @@ def test_sites_of_one_line_are_matched_by_their_dtypes_first():
     low = site(given=("bfloat16",))
     found = log_of(site(), low).diff(log_of(low))
     assert not found.changed and [each.given for each in found.gone] == [("float32",)]
-
-
-def test_equal_blocks_share_a_row_of_a_diff():
-    blocks = [site(module=f"layers.{i}.up") for i in range(30)]
-    after = [replace(each, rule="fp32", seen=("float32",), result=("float32",)) for each in blocks]
-    said = str(log_of(*blocks).diff(log_of(*after))).splitlines()
-    assert said[2] == "other rules or dtypes: 30 sites" and len(said) == 5 and " layers.*.up " in said[4]
 
 
 def test_the_example_writes_rows_while_a_model_trains(tmp_path):

@@ -7,29 +7,17 @@ import pytest
 
 import hmpx
 from hmpx.shell.main import main
+from tests.support.planted import Model, line_of
 
 MODULE = """\
-import torch
 from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        h = self.first(x) + 30
-        variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
-        return self.last((h - 30) * torch.rsqrt(variance.abs() + 1e-3))
+from tests.support.planted import Model, batches, loss_of, variance_by_difference
 
 def setup():
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(32, 16, generator=generator), torch.randint(4, (32,), generator=generator)) for _ in range(4)]
-    return Net(), data, lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+    return Model(variance_by_difference), batches(), loss_of
 
 def results():
-    return Net(), [batch[:1] for batch in setup()[1]]
+    return Model(variance_by_difference), [batch[:1] for batch in batches()]
 
 def with_targets():
     return setup()[:2]
@@ -43,7 +31,7 @@ def raises():
     return model, data, lambda model, x, y: nn.functional.cross_entropy(model(x).masked_fill(y[:, None] > 2, -1e9), y)
 
 def alone():
-    return Net()
+    return setup()[0]
 """
 
 
@@ -52,18 +40,18 @@ def alone():
     [
         ("setup", (), 1, "each break the training by themselves:\n"),
         ("setup", ("--opt-level", "O2"), 0, "healthy: gradient error 0.0"),
-        ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, "mine.py:12: mean in Net: gradient error"),
+        ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, ": mean in Model: gradient error"),
         ("results", (), 0, "only results are compared: give loss(model, *batch)"),
         ("not_finite", (), 1, "stopped: FP32 itself is not finite: the loss of batch 0 has inf or NaN, first in the"),
         (
             "raises",
             ("--low-precision", "fp16", "--list", "fp16.txt"),
             1,
-            "mine.py:32: masked_fill: RuntimeError: value cannot",
+            "mine.py:19: masked_fill: RuntimeError: value cannot",
         ),
-        ("with_targets", (), 2, "compare: without a loss it calls model(*batch), and Net does not take the 2"),
+        ("with_targets", (), 2, "compare: without a loss it calls model(*batch), and Model does not take the 2"),
         ("setupp", (), 2, "mine.py has no 'setupp'; did you mean 'setup'?"),
-        ("alone", (), 2, "mine.py:alone must return (model, batches, loss) or (model, batches), not a Net"),
+        ("alone", (), 2, "mine.py:alone must return (model, batches, loss) or (model, batches), not a Model"),
     ],
 )
 def test_compare_runs_what_a_function_returns(function, more, status, message, tmp_path, capsys, monkeypatch):
@@ -78,7 +66,11 @@ def test_compare_runs_what_a_function_returns(function, more, status, message, t
     if "--json" in more:
         saved = json.loads((tmp_path / "found.json").read_text())
         first = saved["rows"][0]
-        assert first["op"] == "linear" and first["where"].endswith("mine.py:11") and saved["schema"] == 2
+        assert (
+            first["op"] == "linear"
+            and first["where"].endswith(":" + line_of(Model.forward, "self.first").rpartition(":")[2])
+            and saved["schema"] == 2
+        )
     assert hmpx.conversion.installed() is None
 
 

@@ -6,9 +6,7 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -72,21 +70,6 @@ def test_the_table_comes_however_the_script_ends(script, tmp_path, end, status):
     assert "9 calls of 3 ops" in done.stderr and hmpx.Log.load(tmp_path / "log.json").steps == 3
     assert "started processes" not in done.stderr
     assert (status == 5) == (done.returncode == 5)
-
-
-@pytest.mark.slow
-def test_an_interrupt_from_the_keyboard(script, tmp_path):
-    path = script("print('waiting', flush=True)\nimport time\ntime.sleep(60)")
-    command = [sys.executable, "-m", "hmpx", "record", *RECIPE, path]
-    running = subprocess.Popen(
-        command, cwd=tmp_path, env=python.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while running.stdout.readline() != "waiting\n":
-        assert running.poll() is None, running.stderr.read()
-    time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
-    assert "9 calls of 3 ops" in said and running.returncode != 0
 
 
 @pytest.fixture

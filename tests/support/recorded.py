@@ -10,3 +10,8 @@ def escaped(call, *args, **kwargs):
     with hmpx.record() as log:
         call(*args, **kwargs)
     return [line for line in log.escaped if " list" in line and " and ran in " in line]
+
+
+def line(function, offset):
+    """The line `offset` beneath the head of a function, as file:line."""
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + offset}"

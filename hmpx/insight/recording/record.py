@@ -51,11 +51,11 @@ _unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which ma
 def record() -> Iterator[Log]:
     """Write down every call of an op: from which line, by which rule, in which dtypes, and what it cost.
 
-    Ops in no list and casts by hand are seen too; not seen are backward passes, and what an optimizer does in its step.
-    A conversion may be put in force before, or inside. Compiled functions run eagerly meanwhile. All threads are seen;
-    ops that no wrapper sees (`Log.escaped`) only in the thread that records. On CUDA the time of an op holds its casts,
-    and nothing waits for the device before the end. The record grows with the program's lines, not with its calls. What
-    `Attachment.updates()` counts of optimizers that step meanwhile is in it, where that was asked for.
+    It sees ops in no list and casts by hand too, but no backward passes and no optimizer steps. `convert` may come
+    before it, or inside. Compiled functions run eagerly meanwhile. It sees all threads, but finds the ops that no
+    wrapper reaches (`Log.escaped`) only in the thread that records. On CUDA the time of an op includes its casts, and
+    nothing waits for the device before the end. The record grows with the program's lines, not with its calls. It holds
+    the counts of `Attachment.updates()`, if those were asked for, of optimizers that step meanwhile.
 
     Returns:
         A `Log`, which may be read at any time, and is complete when the region ends, by an exception as well.

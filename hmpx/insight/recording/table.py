@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hmpx.insight.pages import Section, bars, box, closed, grid, page
+from hmpx.insight.pages import bars, box, closed, grid, page
 from hmpx.insight.recording.recorded import LogValues, RoundTrip, Site, alike
 from hmpx.insight.text_table import (
     Column,
@@ -47,18 +47,16 @@ def as_text(log: LogValues, width: int) -> str:
 
 def as_page(log: LogValues) -> str:
     """Return one HTML page that holds all sites and findings."""
-    sections: list[Section] = []
-    for heading, lines in attention(log):
-        sections.append(box(heading, map(short_places, lines), wrong=heading != _AS_ASKED))
-    dearest = sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
-    if costs := [
+    sections = [box(heading, map(short_places, lines), wrong=heading != _AS_ASKED) for heading, lines in attention(log)]
+    costs = [
         (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
-        for site in dearest
+        for site in sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
         if site.cast_seconds
-    ]:
-        sections.append(bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs))
-    if log.sites:
-        sections.append(grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"))
+    ]
+    sections += [
+        bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs),
+        grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"),
+    ]
     if log.unmatched_of_hmpx:
         sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
     if log.policy:
@@ -77,19 +75,12 @@ _COLUMNS = {
 
 def _row(site: Site) -> list[Any]:
     """Return the cells of a site, and notes."""
+    costs = site.calls, site.casts, site.casts_avoided, site.bytes_cast / 1e3
+    notes = site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen
+    nonfinite = f"call {site.nonfinite}" if site.nonfinite else ""
     return [
-        *(
-            site.op,
-            os.path.basename(site.where),
-            site.module,
-            site.rule,
-            short_dtypes(site.dtypes),
-            site.calls,
-            site.casts,
-        ),
-        *(site.casts_avoided, site.bytes_cast / 1e3, 1e3 * site.cast_seconds, 1e3 * site.op_seconds),
-        f"call {site.nonfinite}" if site.nonfinite else "",
-        [site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen],
+        *(site.op, os.path.basename(site.where), site.module, site.rule, short_dtypes(site.dtypes), *costs),
+        *(1e3 * site.cast_seconds, 1e3 * site.op_seconds, nonfinite, notes),
     ]
 
 
@@ -98,9 +89,8 @@ def _totals(log: LogValues) -> Iterator[str]:
     ops = len({site.op for site in log.sites})
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
     yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
-    looked_at = sums["casts"] + sums["casts_avoided"]
     yield (
-        f"{sums['casts']} of {looked_at} tensors of listed ops were cast: {size(sums['bytes_cast'])} moved in "
+        f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} moved in "
         f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
 
