@@ -9,8 +9,10 @@ from torch import nn
 
 import hmpx
 from tests.support.planted import (
+    PLANTED,
     WIDTH,
     Model,
+    advised_error,
     batches,
     gradient_error,
     gradients,
@@ -89,6 +91,11 @@ class Codes(nn.Module):
         return self.last(h + (picked - h).detach() * 10)
 
 
+def exp_of_large_numbers(h):
+    """`sub` and `add` round numbers near 86; with these in FP32, the list of `exp` rounds them."""
+    return torch.exp(h * 4 + 86 - (h.detach() * 4).amax(-1, keepdim=True)) * 1e-36
+
+
 def masked_by_a_constant(h):
     """FP16 does not hold the constant."""
     return torch.softmax(h.masked_fill(h > 1, -1e9), -1)
@@ -157,6 +164,55 @@ def test_a_slope_that_is_infinite_because_of_its_input_is_no_culprit():
     assert (first.op, first.where, first.phase) == ("sqrt", line_of(root_of_a_small_difference, "sqrt"), "backward")
     assert found.is_broken and math.isinf(found.gradient_error) and not first.is_broken
     assert found.worst(1)[0].where == line_of(root_of_a_small_difference, "distance =")
+
+
+def test_advice_that_is_not_enough_goes_on_until_it_is():
+    model, data = Model(exp_of_large_numbers), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy(ELEMENTWISE))
+    assert {row.op for row in found.broken} == {"sub", "add"} and {row.op for row in found.advice} == {
+        "sub",
+        "add",
+        "exp",
+    }
+    assert found.advised == pytest.approx(advised_error(found, model, data, ELEMENTWISE, "cross_entropy"), rel=1e-3)
+    alone = dataclasses.replace(found, advice=tuple(row for row in found.advice if row.op != "exp"))
+    assert found.advised < 0.1 < advised_error(alone, model, data, ELEMENTWISE, "cross_entropy")
+    assert f"keep in FP32: add, sub, exp (the gradient error of the lists is {found.advised:.2g} then)" in str(found)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_lists_with_what_is_advised_are_healthy(name):
+    fault, data = PLANTED[name], batches()
+    model, others = Model(fault.function), "linear mul add cross_entropy"
+    lists = policy(fault.bf16, " ".join({*others.split()} - {*fault.bf16.split()}))
+    found = hmpx.compare(model, data, loss_of, lists=lists)
+    assert found.advised < 0.1 <= found.gradient_error
+    assert found.advised == pytest.approx(advised_error(found, model, data, fault.bf16, others), rel=1e-3)
+
+
+def test_a_fault_inside_vmap_is_named():
+    def faulty(h):
+        return torch.func.vmap(lambda row: torch.softmax(row * 40 + 300, -1))(h)
+
+    model, data = Model(faulty), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy("softmax linear"))
+    assert found.is_broken and {"add", "softmax"} == {row.op for row in found.advice}, str(found)
+    assert {row.where for row in found.advice} == {line_of(faulty, "torch.softmax")}
+    assert found.advised == pytest.approx(
+        advised_error(found, model, data, "softmax linear", "cross_entropy"), rel=1e-3
+    )
+    tuned = hmpx.tune(model, batches(6), loss_of, progress=False)
+    assert tuned.met and {"add", "softmax"} <= {*tuned.policy.fp32} and tuned.share == 1
+
+
+def test_where_every_op_in_fp32_is_not_enough_nothing_is_advised():
+    """The weights are in BF16: 300 of them is 300 or 302."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softmax(-1), nn.Linear(WIDTH, 4))
+    with torch.no_grad():
+        model[0].bias += torch.linspace(300, 310, WIDTH)
+    found = hmpx.compare(model, batches(), loss_of, lists={"bf16": ["linear"], "parameter_dtype": "bfloat16"})
+    assert found.advised > 0.1 and not found.advice, str(found)
+    assert f"with every op in FP32 the gradient error is {found.advised:.2g} already" in str(found)
 
 
 def test_the_probability_is_to_blame_and_not_its_logarithm():

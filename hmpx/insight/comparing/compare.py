@@ -15,14 +15,15 @@ from hmpx.insight import observed
 from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.calls import CallSite, Pass, Sites
 from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.fp32_passes import AlonePass, ComparingPass, Fp32Pass, ShiftedPass
+from hmpx.insight.comparing.fp32_passes import AdvisedPass, AlonePass, ComparingPass, Fp32Pass, ShiftedPass
 from hmpx.insight.comparing.listed_pass import FirstNonfinite, ListedPass
-from hmpx.insight.comparing.row import Row, mask_note, row_of, sums
+from hmpx.insight.comparing.row import FELT, Row, mask_note, row_of, sums
 from hmpx.insight.comparing.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
 from hmpx.insight.comparing.trials import Effect, Trials, can_run_alone
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.run_state import eager
-from hmpx.insight.tensors import Tensor
+from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.trials.search import largest
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.recipe import Recipe
@@ -106,9 +107,61 @@ class _Comparing:
             rows[first] = replace(rows[first], phase=phase, nonfinite=wrong, note=note)
         trials = Trials(rows, self._noise, self._errors, self._h, self._alone)
         trials.make(first, seen_in, len(self._subject.batches))
+        wide, advised = self._advised(rows, first is not None or self._noise.error >= FELT)
         self._move_log_probs(rows)
         together = tuple(rows[site] for site in trials.together)
-        return self._found(rows, None if first is None else rows[first], rest=trials.rest, together=together)
+        advice = tuple(rows[site] for site in wide)
+        more: dict[str, Any] = {"rest": trials.rest, "together": together, "advice": advice, "advised": advised}
+        return self._found(rows, None if first is None else rows[first], **more)
+
+    def _advised(self, rows: Mapping[CallSite, Row], is_broken: bool) -> tuple[Collection[CallSite], float]:
+        """Return the sites that are to be in FP32, and the gradient error of the lists then, in all batches.
+
+        These are the sites that break it alone, with those of the same name in the same module, as lists and rules name
+        them. Where that is not enough, further ones are added. No sites: with all of them in FP32 it is not enough.
+        """
+        if not is_broken or not self._exact or math.isnan(self._noise.noise):
+            return (), math.nan
+        units: dict[tuple[str, str], list[CallSite]] = {}
+        for site in rows:
+            if any(LOW & {*call.given, *call.dtypes} or call.is_low for call in site.calls.values()):
+                units.setdefault((site.op, site.module), []).append(site)
+        known: dict[frozenset, float] = {}
+
+        def error(wide: Collection[tuple[str, str]]) -> float:
+            key = frozenset(wide)
+            if key not in known:
+                known[key] = self._error_of_lists({site for unit in key for site in units[unit]})
+            return known[key]
+
+        blamed = [unit for unit in units if any(rows[site].is_broken for site in units[unit])]
+        others = [unit for unit in units if unit not in blamed]
+        others.sort(key=lambda unit: max(_look(rows[site]) for site in units[unit]))
+        if error(blamed) >= FELT:
+            if error(units) >= FELT:
+                return (), error(units)
+            _, more = largest(
+                others,
+                lambda kept: error([*blamed, *(unit for unit in others if unit not in kept)]) < FELT,
+                lambda kept, rest: len(rest) - 1,
+            )
+            blamed += more
+        return [site for unit in blamed for site in units[unit]], error(blamed)
+
+    def _error_of_lists(self, wide: Collection[CallSite]) -> float:
+        """Return the gradient error of the lists with some sites in FP32; infinite where the program raises."""
+        squares = 0.0
+        for number, batch in enumerate(self._subject.batches):
+            self._sites.batch = number
+            try:
+                loss, gradients = self._observed(AdvisedPass(self._sites, wide), self._subject.low, batch)
+            except Exception as error:
+                in_a_line(error)  # which raises where the memory is at an end
+                return math.inf
+            with unobserved():
+                errors = [low - exact for low, exact in zip(gradients, self._exact[number], strict=True)]
+                squares += noise.square(errors) if math.isfinite(loss) else math.inf
+        return self._noise.in_noise(squares / len(self._exact)) if math.isfinite(squares) else math.inf
 
     def _found(self, rows: dict[CallSite, Row], first: Row | None, **more: Any) -> Comparison:
         scored = bool(self._subject.parameters) and bool(rows)
@@ -223,3 +276,8 @@ class _Comparing:
             return math.nan if change else 0.0, []
         with unobserved():
             return change, [low - exact for low, exact in zip(gradients, self._exact[number], strict=True)]
+
+
+def _look(row: Row) -> float:
+    """Return how bad a row looks; one of which nothing is known looks worst."""
+    return math.inf if row.note or math.isnan(row.gradient_error) else row.gradient_error

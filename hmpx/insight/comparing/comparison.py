@@ -36,6 +36,9 @@ class Comparison(Report):
             is. It is where that is seen; what is to blame stands in `broken`.
         rest: the gradient error of all ops together that do not break it alone, in one batch; NaN where that was not
             measured. together: the rows of a group that breaks it together where no single op does, as far as found.
+        advice: the rows that are to be in FP32, with all of the same name in the same module. advised: the gradient
+            error of the lists with these in FP32, measured in all batches; where `advice` is empty, that with every op
+            in FP32, which is still too much. NaN where nothing is to be mended.
         stopped: why the comparison could not go on, in words: FP32 itself is not finite, or the program raises under
             the lists outside of any op; "" where it did.
         passes: how many runs of the model it took. policy: the lists, as a file.
@@ -64,6 +67,8 @@ class Comparison(Report):
     first_nonfinite: Row | None = None
     rest: float = math.nan
     together: tuple[Row, ...] = ()
+    advice: tuple[Row, ...] = ()
+    advised: float = math.nan
     stopped: str = ""
     passes: int = 0
     policy: str = ""
@@ -223,8 +228,12 @@ def _culprits(found: Comparison) -> Iterator[str]:
     if alone and not math.isnan(found.rest):
         does = f"{verb} it, too" if found.rest >= FELT else f"do not {verb} it"
         yield f"all other ops together {does}: gradient error {number(found.rest)}"
-    if alone:
-        yield f"keep in FP32: {_in_fp32(broken, found.rows)}; or let hmpx.tune find the lists"
+    if found.advice:
+        then = f"the gradient error of the lists is {number(found.advised)} then"
+        yield f"keep in FP32: {_in_fp32(found.advice, found.rows)} ({then}); or let hmpx.tune find the lists"
+    elif not math.isnan(found.advised):
+        said = f"with every op in FP32 the gradient error is {number(found.advised)} already"
+        yield f"{said}: because of the weights, or of casts that no wrapper reaches"
 
 
 def _listed(rows: Sequence[Row]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 `Fp32Pass` computes every call in FP32. `ComparingPass` also computes, beside each call, the op alone as under the
 lists, and asks the backward pass what its error does to the loss. `ShiftedPass` asks that again, with weights that are
-shifted a little and the decisions of `ComparingPass`. In `AlonePass` some sites run as the lists say.
+shifted a little and the decisions of `ComparingPass`. In `AlonePass` some sites run as the lists say. `AdvisedPass` is
+the contrary: some sites run in FP32, and all others as the lists say.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hmpx.insight.comparing.calls import (
     taken_again,
     widened,
 )
-from hmpx.insight.comparing.listed_pass import NumberedPass, all_finite
+from hmpx.insight.comparing.listed_pass import ListedPass, NumberedPass, all_finite
 from hmpx.insight.comparing.noise import Distance, in_full, product, square_of
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -51,6 +52,24 @@ class Fp32Pass(NumberedPass):
     def _result(self, asked: Asked, kept: Call | None, number: Number, again: bool) -> Any:
         """Compute a call. kept: the same call under the lists. again: whether a checkpoint repeats it."""
         return in_fp32(asked)
+
+
+class AdvisedPass(ListedPass):
+    """Runs some sites in FP32, and all others as the lists say."""
+
+    def __init__(self, sites: Sites, wide: Collection[CallSite]) -> None:
+        super().__init__(sites)
+        self._wide = wide
+
+    def around(self, asked: Asked) -> Seen:
+        again = is_recomputing()
+        kept = asked.site.calls.get(self._number(asked, again))
+        if kept is not None:
+            _draw_again(kept)
+        if asked.site not in self._wide:
+            return self._plainly(asked)
+        with unobserved():
+            return asked.answer(in_fp32(asked))
 
 
 class ComparingPass(Fp32Pass):

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from hmpx.insight.trials.search import largest, longest
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.worth import SLACK, Chosen, NameInModule, Unit, Worths
 
@@ -72,7 +73,11 @@ class Search:
             return chosen
         order = self._ranked(self.order)
         room = sum(map(self._harm, order)) * (self._tolerance / size) ** 2 if math.isfinite(size) else 0.0
-        count = self._longest(order, lambda some: size_of(some) <= self._tolerance, room)
+
+        def holds(some: list[Unit]) -> bool:
+            return size_of(Chosen().union(*some)) <= self._tolerance
+
+        count = longest(len(order), lambda n: holds(order[:n]), self._fitting(order, room))
         self.order, self.left = order[:count], self.left + order[count:]
         return Chosen().union(*self.order)
 
@@ -96,36 +101,21 @@ class Search:
 
     def _filled(self, order: list[Unit]) -> Chosen:
         """Return as much of a ranking as holds. What does not fit is left out, and the search goes on behind it."""
-        chosen = Chosen()
-        self.order = []
-        while order:
-            count = self._longest(order, self.holds, self._room(chosen), chosen)
-            chosen = chosen.union(*order[:count])
-            self.order += order[:count]
-            room, rest = self._room(chosen), order[count + 1 :]
-            order, left = [unit for unit in rest if self._harm(unit) <= _FAR * room], order[count : count + 1]
-            self.left += left + [unit for unit in rest if unit not in order]
-        return chosen
 
-    def _longest(
-        self, order: Sequence[Unit], holds: Callable[[Chosen], bool], room: float, beside: Chosen = frozenset()
-    ) -> int:
-        """Return how many of the first units hold beside others: all, or by bisection in growing steps from a guess.
+        def union(units: list[Unit]) -> Chosen:
+            return Chosen().union(*units)
 
-        room: for their harm, by which the guess takes errors to be independent.
-        """
-        few, many, step = 0, len(order), 1
-        if holds(beside.union(*order)):
-            return many
-        guess = sum(harm <= room for harm in itertools.accumulate(map(self._harm, order)))
-        while many - few > 1:
-            middle = min(max(guess, few + 1), many - 1)
-            if holds(beside.union(*order[:middle])):
-                few, guess = middle, middle + step
-            else:
-                many, guess = middle, middle - step
-            step *= 2
-        return few
+        self.order, self.left = largest(
+            order,
+            lambda units: self.holds(union(units)),
+            lambda kept, rest: self._fitting(rest, self._room(union(kept))),
+            lambda unit, kept: self._harm(unit) > _FAR * self._room(union(kept)),
+        )
+        return union(self.order)
+
+    def _fitting(self, order: Sequence[Unit], room: float) -> int:
+        """Return how many of the first have room, if errors are independent."""
+        return sum(harm <= room for harm in itertools.accumulate(map(self._harm, order)))
 
     def _room(self, chosen: Chosen) -> float:
         """Return what is left of the squared tolerance."""
