@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hmpx.insight.tuning.runs import Effect
+from hmpx.insight.trials.runs import Effect
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.worth import NameInModule, Worth, Worths
 

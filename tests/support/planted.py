@@ -74,8 +74,8 @@ def gradient_error(exact, low):
 def advised_error(found, model, data, bf16, fp32="", loss=loss_of):
     """By hand, the gradient error of lists with what a comparison advises in FP32: names, and rules for modules."""
     exact, modules = gradients(model, data, loss), dict(model.named_modules())
-    inside = [(row.op, modules[row.module]) for row in found.advice if row.module in modules]
-    names = {row.op for row in found.advice if row.module not in modules}
+    inside = [(row.op, modules[row.module]) for row in found.broken if row.module in modules]
+    names = {row.op for row in found.broken if row.module not in modules}
     rules = [hmpx.policy_for(module, fp32=[op]) for op, module in inside]
     lists = {"bf16": [*({*bf16.split()} - names)], "fp32": [*({*fp32.split()} - {*bf16.split()} | names)]}
     with hmpx.activate({**lists, "parameter_dtype": "float32", "where": "everywhere"}):

@@ -2,7 +2,7 @@ const number = value => value === null ? "-" : value === "inf" ? "inf" : value =
 const size = value => value === null ? -Infinity : value === "inf" ? Infinity : value;
 
 function head() {
-  add(page, "h1", "Each op beside itself in FP32");
+  add(page, "h1", "Op lists beside FP32");
   add(page, "p", found.rows.length + " sites, " + found.passes + " runs of the model", "faint");
   const box = add(page, "div", null, found.is_broken ? "notice" : "notice calm");
   for (const line of found.verdict) add(box, "p", line);
@@ -12,15 +12,13 @@ function head() {
 const place = value => Math.max(0, Math.min(1, (Math.log10(value) + 5) / 6));
 function scale(cell, value) {
   if (!(size(value) > 0)) return;
-  const box = add(cell, "div", null, size(value) >= found.broken ? "scale broken" : "scale");
+  const box = add(cell, "div", null, size(value) >= found.felt ? "scale broken" : "scale");
   box.title = number(value) + " of the noise between batches";
   add(box, "div", null, "bar").style.width = 100 * place(size(value)) + "%";
-  add(box, "div", null, "mark").style.left = 100 * place(found.broken) + "%";
+  add(box, "div", null, "mark").style.left = 100 * place(found.felt) + "%";
 }
 
-const FIGURES = [
-  ["gradient error", "gradient_error"], ["loss change", "loss_change"], ["error", "error"], ["accumulated", "accumulated"],
-];
+const FIGURES = [["gradient error", "gradient_error"], ["loss change", "loss_change"]];
 
 if (found.log_prob_change !== null) FIGURES.splice(1, 0, ["log-probs", "log_prob_change"]);
 
@@ -35,7 +33,7 @@ function table(title, rows, texts, id, words) {
     const held = row[key];
     cell.dataset.key = key;
     cell.dataset.value = held ?? "";
-    if (key === "gradient_error") cell.textContent = number(held) + (row.measured || !(size(held) > 0) ? "" : " ~");
+    if (key === "gradient_error") cell.textContent = number(held);
     else if (key === "where") cell.textContent = shortPath(held);
     else if (key === "dtypes") cell.textContent = shortDtypes(held);
     else cell.textContent = textual.has(key) || key === "calls" ? held : number(held);
@@ -47,12 +45,12 @@ function table(title, rows, texts, id, words) {
 }
 
 head();
-table("By op", found.by_op, [["op", "op"]], "ops",
-  "Effects of all calls of an op together. The bar is the gradient error in units of the noise between batches, on a " +
-  "logarithmic scale; beyond the mark it is another training. ~ is an estimate.");
-table("Every site", found.worst, [["op", "op"], ["dtypes", "dtypes"], ["module", "module"], ["line", "where"]], "sites",
-  "The worst first. Click a row for its reason, a heading to sort.");
-table("By module", found.by_module, [["module", "module"]], "modules");
+const PLACES = [["op", "op"], ["dtypes", "dtypes"], ["module", "module"], ["line", "where"]];
+if (found.broken.length) table("To be in FP32", found.broken, PLACES, "broken", "Click a row for its reason, a heading to sort.");
+table("Each list name alone in low precision", found.by_op, [["op", "op"], ["sites", "sites"], ["line", "where"]], "names",
+  "In one batch. The bar is the gradient error in units of the noise between batches, on a logarithmic scale; beyond the " +
+  "mark the training shows it. Names of healthy lists have no figures unless scores=True asks for them.");
+table("Every site", found.rows, PLACES, "sites", "In the order in which they were met.");
 add(page, "h2", "The lists");
 const details = add(page, "details");
 add(details, "summary", "as one file that hmpx reads");

@@ -1,11 +1,14 @@
-"""The largest part of an order that holds. `compare` asks it of the lists, `tune` of all ops, by their worth."""
+"""The largest part of an order that holds: `compare` asks it of the lists, `tune` of all ops, by their worth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+PARTS = 8  # into which something is divided at once
 
 
 def largest(
@@ -51,3 +54,26 @@ def longest(many: int, holds: Callable[[int], bool], guess: int) -> int:
             many, guess = middle, middle - step
         step *= 2
     return few
+
+
+def parts_of(unit: Collection[T], module_of: Callable[[T], str]) -> list[frozenset[T]]:
+    """Divide by the outermost blocks in which modules differ; many blocks stay together by neighbours.
+
+    What has one module has one part.
+    """
+    ordered = sorted(unit, key=lambda each: _block_key(module_of(each)))
+    blocks: dict[tuple[str, ...], list[T]] = {}
+    for depth in range(1, 2 + max(module_of(each).count(".") for each in ordered)):
+        blocks = {}
+        for each in ordered:
+            blocks.setdefault(tuple(module_of(each).split(".")[:depth]), []).append(each)
+        if len(blocks) > 1:
+            break
+    groups = [*blocks.values()]
+    size = math.ceil(len(groups) / PARTS)
+    return [frozenset(itertools.chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
+
+
+def _block_key(module: str) -> tuple:
+    """Return a key by which block 10 stands behind block 9."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in module.split("."))

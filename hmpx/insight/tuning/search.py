@@ -16,12 +16,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from hmpx.insight.trials.search import largest, longest
-from hmpx.insight.tuning.runs import Effect
-from hmpx.insight.tuning.worth import SLACK, Chosen, NameInModule, Unit, Worths
+from hmpx.insight.trials.runs import Effect
+from hmpx.insight.trials.search import largest, longest, parts_of
+from hmpx.insight.tuning.worth import SLACK, Chosen, Unit, Worths
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
-_PARTS = 8  # into which a unit is divided at once
 _SWAPS = 3  # units that were left out and are tried again
 _FAR = 2.0  # times the room that is left, as a square: a unit that takes more is not tried
 
@@ -95,7 +94,7 @@ class Search:
             if len(unit) == 1 or self._harm(unit) <= _LARGE * self._tolerance**2:
                 found.append(unit)
             else:
-                rest += parts_of(unit)
+                rest += parts_of(unit, lambda place: place.module)
         key = {unit: self._harm(unit) / max(self._worths.gain(unit), 1e-30) for unit in found}
         return sorted(found, key=lambda unit: (key[unit], self._harm(unit), sorted(unit)))
 
@@ -161,23 +160,3 @@ class Search:
         if larger not in self.measured and self._measure(larger, first).size > (1 + SLACK) * before.by_batch[first[0]]:
             return False
         return self.effect(larger).size <= min(self._tolerance, (1 + SLACK) * before.size)
-
-
-def parts_of(unit: Unit) -> list[Unit]:
-    """Divide a unit by the outermost blocks in which its modules differ; many blocks stay together by neighbours."""
-    places = sorted(unit, key=lambda place: _key(place.module))
-    blocks: dict[tuple[str, ...], list[NameInModule]] = {}
-    depth = 0
-    while len(blocks) < 2:  # it ends: no two places of a name have one module
-        depth += 1
-        blocks = {}
-        for place in places:
-            blocks.setdefault(tuple(place.module.split(".")[:depth]), []).append(place)
-    groups = [*blocks.values()]
-    size = math.ceil(len(groups) / _PARTS)
-    return [frozenset(itertools.chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
-
-
-def _key(module: str) -> tuple:
-    """Return a key by which block 10 stands behind block 9."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in module.split("."))

@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, CallSite, in_fp32, is_recomputing
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.tuning.runs import exactly
+from hmpx.insight.trials.calls import Asked, CallSite, exactly, in_fp32, is_recomputing, is_transformed
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -159,9 +158,7 @@ def worth_of(asked: Asked) -> Worth | None:
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
-        if (
-            torch._C._functorch.peek_interpreter_stack() is None
-        ):  # inside torch.func a tensor has no gradient of its own
+        if not is_transformed():  # torch.func hands out no tensor that has a gradient of its own
             _forward_and_backward(asked, seen)
         return Worth(_flops(asked))
 
