@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from hmpx.insight import observed
+from hmpx.insight.comparing.both_ways import BothWays
 from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.listed import Listed
 from hmpx.insight.comparing.row import FELT, Row, row_of, worst_first
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.nonfinite import FirstNonfinite
-from hmpx.insight.trials.runs import Changes, Effect, Progress, Runs
+from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
 from hmpx.insight.trials.search import PARTS, largest, parts_of
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
 from hmpx.ops.policies.policy import Policy
@@ -104,7 +104,7 @@ class _Comparing:
     def __init__(self, runs: Runs, progress: Progress, policy: str, scores: bool) -> None:
         self._runs, self._progress, self._policy, self._scores = runs, progress, policy, scores
         self._numbers = [*range(len(runs.subject.batches))]  # of the batches; the worst comes to stand first
-        self._changes = Changes(runs, len(self._numbers))
+        self._changes = Difference(runs, len(self._numbers))
         self._low_losses: list[float] = []
         self._log_probs: list[Tensor] = []  # the absolute changes by the lists, by batch
         self._first_log_probs: Tensor | None = None  # in FP32, of the first batch
@@ -163,7 +163,7 @@ class _Comparing:
 
     def _compare(self, number: int) -> None:
         """Run one batch in FP32 and under the lists."""
-        runs, both = self._runs, Listed()
+        runs, both = self._runs, BothWays()
         if not runs.exact(number, both.exact):
             raise Stopped(self._not_finite(number))
         log_probs = runs.subject.log_probs

@@ -180,7 +180,7 @@ class Runs:
         enough: where the batches so far put the error of all above this size, the others are not run. wide: whether the
         weights are in FP32, too.
         """
-        changes = Changes(self, len(numbers))
+        changes = Difference(self, len(numbers))
         for number in numbers:
             try:
                 changes.add(number, *self.run(compute, self.subject.wide if wide else self.subject.low, number, words))
@@ -191,7 +191,7 @@ class Runs:
         return changes.effect()
 
 
-class Changes:
+class Difference:
     """Adds up what a choice changes, batch by batch, of `n` batches in all."""
 
     def __init__(self, runs: Runs, n: int) -> None:

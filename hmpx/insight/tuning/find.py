@@ -82,9 +82,7 @@ class Tuning:
             chosen = search.run([frozenset(place for place in worths.free if place.name == name) for name in names])
         if self._of_choice(chosen).effect.size > tolerance:
             with self._everything():
-                chosen = search.dropped(
-                    chosen, lambda some: max(search.effect(some).size, self._of_choice(some).effect.size)
-                )
+                chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
         policy, recipe, effect = self._of_choice(chosen)
         predicted = search.effect(chosen)
@@ -187,5 +185,6 @@ class Tuning:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the time of `work`, the median of some rounds."""
+    work()
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=_LEAST).median

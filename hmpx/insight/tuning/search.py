@@ -66,7 +66,10 @@ class Search:
         return self.effect(chosen, self._tolerance).size <= self._tolerance
 
     def dropped(self, chosen: Chosen, size_of: Callable[[Chosen], float]) -> Chosen:
-        """Return as much of the choice, in the order of the ranking, as holds by `size_of`, on other batches."""
+        """Return as much of the choice, in the order of the ranking, as holds on its own and on other batches.
+
+        size_of: what a choice does to the other batches.
+        """
         size = size_of(chosen)
         if size <= self._tolerance or not chosen:
             return chosen
@@ -74,7 +77,8 @@ class Search:
         room = sum(map(self._harm, order)) * (self._tolerance / size) ** 2 if math.isfinite(size) else 0.0
 
         def holds(some: list[Unit]) -> bool:
-            return size_of(Chosen().union(*some)) <= self._tolerance
+            part = Chosen().union(*some)
+            return size_of(part) <= self._tolerance and self.holds(part)
 
         count = longest(len(order), lambda n: holds(order[:n]), self._fitting(order, room))
         self.order, self.left = order[:count], self.left + order[count:]

@@ -25,7 +25,7 @@ class Exact(NamedTuple):
     decisions: list[Tensor]
 
 
-class Listed:
+class BothWays:
     """Computes the calls of a batch in FP32 (`exact`), then under the lists (`listed`), and tells their sites."""
 
     def __init__(self) -> None:
