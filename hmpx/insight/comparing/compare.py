@@ -54,7 +54,7 @@ def compare(
 
     Each batch runs twice, forward and backward: in FP32, and under the lists. Where the gradients are too far off, ops
     are measured in further runs, until the least is found that must be in FP32; the lists with that have then run on
-    all batches. In all that is at most one run for each list name, and 40 and 10 for each batch.
+    all batches. The search ends after one run for each list name, and 40 and 10 for each batch.
 
     An op that raises under the lists runs in FP32, and the verdict names it. Where FP32 itself is not finite, the
     comparison stops there, and says so.
@@ -135,6 +135,7 @@ class _Comparing:
         is_broken = first is not None or whole.gradient_error >= FELT
         units = [frozenset(each) for each in names.values()]
         culprits, advised = self._blame(units) if is_broken and units else ([], math.nan)
+        is_cut_short = is_broken and self._is_spent
         rows = {site: row_of([site]) for site in sites}
         if first is not None:
             rows[first] = replace(rows[first], phase=phase)
@@ -151,7 +152,7 @@ class _Comparing:
             loss_change=sum(self._low_losses) / len(self._low_losses) - mean_loss if has_loss else math.nan,
             log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             first_nonfinite=None if first is None else rows[first],
-            is_cut_short=self._is_spent,
+            is_cut_short=is_cut_short,
             names=tuple(self._measured(each, True, is_broken or self._scores) for each in names.values()),
             passes=self._progress.done,
             policy=self._policy,

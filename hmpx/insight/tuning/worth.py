@@ -67,7 +67,6 @@ class Worths:
         self.low, self.wide, self.names = low, WIDE[low], decidable(low)
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
-        self.known: dict[tuple, Worth | None] = {}  # by what calls have in common
         self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
 
     def place_of(self, site: CallSite) -> NameInModule:
@@ -127,24 +126,17 @@ class Look:
 
     def _worth(self, asked: Asked) -> Worth | None:
         """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
-        tensors = floating((asked.args, asked.kwargs))
-        rest = [each for each in (*asked.args, *asked.kwargs.values()) if not isinstance(each, Tensor)]
-        shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        alike = repr(rest) if not any(isinstance(each, list) for each in rest) else ""
-        key = asked.point.label, shapes, alike, torch.is_grad_enabled()
-        known = self._worths.known
-        if key not in known:
-            before, casts = run_state.get_state(), Fp8Casts()
-            try:
-                with watched(casts):
-                    known[key] = one = worth_of(asked)
-                if one is not None and casts.in_low:
-                    one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
-            except Exception as error:
-                known[key] = Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
-            finally:
-                run_state.set_state(before)
-        return known[key]
+        before, casts = run_state.get_state(), Fp8Casts()
+        try:
+            with watched(casts):
+                one = worth_of(asked)
+        except Exception as error:
+            return Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
+        finally:
+            run_state.set_state(before)
+        if one is not None and casts.in_low:
+            one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
+        return one
 
 
 def worth_of(asked: Asked) -> Worth | None:
