@@ -25,8 +25,7 @@ import torch
 from charlm import CharTransformer, batch, load_text, loss_of, validate
 
 import hmpx
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_names
 
 FP32, NEAREST = "plain FP32", "plain BF16"
 

@@ -23,19 +23,17 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight import Audit as Audit
     from hmpx.insight import Choice as Choice
     from hmpx.insight import Comparison as Comparison
     from hmpx.insight import Diagnosis as Diagnosis
-    from hmpx.insight import Finding as Finding
     from hmpx.insight import Log as Log
     from hmpx.insight import Problem as Problem
     from hmpx.insight import Row as Row
     from hmpx.insight import Tuned as Tuned
-    from hmpx.insight.audit import audit
     from hmpx.insight.comparing.compare import compare
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
+    from hmpx.insight.recording.record import audit as audit
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.tune import tune
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
@@ -52,7 +50,6 @@ __all__ = [
     "Recipe",
     "activate",
     "attach",
-    "audit",
     "bf16",
     "cached_weights",
     "casts",
@@ -83,7 +80,7 @@ _LATER = {
     "Recipe": "hmpx.recipes.recipe",
     "activate": "hmpx.recipes.activate",
     "prepare": "hmpx.recipes.prepare",
-    "audit": "hmpx.insight.audit",
+    "audit": "hmpx.insight.recording.record",
     "compare": "hmpx.insight.comparing.compare",
     "doctor": "hmpx.insight.doctor.doctor",
     "explain": "hmpx.insight.explain",
@@ -99,7 +96,7 @@ _LATER = {
     "UnknownOpError": "hmpx.errors",
     **dict.fromkeys(
         (
-            *("Audit", "Choice", "Comparison", "Diagnosis", "Finding", "Log", "Problem", "Row"),
+            *("Choice", "Comparison", "Diagnosis", "Log", "Problem", "Row"),
             "Tuned",
         ),
         "hmpx.insight",

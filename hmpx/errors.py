@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Origin(NamedTuple):
+    """A line of a file. With line 0, `path` is a whole file, or a place in words (``--set seed=1``)."""
+
+    path: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong with a user's input.
+
+    text: what is wrong, without the place.
+    origin: the place; None where it is not known.
+    key: the key of a recipe that is wrong: ``("weights",)``, ``("modules", "lm_head")``.
+    kind: the class of an error that has only such faults.
+    """
+
+    text: str
+    origin: Origin | None = None
+    key: tuple = ()
+    kind: type[HmpxError] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.text}" if self.origin else self.text
 
 
 class HmpxError(Exception):
     """Base of every error that hmpx raises.
+
+    Args:
+        said: the message; or faults, each of which is a line of it.
+        key: the key of a recipe that the message is about; a recipe's file adds its line.
 
     Example:
         >>> try:
@@ -17,6 +49,12 @@ class HmpxError(Exception):
         ...     print(error)
         weights='masters' is none of 'stochastic', 'nearest', 'master', 'split', 'split8'; did you mean 'master'?
     """
+
+    def __init__(self, said: str | Iterable[Fault] = "", *, key: tuple = ()) -> None:
+        self.faults = [Fault(said, key=key, kind=type(self))] if isinstance(said, str) else list(said)
+        lines = list(dict.fromkeys(map(str, self.faults)))
+        more = [f"and {len(lines) - FEW} more"] if len(lines) > FEW else []
+        super().__init__("\n".join([*lines[:FEW], *more]))
 
 
 class OpListError(HmpxError, ValueError):
@@ -56,16 +94,15 @@ for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
 
 
-FEW = 10  # problems that a message says in full
-MORE = re.compile(r"and \d+ more")
+FEW = 10  # faults that a message says in full; it counts the others
 
 
-def few(problems: Sequence[str]) -> str:
-    """Return the message of many problems: the first ones, a line each, and the number of the others."""
-    counted = [each for each in problems if MORE.fullmatch(each)]  # by an earlier call
-    said = [each for each in problems if each not in counted]
-    others = len(said[FEW:]) + sum(int(each.split()[1]) for each in counted)
-    return "\n".join([*said[:FEW], *([f"and {others} more"] if others else [])])
+def raise_faults(faults: Iterable[Fault]) -> None:
+    """Raise one error for some faults, of the class that they share; nothing happens if there are none."""
+    found = list(faults)
+    if found:
+        kinds = [each.kind or HmpxError for each in found]
+        raise next(kind for kind in kinds[0].__mro__ if all(issubclass(each, kind) for each in kinds))(found)
 
 
 def there_are(names: Iterable[str]) -> str:

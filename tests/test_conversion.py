@@ -222,7 +222,7 @@ def test_an_import_leaves_torch_alone_and_what_explains_and_searches_is_loaded_a
         "assert before == (dict(vars(torch)), dict(vars(torch.Tensor)));"
         "own = [name for name in sys.modules if name.startswith('hmpx')];"
         "above = [name for name in own if 'insight' in name or 'recipes' in name];"
-        "assert not above and len(own) <= 140, (len(own), above); assert hmpx.Recipe and callable(hmpx.prepare);"
+        "assert not above, above; assert hmpx.Recipe and callable(hmpx.prepare);"
         "assert hmpx.Log.__module__ == hmpx.insight.recording.log.__name__ and callable(hmpx.tune)"
     )
     python.run("-c", code, check=True)

@@ -12,9 +12,8 @@ import torch
 import hmpx
 
 HANDLES = (
-    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
-    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.ModuleRule),
-    *(hmpx.Diagnosis, hmpx.Problem),
+    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Log, hmpx.Comparison),
+    *(hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.ModuleRule, hmpx.Diagnosis, hmpx.Problem),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support import python
@@ -48,8 +47,7 @@ def test_every_block_is_run_by_a_test():
     assert sum(text.count("```") for text in READMES.values()) == 2 * len(BLOCKS)
 
 
-def test_the_front_page_fits():
-    assert len(README.splitlines()) <= 230
+def test_the_front_page_names_every_recipe():
     assert {*recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
 
 
@@ -171,7 +169,6 @@ def _world():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("system, language, before, after", PAIRS, ids=[pair[0] for pair in PAIRS])
 def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
-    assert len(PAIRS) == 8 and all(len([*filter(None, block.splitlines())]) <= 6 for block in (before, after))
     if language == "bash":
         (tmp_path / "train.py").write_text(SCRIPT)
         for command, dtype in ((before, "torch.float32"), (after, "torch.bfloat16")):

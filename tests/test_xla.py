@@ -17,8 +17,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.ops.policies.op_lists import shipped
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_names
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")
 metrics = pytest.importorskip("torch_xla.debug.metrics")

@@ -96,7 +96,7 @@ NAMES: dict[str, str] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the user's go on outside of ours",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU has instructions for BF16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "the same for FP16",
-    # audit
+    # what escapes: `insight.escaped`
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the ops below Python",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "whether it is the innermost mode",
     "torch.utils._pytree.tree_leaves": "finds the tensors in an op's arguments",

@@ -14,20 +14,20 @@ from typing import Any
 
 import yaml
 
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import Fault, HmpxError, Origin, did_you_mean
 
 _BYTES, _NODES, _DEPTH = 2**20, 50_000, 32
 _NAME = 200  # letters of a name that a message repeats
 
 
 def shown(name: object) -> str:
-    """A user's name as a message repeats it: cut where it is long."""
+    """Return a user's name as a message repeats it: cut where it is long."""
     text = str(name)
     return text if len(text) <= _NAME else f"{text[:_NAME]}... ({len(text)} letters)"
 
 
 def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
-    """The text of a file, read as UTF-8.
+    """Return the text of a file, read as UTF-8.
 
     Raises:
         HmpxError: no regular file, too large, no path at all, or a byte that is no UTF-8. OSError as `open` does.
@@ -35,22 +35,22 @@ def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) ->
     try:
         kind = os.stat(path).st_mode
     except ValueError as wrong:
-        raise error(f"{shown(path)}: is no path: {wrong}") from None
+        raise _fault(shown(path), 0, f"is no path: {wrong}", error) from None
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-        raise error(f"{path}: is no regular file (a pipe, a device or a socket): save it as one first")
+        raise _fault(path, 0, "is no regular file (a pipe, a device or a socket): save it as one first", error)
     with open(path, "rb") as file:
         raw = file.read(_BYTES + 1)
     if len(raw) > _BYTES:
-        raise error(f"{path}: is larger than {_BYTES} bytes, which no op list and no recipe is")
+        raise _fault(path, 0, f"is larger than {_BYTES} bytes, which no op list and no recipe is", error)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         line = raw.count(b"\n", 0, wrong.start) + 1
-        raise error(f"{path}:{line}: not UTF-8 text (byte 0x{raw[wrong.start]:02x})") from None
+        raise _fault(path, line, f"not UTF-8 text (byte 0x{raw[wrong.start]:02x})", error) from None
 
 
 def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = HmpxError) -> yaml.Node | None:
-    """The node that a YAML text stands for; None of an empty one.
+    """Return the node that a YAML text stands for; None for an empty one.
 
     Raises:
         HmpxError: it is no YAML, or is beyond the bounds, with file and line.
@@ -58,17 +58,17 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
     try:
         return _Loader(text).get_single_node()
     except _Refused as wrong:
-        raise error(f"{path}:{wrong.line}: {wrong.why}") from None
+        raise _fault(path, wrong.line, wrong.why, error) from None
     except yaml.MarkedYAMLError as wrong:
         line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
-        raise error(f"{path}:{line}: not YAML: {wrong.problem}") from None
+        raise _fault(path, line, f"not YAML: {wrong.problem}", error) from None
     except yaml.reader.ReaderError as wrong:
         line = text.count("\n", 0, wrong.position) + 1
-        raise error(f"{path}:{line}: not YAML: {wrong.reason}") from None
+        raise _fault(path, line, f"not YAML: {wrong.reason}", error) from None
 
 
 def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
-    """The value that a node stands for.
+    """Return the value that a node stands for.
 
     Raises:
         HmpxError: it stands for none, as the date 2001-99-99 does, with file and line.
@@ -77,11 +77,11 @@ def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, OverflowError) as wrong:
         why = getattr(wrong, "problem", None) or wrong
-        raise HmpxError(f"{path}:{node.start_mark.line + 1}: not YAML: {why}") from None
+        raise _fault(path, node.start_mark.line + 1, f"not YAML: {why}") from None
 
 
 def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
-    """The mapping that a file holds; JSON is YAML once its tabs are blanks.
+    """Return the mapping that a file holds; JSON is YAML once its tabs are blanks.
 
     Raises:
         HmpxError: it cannot be read, is not YAML, or holds something other than a mapping of `keys`.
@@ -91,15 +91,19 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and path.parent.is_dir()
         hint = did_you_mean(path.name, [each.name for each in path.parent.iterdir()], cutoff=0.8) if missing else ""
-        raise HmpxError(f"{shown(path)}: cannot be read: {error.strerror}{hint}") from None
+        raise _fault(shown(path), 0, f"cannot be read: {error.strerror}{hint}") from None
     root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
     if not isinstance(root, yaml.MappingNode):
-        raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(keys)}")
+        raise _fault(path, 1, f"a recipe is a mapping of {', '.join(keys)}")
     return root
 
 
+def _fault(path: object, line: int, text: str, kind: type[HmpxError] = HmpxError) -> HmpxError:
+    return kind([Fault(text, Origin(str(path), line), kind=kind)])
+
+
 def lines_inside(value: yaml.Node, *path: Any) -> dict[tuple, int]:
-    """The line of every key and list item inside a value, at any depth; `path` leads to the value."""
+    """Return the line of every key and list item inside a value, at any depth; `path` leads to the value."""
     found: dict[tuple, int] = {}
     inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(value, yaml.MappingNode):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hmpx.bench.measure import Bench, Line
+from hmpx.recipes.reading import read_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import read_recipe
 from hmpx.updates.footprint import MODES, Footprint
 
 _WAYS = {

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hmpx.insight.audit import Audit, Finding
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
     from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
@@ -13,11 +12,9 @@ if TYPE_CHECKING:
     from hmpx.insight.tuning.tuned import Tuned
 
 __all__ = [
-    "Audit",
     "Choice",
     "Comparison",
     "Diagnosis",
-    "Finding",
     "Log",
     "Problem",
     "Row",
@@ -25,11 +22,9 @@ __all__ = [
 ]
 
 _FILES = {
-    "Audit": "audit",
     "Choice": "tuning.choices",
     "Comparison": "comparing.comparison",
     "Diagnosis": "doctor.diagnosis",
-    "Finding": "audit",
     "Log": "recording.log",
     "Problem": "doctor.diagnosis",
     "Row": "comparing.row",

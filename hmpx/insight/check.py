@@ -18,27 +18,27 @@ from typing import Any
 import yaml
 
 from hmpx.base.yaml_files import composed
-from hmpx.errors import FEW, MORE, HmpxError, OpListError, did_you_mean
+from hmpx.errors import FEW, Fault, HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import shipped_names
-from hmpx.recipes.files import recipe_names, recipe_path, without_text
 from hmpx.recipes.keys import EXTENDS, LISTS
+from hmpx.recipes.origins import without_text
+from hmpx.recipes.reading import faults_of, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import faults, read_recipe
 from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
 
 _UNKNOWN = "unknown"
 
 
-class Undecided(str):
-    """A line that is no problem: an import, which runs code, would have to decide."""
+class Undecided(HmpxError):
+    """The kind of what is neither a fault nor right: only an import, which runs code, could decide."""
 
 
-def check_files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield every problem in some op list files and recipes, as `file:line: problem`, and what is not decided.
+def check_files(paths: Sequence[str]) -> Iterator[Fault]:
+    """Yield every fault in some op list files and recipes, and what is not decided.
 
     A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
     Text files are held against one another: all of them if no two are on the same side, else those of one folder. A
@@ -54,14 +54,14 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
             yield from _check_recipe(path)
             continue
         if not Path(path).suffix and not Path(path).exists():
-            yield f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}"
+            yield Fault(f"neither a file nor a recipe{did_you_mean(path, recipe_names())}", Origin(path))
             continue
         try:
             lists = read_file(path, "bf16")
         except OpListError as error:
-            yield from str(error).splitlines()
+            yield from error.faults
             continue
-        yield from lists.problems
+        yield from lists.faults
         folder = "" if one_set else str(Path(path).parent)
         seen = folders.setdefault(folder, {}) if path in sides else {}
         in_this_file = Counter[str]()
@@ -71,7 +71,7 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def is_recipe(path: str) -> bool:
-    """Whether a YAML file has a key of a recipe, or a misspelt one.
+    """Return whether a YAML file has a key of a recipe, or a misspelt one.
 
     A Gaudi configuration is a recipe, too.
     """
@@ -90,89 +90,86 @@ def is_recipe(path: str) -> bool:
     )
 
 
-def _check_recipe(name: str) -> Iterator[str]:
-    """Yield the problems of a recipe and of its lists, in the order of its lines."""
+def _check_recipe(name: str) -> Iterator[Fault]:
+    """Yield the faults of a recipe and of its lists, in the order of its lines."""
     path = recipe_path(name)
-    found: list[str] = []
+    found: list[Fault] = []
     try:
         found += _check_lists(path)
-        several = len(found) > FEW  # these are all of them
-        found += [each for each in faults(path) if not (several and MORE.fullmatch(each))]
-        if all(isinstance(each, Undecided) for each in found):
-            known = {each.rpartition(": ")[2] for each in found}
-            found += [each for each in _undecided(path) if each.rpartition(": ")[2] not in known]
+        found += faults_of(path)
+        if all(each.kind is Undecided for each in found):
+            known = {each.text.rpartition(": ")[2] for each in found}
+            found += [each for each in _undecided(path) if each.text.rpartition(": ")[2] not in known]
     except HmpxError as error:
-        found += str(error).splitlines()
-    said: dict[str, str] = {}  # what is found in two ways is said once
-    for problem in found:
-        said.setdefault(problem.partition("; ")[0], problem)
-    yield from sorted(said.values(), key=lambda problem: _line(problem, path))
+        found += error.faults
+    once: dict[str, Fault] = {}
+    for fault in found:
+        once.setdefault(str(fault).partition("; ")[0], fault)
+
+    def line(fault: Fault) -> int:
+        return fault.origin.line if fault.origin and fault.origin.path == str(path) else 0
+
+    yield from sorted(once.values(), key=line)
 
 
-def _line(problem: str, path: Path) -> int:
-    line = problem.removeprefix(f"{path}:").partition(":")[0]
-    return int(line) if line.isdecimal() else 0
-
-
-def _check_lists(path: Path) -> Iterator[str]:
-    """Yield the problems of the lists of a recipe, read from its YAML, whatever else is wrong in it."""
+def _check_lists(path: Path) -> Iterator[Fault]:
+    """Yield the faults of the lists of a recipe, read from its YAML, whatever else is wrong in it."""
     root = composed(path, SIDES)
     seen: dict[str, tuple[str, Listed]] = {}
     in_this_file = Counter[str]()
     for key, value in root.value:
         if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
-            where = f"{path}:{key.start_mark.line + 1}: {key.value}: "
-            named = os.path.normpath(path.parent / value.value)
-            yield from (type(problem)(f"{where}{without_text(problem)}") for problem in check_files([named]))
+            origin = Origin(str(path), key.start_mark.line + 1)
+            for fault in check_files([os.path.normpath(path.parent / value.value)]):
+                yield fault._replace(text=f"{key.value}: {without_text(fault)}", origin=origin)
         elif key.value in SIDES and isinstance(value, yaml.SequenceNode):
             names = [each for each in value.value if isinstance(each, yaml.ScalarNode)]
             for listed in (Listed(each.value, str(path), each.start_mark.line + 1) for each in names):
                 yield from _check_name(listed, key.value, seen, in_this_file)
 
 
-def _undecided(path: Path) -> Iterator[Undecided]:
+def _undecided(path: Path) -> Iterator[Fault]:
     """Yield what is not decided in a recipe without faults, with its rules of modules and what it extends."""
     with contextlib.suppress(HmpxError):
         recipe = read_recipe(path)
         policy = recipe.policy() or Policy()
         for each in (policy, *(overlay.over(policy) for overlay in recipe.overlays().values())):
             for name in each.user_functions():
-                problem = of_user_function(name)
-                if isinstance(problem, Undecided):
-                    yield Undecided(f"{each.origins[name]}: {problem}")
+                if (fault := of_user_function(name)) and fault.kind is Undecided:
+                    yield fault._replace(origin=Origin(each.origins[name]))
 
 
 def _check_name(
     listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: Counter[str]
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     name = canonical(listed.name)
     if listed.problem:
-        yield f"{listed.where}: {listed.problem}"
+        yield Fault(listed.problem, listed.origin)
         return
     if retired(name):
         return
     if name not in catalog():
         if aten_only(name):
-            yield f"{listed.where}: {listed.name!r} has no Python entry point; it will not be reached"
+            yield Fault(f"{listed.name!r} has no Python entry point; it will not be reached", listed.origin)
         elif not may_be_user_function(name):
             in_this_file[_UNKNOWN] += 1  # the nearest name is sought in two thousand
             said = unknown_op(listed.name) if in_this_file[_UNKNOWN] <= FEW else f"unknown op {listed.name!r}"
-            yield f"{listed.where}: {said}"
+            yield Fault(said, listed.origin)
             return
-        elif problem := of_user_function(name):
-            yield type(problem)(f"{listed.where}: {problem}")
-            if not isinstance(problem, Undecided):
+        elif fault := of_user_function(name):
+            yield fault._replace(origin=listed.origin)
+            if fault.kind is not Undecided:
                 return
     first_side, first = seen.setdefault(name, (side, listed))
     if first_side != side and "promote" not in (first_side, side):
-        yield f"{listed.where}: {listed.name!r} is on both sides; the other has it at {first.where}"
+        yield Fault(f"{listed.name!r} is on both sides; the other has it at {first.where}", listed.origin)
     elif first_side == side and f"{side} {name}" in in_this_file:
-        yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
+        yield Fault(f"{listed.name!r} is a duplicate of {first.name!r} at {first.where}", listed.origin)
     in_this_file[f"{side} {name}"] += 1
 
 
-def of_user_function(name: str) -> str:
-    """Return the problem of a dotted name outside torch, as far as imported modules tell; "" for none."""
+def of_user_function(name: str) -> Fault | None:
+    """Return the fault of a dotted name outside torch, as far as imported modules tell."""
     prefix = name.rpartition(".")[0]
     while prefix and sys.modules.get(prefix) is None:
         prefix = prefix.rpartition(".")[0]
@@ -184,12 +181,14 @@ def of_user_function(name: str) -> str:
             own = vars(found) if isinstance(found, ModuleType | type) else {}
             may_come = {"__path__", "__getattr__"} & {*own, *dir(type(found))}  # by an import
             if not isinstance(found, ModuleType) or not may_come:
-                return f"{prefix} has no {part!r}{did_you_mean(part, own)}"
+                return Fault(f"{prefix} has no {part!r}{did_you_mean(part, own)}")
             found = None
             break
     if found is None:
         said = f"not decided: {name} is in no module that is imported; it is cast once the program has imported it"
-        return "" if name in shipped_names() else Undecided(said)
+        return None if name in shipped_names() else Fault(said, kind=Undecided)
     if isinstance(found, type):
-        return f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant"
-    return "" if callable(getattr(found, "__func__", found)) else f"{name!r} is no function but {type(found).__name__}"
+        return Fault(f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant")
+    if callable(getattr(found, "__func__", found)):
+        return None
+    return Fault(f"{name!r} is no function but {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""Ops and recipes in words: what `hmpx.explain` and the commands `ops`, `explain` and `recipes` print."""
+"""Ops and recipes in words: what `hmpx.explain` and the commands `explain` and `recipes` print."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from hmpx.ops.policies.build_policy import unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
-from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
+from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, as_recipe, read_recipe
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
@@ -39,15 +38,23 @@ _STATE = {
 }
 
 
+def is_known(name: str, policy: Policy) -> bool:
+    """Return whether `explain_op` can say something of this name."""
+    return canonical(name) in catalog() or name in policy.user_functions() or aten_only(name)
+
+
 def ops_table(policy: Policy, containing: str = "") -> str:
-    """Return one line an op: name, rule, entry points. Internal ops (`_softmax`) need a `containing` like theirs."""
+    """Return one line an op with this in its name: name, rule, entry points; "" if there is none.
+
+    Internal ops (`_softmax`) need a `containing` that begins like theirs.
+    """
     lines = [f"{'op':34} {'rule':12} entry points"]
     for op in catalog().values():
         if containing in op.name and (containing.startswith("_") or not op.name.startswith("_")):
             rule = policy.rule(op) or ("promote" if policy.listed(op.name) is Rule.PROMOTE and not op.view else "-")
             lines.append(f"{op.name:34} {rule!s:12} {', '.join(dict.fromkeys(entry.label for entry in op.entries))}")
     lines += [f"{name:34} {rule!s:12} {name}" for name, rule in policy.user_functions().items() if containing in name]
-    return "\n".join(lines) if len(lines) > 1 else f"no op has {containing!r} in its name"
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def explain_op(
@@ -66,10 +73,9 @@ def explain_op(
     if op is None:
         if name in policy.user_functions():
             where = f"listed at {policy.origins[name]}; a function outside torch"
-            problem = of_user_function(name)
-            return f"{name}\n  rule          {policy.listed(name)}: {where}" + (
-                problem and f"\n  note          {problem}"
-            )
+            fault = of_user_function(name)
+            note = f"\n  note          {fault}" if fault else ""
+            return f"{name}\n  rule          {policy.listed(name)}: {where}{note}"
         if aten_only(name):
             return f"{name}: an aten op with no Python entry point; hmpx cannot reach it"
         recipe = did_you_mean(name, recipes, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""What a run of a model changes beside its results, and how it is put back: random generators and buffers.
+"""Puts back what a run of a model changes besides its results: random generators and buffers.
 
 Compiled functions run eagerly meanwhile, since a compiled graph hides its ops.
 """

@@ -33,7 +33,7 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
 
 
 def differentiable(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype have gradients: they are numbers, no indices or masks."""
+    """Return whether tensors of a dtype have gradients: they are numbers, no indices or masks."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -43,7 +43,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read without waiting for a device: it is plain, dense and on the CPU.
+    """Return whether a tensor's values can be read without waiting for a device: it is plain, dense and on the CPU.
 
     Not inside torch.func, where a tensor stands for several.
     """
@@ -56,7 +56,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows.
+    """Return whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows.
 
     No dispatch mode sees what is computed here.
     """
@@ -72,7 +72,7 @@ _WRITE_CONSTANTS = frozenset(
 
 
 def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
-    """Whether the only non-finite values of a result are -inf from a mask."""
+    """Return whether the only non-finite values of a result are -inf from a mask."""
     with _unseen(), torch.no_grad(), region_state.region(False):
         odd = result[~torch.isfinite(result)]
         if not bool((odd == -math.inf).all()):

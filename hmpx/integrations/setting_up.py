@@ -22,8 +22,8 @@ from hmpx.recipes.activate import Activation, cast_before_distribution
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
+from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import changed
-from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.ranks.checks import compare, in_job
 from hmpx.updates.stepping.names import inside_zero

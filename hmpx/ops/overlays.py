@@ -16,7 +16,7 @@ import torch
 
 from hmpx.base import process_state as state
 from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
-from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
+from hmpx.errors import Fault, HmpxError, OpListError, OptLevelError, did_you_mean, raise_faults
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sides
 from hmpx.ops.policies.catalog import catalog
@@ -223,27 +223,29 @@ def _names_in(value: Any) -> tuple[str, ...] | None:
 
 def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str], unset: str) -> Overlay:
     wrong = [
-        f"{what}: {key!r} is no list{did_you_mean(str(key), _KEYS)} (legal: {', '.join(_KEYS)})"
+        Fault(f"{what}: {key!r} is no list{did_you_mean(str(key), _KEYS)} (legal: {', '.join(_KEYS)})", key=(key,))
         for key in rule
         if key not in _KEYS
     ]
     given = {side: _names_in(rule[side]) for side in SIDES if rule.get(side) is not None}
     wrong += [
-        f"{what}: {side} is {rule[side]!r}, not a list of names" for side, names in given.items() if names is None
+        Fault(f"{what}: {side} is {rule[side]!r}, not a list of names", key=(side,))
+        for side, names in given.items()
+        if names is None
     ]
     low = rule.get(LOW_PRECISION)
     low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
     if low is not None and low not in [*LOW_RULES]:
-        wrong.append(f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}")
+        said = f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}"
+        wrong.append(Fault(said, key=(LOW_PRECISION,)))
     form = None
     try:
         form = None if rule.get(FP8_FORMAT) is None else Format.of(rule[FP8_FORMAT])
     except HmpxError as error:
-        wrong += [f"{what}: {FP8_FORMAT}: {line}" for line in str(error).splitlines()]
+        wrong += [Fault(f"{what}: {FP8_FORMAT}: {fault.text}", key=(FP8_FORMAT,)) for fault in error.faults]
     if not wrong and not given and low is None and form is None and "opt_level" not in rule:
-        wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
-    if wrong:
-        raise HmpxError("\n".join(wrong))
+        wrong.append(Fault(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}"))
+    raise_faults(wrong)
     listed: dict[str, Any] = {
         side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
         for side, names in given.items()
@@ -252,7 +254,8 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     if "opt_level" in rule:
         if rule["opt_level"] not in OPT_LEVELS:
             legal = ", ".join(OPT_LEVELS)
-            raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
+            said = f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})"
+            raise OptLevelError(said, key=("opt_level",))
         lists = OpLists(**listed, fp8_format=form)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
     chosen = resolve_sides(listed)

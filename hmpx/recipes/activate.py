@@ -21,8 +21,8 @@ from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
+from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters

@@ -18,7 +18,7 @@ import torch
 
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
-from hmpx.errors import HmpxError
+from hmpx.errors import Fault, raise_faults
 from hmpx.recipes.constructor_hooks import constructor_watch
 from hmpx.recipes.recipe import Recipe
 
@@ -115,9 +115,11 @@ def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
     Raises:
         HmpxError: every conflict, one a line.
     """
-    conflicts = list(filter(None, (conflict(asked, recipe) for asked in everything)))
-    if conflicts:
-        raise HmpxError("\n".join(conflicts))
+    raise_faults(
+        Fault(why, key=("release_gradients",) if each.what in (ACCUMULATION, GRADIENT_NORM) else ())
+        for each in everything
+        if (why := conflict(each, recipe))
+    )
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The keys of a recipe: their legal values, what is wrong with a value, and which rules a parameter gets."""
+"""The keys of a recipe: their legal values, the faults of a value, and which rules a parameter gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name, dtype_named
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import Fault, HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.fp8_format import Format
@@ -91,46 +91,49 @@ def _spelled_out(value: Any) -> Any:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else value
 
 
-def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield each problem of one key and its value, with the key of the mapping in `value` that it is about, or None.
+def faults(key: Any, value: Any, keys: Sequence[str]) -> Iterator[Fault]:
+    """Yield each fault of one key and its value.
 
     Args:
         keys: the names of every key that a recipe has.
     """
+    if key in MAPPINGS and isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
+        for inside, of_it in value.items():
+            yield from (Fault(text, key=(key, inside)) for text in _wrong_inside(key, inside, of_it))
+    else:
+        yield from (Fault(text, key=(key,)) for text in _wrong_with(key, value, keys))
+
+
+def _wrong_with(key: Any, value: Any, keys: Sequence[str]) -> Iterator[str]:
     if key in (NXD, NXD_MASTERS):
         yield (
-            None,
             f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {NXD} alone "
-            f"({{{NXD!r}: {{{NXD_MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master",
+            f"({{{NXD!r}: {{{NXD_MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master"
         )
     elif key == EXTENDS:
         if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-            yield None, f"{key} is {value!r}, neither the name of a recipe nor the path of a file"
+            yield f"{key} is {value!r}, neither the name of a recipe nor the path of a file"
     elif key not in keys:
-        yield None, f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}"
+        yield f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}"
     elif key in _LEGAL:
-        yield from ((None, problem) for problem in _wrong(key, value, _LEGAL[key]))
+        yield from _wrong(key, value, _LEGAL[key])
     elif key == "seed" and value is not None:
         try:
             check_seed(value)
         except HmpxError as error:
-            yield None, str(error)
+            yield str(error)
     elif key == FP8_FORMAT:
         try:
             Format.of(value)
         except HmpxError as error:
-            yield from ((None, f"{key}: {line}") for line in str(error).splitlines())
+            yield from (f"{key}: {fault.text}" for fault in error.faults)
     elif key in LISTS and not isinstance(value, str):
-        yield None, f"{key} is {value!r}, not the path of a list"
+        yield f"{key} is {value!r}, not the path of a list"
     elif key in SIDES and value is not None:
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-            yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
+            yield f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
     elif key in MAPPINGS:
-        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of {MAPPINGS[key]}{_quotes(value)}"
-        else:
-            for inside, of_it in value.items():
-                yield from ((inside, problem) for problem in _wrong_inside(key, inside, of_it))
+        yield f"{key} is {value!r}, not a mapping of {MAPPINGS[key]}{_quotes(value)}"
 
 
 def _wrong_inside(key: str, inside: str, value: Any) -> Iterator[str]:

@@ -23,8 +23,8 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
+from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
@@ -159,7 +159,8 @@ def of_own(
         if settings.way(in_models.get(p, name)) != settings.way(name):
             raise HmpxError(
                 f"parameters: {type(optimizer).__name__} knows parameter {in_models[p]!r} as {name!r}, so that other "
-                "patterns fit it: give it the named_parameters() of the whole model, or parameters()"
+                "patterns fit it: give it the named_parameters() of the whole model, or parameters()",
+                key=("parameters",),
             )
     return replace(
         settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))

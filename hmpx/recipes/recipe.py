@@ -15,16 +15,16 @@ import torch
 import yaml
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.errors import FEW, HmpxError
+from hmpx.errors import FEW, Fault, HmpxError, Origin, raise_faults
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy, Where
-from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, problems, spelled_out
-from hmpx.recipes.vendors import NXD_BASE, nxd_keys
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, faults, spelled_out
+from hmpx.recipes.origins import Origins
+from hmpx.recipes.vendors import nxd_keys
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings, Weights
 from hmpx.updates.holding.state_forms import state_name, state_named
@@ -122,9 +122,7 @@ class Recipe:
             HmpxError: a value that the key cannot have, with the legal ones.
         """
         values = {name: spelled_out(name, getattr(self, name)) for name in KEYS}
-        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, KEYS)]
-        if wrong:
-            raise HmpxError("\n".join(wrong))
+        raise_faults(fault for name, value in values.items() for fault in faults(name, value, KEYS))
         rules = values[PARAMETERS].items()  # one that says a dtype alone is that dtype
         values[PARAMETERS] = {name: rule["dtype"] if [*rule] == ["dtype"] else rule for name, rule in rules}
         for name, value in values.items():
@@ -152,8 +150,7 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        base = read_keys(recipe_path(NXD_BASE), KEYS).keys
-        return cls(**{**base, **nxd_keys(config, with_zero)})
+        return cls(**nxd_keys(config, with_zero))
 
     def __str__(self) -> str:
         """Return the recipe as a file that needs no other file, with the versions that it was written with."""
@@ -194,7 +191,7 @@ class Recipe:
 
     def naming_lines(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which errors begin with the file and line of the key that they are about."""
-        return self._origins.named()
+        return self._origins.named({key: getattr(self, key) for key in LISTS})
 
     def policy(self) -> Policy | None:
         """Return which op runs under which rule; None where torch's ops are left alone.
@@ -205,21 +202,26 @@ class Recipe:
         """
         with self.naming_lines():
             if self.opt_level is not None:
-                files = read_lists(**{key: getattr(self, key) for key in LISTS})
+                files = read_lists(**{key: getattr(self, key) for key in LISTS}, already=self._origins.lists)
                 own: dict[str, Any] = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
                 low = LOW_DTYPES[self.low_precision] if self.low_precision else None
                 if self.fp8_format is not None:
                     own[FP8_FORMAT] = Format.of(self.fp8_format)
                 return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:
-                raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
+                raise self._without_ops(LOW_PRECISION, f" {self.low_precision}", "")
             if self.kernels == "float32":
-                raise HmpxError("kernels float32: opt_level null leaves torch's ops as they are")
+                raise self._without_ops("kernels", " float32", "")
             if self.modules:
-                raise HmpxError("modules: opt_level null leaves torch's ops as they are, so it takes no rules")
+                raise self._without_ops(MODULES, "", ", so it takes no rules")
             if listed := [key for key in (*SIDES, *LISTS) if getattr(self, key)]:
-                raise HmpxError(f"{listed[0]}: opt_level null leaves torch's ops as they are, so it takes no list")
+                raise self._without_ops(listed[0], "", ", so it takes no list")
             return None
+
+    def _without_ops(self, key: str, value: str, so: str) -> HmpxError:
+        said = f"{key}{value}: opt_level null leaves torch's ops as they are{so}"
+        later = [known for known in self._origins.by_key if known in ((key,), ("opt_level",))]
+        return HmpxError(said, key=later[-1] if later else ())
 
     def overlays(self) -> dict[str, Overlay]:
         """Return the rules in `modules`, by pattern.
@@ -228,34 +230,33 @@ class Recipe:
             HmpxError: a rule that says nothing, or names no op. With the recipe's file and line, if it has one.
         """
         found: dict[str, Overlay] = {}
-        wrong: list[str] = []
+        wrong: list[Fault] = []
         lines = defaultdict[Any, dict[tuple, str]](dict)  # of the names, by pattern
-        for key, place in self._origins.by_key.items():
+        for key, origin in self._origins.by_key.items():
             if key[0] == MODULES and len(key) > 2:
-                lines[key[1]][key[2:]] = str(place)
+                lines[key[1]][key[2:]] = str(origin)
         for number, (pattern, rule) in enumerate(self.modules.items()):
             if len(wrong) >= FEW - 1:
-                wrong.append(f"{MODULES}: {len(self.modules) - number} more rules were not looked at")
+                wrong.append(Fault(f"{MODULES}: {len(self.modules) - number} more rules were not looked at"))
                 break
             where = f"{self._origins.where(MODULES, pattern) or 'recipe'}, {MODULES} {pattern!r}"
             try:
-                with self.naming_lines():
-                    found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", lines[pattern])
+                found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", lines[pattern])
             except HmpxError as error:
-                wrong.append(str(error))
-        if wrong:
-            raise HmpxError("\n".join(wrong))
+                wrong += [fault._replace(key=(MODULES, pattern, *fault.key)) for fault in error.faults]
+        with self.naming_lines():
+            raise_faults(wrong)
         return found
 
     def listed(self, side: str) -> tuple[Listed, ...]:
         """Return the names that the recipe itself lists on a side, each with its line in the recipe's file."""
-        places, names = self._origins.by_key, getattr(self, side)
-        of_side = places.get((side,), Origin(f"recipe, {side}"))
-        stand = [
-            places.get((side, i), of_side if (side,) in places else Origin(of_side.path, i + 1))
+        known, names = self._origins.by_key, getattr(self, side)
+        of_side = known.get((side,), Origin(f"recipe, {side}"))
+        origins = [
+            known.get((side, i), of_side if (side,) in known else Origin(of_side.path, i + 1))
             for i in range(len(names))
         ]
-        return tuple(Listed(name, *place) for name, place in zip(names, stand, strict=True))
+        return tuple(Listed(name, *origin) for name, origin in zip(names, origins, strict=True))
 
     def mapped(self) -> dict[torch.dtype, torch.dtype]:
         """Return `dtype_map` with torch's dtypes."""
@@ -301,7 +302,8 @@ class Recipe:
                 if rule and "dtype" not in rule:
                     raise HmpxError(
                         f"{PARAMETERS}: {pattern!r}: {' and '.join(rule)} would do nothing: by parameter_dtype these "
-                        "parameters are float32, which gets plain steps; say dtype: bfloat16 too"
+                        "parameters are float32, which gets plain steps; say dtype: bfloat16 too",
+                        key=(PARAMETERS, pattern),
                     )
             ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
             own["parameters"] = ways if any(ways.values()) else {}  # `hmpx.attach` is not told of dtypes
@@ -319,5 +321,6 @@ def changed(recipe: Recipe, **keys: Any) -> Recipe:
 
 
 def with_origins(recipe: Recipe, origins: Origins) -> Recipe:
+    """Give a recipe its origins, and return it."""
     object.__setattr__(recipe, "_origins", origins)
     return recipe

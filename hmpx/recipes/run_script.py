@@ -21,9 +21,9 @@ from typing import Any, cast
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate
-from hmpx.recipes.files import Origins
+from hmpx.recipes.origins import Origins
+from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe, with_origins
-from hmpx.recipes.stated import as_recipe
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 

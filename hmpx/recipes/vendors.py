@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hmpx.base.yaml_files import composed, lines_inside, value_of
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import Fault, HmpxError, Origin, did_you_mean, raise_faults
+from hmpx.ops.policies.op_lists import SIDES, shipped
 
 logger = logging.getLogger("hmpx")
 
 NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
-NXD_BASE = "nxd-standard"  # the recipe that NxD's configuration changes
 _NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
 _SWITCH = "use_habana_mixed_precision"
@@ -31,32 +31,34 @@ _KEYS = (_SWITCH, "hmp_opt_level", *_LISTS, "hmp_is_verbose")
 _LEVELS = ("O1", "O2")
 
 
-def nxd_keys(
-    config: Mapping[str, Any] | None, with_zero: bool, where: Callable[[Any], str] = lambda key: ""
-) -> dict[str, Any]:
-    """Return the keys that NxD's configuration changes in the recipe `NXD_BASE`.
+def nxd_keys(config: Mapping[str, Any] | None, with_zero: bool) -> dict[str, Any]:
+    """Return the keys of the recipe that NxD's configuration means: those of ``nxd-standard``, with its changes.
 
     Args:
         config: NxD's three keys, any of them, with true or false. Of those that are absent the first two are true
             exactly under ZeRO-1, the third is false.
-        where: what an error about a key begins with; of None, about the whole configuration.
 
     Raises:
         HmpxError: another key, or a value that is neither true nor false; all of them.
     """
     if config is not None and not isinstance(config, Mapping):
-        raise HmpxError(f"{where(None)}{NXD} is {config!r}, not a mapping of {', '.join(_NXD_KEYS)}")
+        raise HmpxError(f"{NXD} is {config!r}, not a mapping of {', '.join(_NXD_KEYS)}", key=(NXD,))
     given = dict(config or {})
     wrong = []
     for key, value in given.items():
         if key not in _NXD_KEYS:
-            wrong.append(f"{where(key)}{key!r} is no key of NxD's {NXD}{did_you_mean(str(key), _NXD_KEYS)}")
+            hint = did_you_mean(str(key), _NXD_KEYS)
+            wrong.append(Fault(f"{key!r} is no key of NxD's {NXD}{hint}", key=(NXD, key)))
         elif not isinstance(value, bool):
-            wrong.append(f"{where(key)}{NXD}, {key} is {value!r}, neither true nor false")
-    if wrong:
-        raise HmpxError("\n".join(wrong))
+            wrong.append(Fault(f"{NXD}, {key} is {value!r}, neither true nor false", key=(NXD, key)))
+    raise_faults(wrong)
     keys = {NXD_MASTERS: with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False, **given}
-    return {"weights": "master" if keys.pop(NXD_MASTERS) else "nearest", **keys}
+    lists = shipped() / "autocast-cuda"
+    return {
+        **{f"{side}_file_path": str(lists / f"{side}.txt") for side in SIDES if side != "fp8"},
+        "weights": "master" if keys.pop(NXD_MASTERS) else "nearest",
+        **keys,
+    }
 
 
 def nxd_under_zero(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -87,31 +89,33 @@ def gaudi_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     where_names: dict[tuple, int] = {}
-    aside, wrong = [], []
+    aside: list[str] = []
+    faults: list[Fault] = []
+
+    def wrong(line: int, text: str) -> None:
+        faults.append(Fault(text, Origin(str(path), line)))
+
     for key, node in composed(path, _KEYS).value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}: "
-        values[name], lines[name] = value_of(path, node), key.start_mark.line + 1
+        name, line = str(key.value), key.start_mark.line + 1
+        values[name], lines[name] = value_of(path, node), line
         if name in _LISTS:
-            where_names |= {(_LISTS[name], i): line for (_, i), line in lines_inside(node, name).items()}
+            where_names |= {(_LISTS[name], i): at for (_, i), at in lines_inside(node, name).items()}
         if name in (_SWITCH, "hmp_is_verbose", "use_torch_autocast") and not isinstance(values[name], bool):
-            wrong.append(f"{where}{name} is {values[name]!r}, neither true nor false")
+            wrong(line, f"{name} is {values[name]!r}, neither true nor false")
         elif name == "use_torch_autocast" and values[name]:
-            wrong.append(f"{where}use_torch_autocast asks for torch.autocast; a recipe is made of the hmp_ keys")
+            wrong(line, "use_torch_autocast asks for torch.autocast; a recipe is made of the hmp_ keys")
         elif name == "hmp_opt_level" and values[name] not in _LEVELS:
-            wrong.append(
-                f"{where}hmp_opt_level is {values[name]!r}, none of O1, O2{did_you_mean(str(values[name]), _LEVELS)}"
-            )
+            wrong(line, f"hmp_opt_level is {values[name]!r}, none of O1, O2{did_you_mean(str(values[name]), _LEVELS)}")
         elif name in _LISTS and not _is_list_of_names(values[name]):
-            wrong.append(f"{where}{name} is {values[name]!r}, not a list of names")
+            wrong(line, f"{name} is {values[name]!r}, not a list of names")
         elif name.startswith("hmp_") and name not in _KEYS:
-            wrong.append(f"{where}{name!r} is no key of a Gaudi configuration{did_you_mean(name, _KEYS)}")
+            wrong(line, f"{name!r} is no key of a Gaudi configuration{did_you_mean(name, _KEYS)}")
         elif name not in _KEYS and values[name] not in (False, None):
             aside.append(name)
     if _SWITCH not in values:
         hint = next(filter(None, (did_you_mean(name, [_SWITCH]) for name in values)), "")
-        wrong.append(f"{path}:1: no Gaudi configuration, which says {_SWITCH}{hint}")
-    if wrong:
-        raise HmpxError("\n".join(wrong))
+        wrong(1, f"no Gaudi configuration, which says {_SWITCH}{hint}")
+    raise_faults(faults)
     if aside:
         logger.info("hmpx: %s: %s left aside, for a recipe says nothing of it", path, ", ".join(aside))
     keys: dict[str, Any] = {"opt_level": None, "parameter_dtype": "float32"}

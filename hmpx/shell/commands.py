@@ -8,18 +8,16 @@ from pathlib import Path
 
 from hmpx.errors import HmpxError
 from hmpx.insight.check import Undecided, check_files
-from hmpx.insight.explain import explain_op, ops_table, recipe_lines, recipes_table
-from hmpx.insight.explain_line import explain_site
+from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, recipes_table
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from hmpx.recipes.vendors import is_gaudi
-from hmpx.shell import audit_and_compare, doctor, record, tune
-from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
+from hmpx.shell import compare, doctor, record, tune
+from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
 from hmpx.shell.scripts import add_script, behind, recipe_to_run, traceback_of_the_script
 
-_SITE = re.compile(r"(.+\.\w+):(\d+)")
+_LINE = re.compile(r"\.py$|\.\w+:\d+$")
 
 
 def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
@@ -53,25 +51,22 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 
     explain = add(
         "explain",
-        "why an op or a line of code has the precision that it has; what a recipe does",
+        "every op with its rule; why one has the precision that it has; what a recipe does",
         "Of an op: which rule it gets, where that is listed, and by which names of torch it is called.\n"
         "Of a recipe: what it does to weights, ops, gradients, state and checkpoints.\n"
-        "Of a line of Python, as FILE:LINE: the ops that it calls, as far as its source tells.",
-        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\ntrain.py:27 --recipe neuron-bf16-sr",
+        "Of any other text: a table of the ops with this in their name, without a text of all. It has the rule of\n"
+        "each, `-` where torch's own function runs, and the names that it is called by.",
+        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\npool --recipe autocast-cuda",
     )
-    explain.add_argument("what", metavar="OP|RECIPE|FILE:LINE", help="an op's name, a recipe's name or file, or a line")
+    explain.add_argument(
+        "what",
+        nargs="?",
+        default="",
+        metavar="OP|RECIPE|TEXT",
+        help="an op's name, a recipe's name or file, or a part of the names of ops",
+    )
     add_recipe_options(explain)
     explain.set_defaults(run=_explain)
-
-    ops = add(
-        "ops",
-        "every op that hmpx knows, its rule and its entry points",
-        "A table of ops: the rule that each has, `-` where torch's own function runs, and the names it is called by.",
-        "\npool --recipe autocast-cuda\n_softmax --list mine.txt",
-    )
-    ops.add_argument("containing", nargs="?", default="", metavar="TEXT", help="only ops with this in their name")
-    add_recipe_options(ops)
-    ops.set_defaults(run=_ops)
 
     check = add(
         "check",
@@ -85,9 +80,8 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.set_defaults(run=_check)
 
     doctor.add(add)
-    audit_and_compare.add_audit(add)
     record.add(add)
-    audit_and_compare.add_compare(add)
+    compare.add(add)
     tune.add(add)
 
 
@@ -107,38 +101,30 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    site = _SITE.fullmatch(options.what)
-    if site:
-        given = recipe_asked(options) if says_a_policy(options) else None
-        print(explain_site(site[1], int(site[2]), given))
-    elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml") or is_gaudi(options.what):
+    what = options.what
+    if what in recipe_names() or Path(what).suffix in (".yaml", ".yml") or is_gaudi(what):
         if options.recipe:
-            raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
-        print(*recipe_lines(with_options(as_recipe(options.what), options)), sep="\n")
-    elif Path(options.what).suffix in (".txt", ".json"):
-        of_list = f"its ops: ops --list {options.what}"
-        raise HmpxError(f"{options.what} is an op list. What is wrong with it: check {options.what}; {of_list}")
-    else:
-        recipe = recipe_asked(options)
-        policy = recipe.policy()
-        if policy is None:
-            raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
-        print(explain_op(options.what, policy, choose(recipe.kernels), recipe_names(), recipe.overlays()))
-    return 0
-
-
-def _ops(options: argparse.Namespace) -> int:
-    policy = recipe_asked(options).policy()
+            raise HmpxError(f"{what} is a recipe itself; --recipe goes with an op")
+        print(*recipe_lines(with_options(as_recipe(what), options)), sep="\n")
+        return 0
+    if Path(what).suffix in (".txt", ".json"):
+        of_list = f"its ops: explain --list {what}"
+        raise HmpxError(f"{what} is an op list. What is wrong with it: check {what}; {of_list}")
+    if _LINE.search(what):
+        raise HmpxError(f"{what}: explain reads no code; `record --recipe NAME SCRIPT` says what each line ran in")
+    recipe = recipe_asked(options)
+    policy = recipe.policy()
     if policy is None:
         raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
-    print(ops_table(policy, options.containing))
+    several = "" if is_known(what, policy) else ops_table(policy, what)
+    print(several or explain_op(what, policy, choose(recipe.kernels), recipe_names(), recipe.overlays()))
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     found = list(check_files(options.files))
     print(*found, sep="\n", end="\n" * bool(found))
-    problems = [each for each in found if not isinstance(each, Undecided)]
-    plural = "" if len(problems) == 1 else "s"
-    print(f"{len(options.files)} checked, {len(problems)} problem{plural}")
-    return 1 if problems else 0
+    faults = [each for each in found if each.kind is not Undecided]
+    plural = "" if len(faults) == 1 else "s"
+    print(f"{len(options.files)} checked, {len(faults)} problem{plural}")
+    return 1 if faults else 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.files import recipe_names
+from hmpx.recipes.reading import recipe_names
 from hmpx.shell import bench, commands
 from hmpx.version import __version__
 
@@ -27,6 +27,11 @@ examples:
   {prog} explain softmax --recipe neuron-bf16-sr     which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
+_GONE = {  # commands of earlier versions
+    "audit": "`record SCRIPT` lists the ops that no wrapper reaches",
+    "ops": "`explain` and `explain TEXT` print its table",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of descriptions and examples, and says what a mistyped word may mean."""
@@ -37,6 +42,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             name, legal = found[1], re.findall(r"[\w-]+", found[2])
+            if name in _GONE:
+                super().error(f"there is no command {name!r} any more: {_GONE[name]}")
             hint = did_you_mean(name, legal)
             if not hint and name in recipe_names():
                 hint = f"; {name!r} is a recipe: explain {name}, or run --recipe {name} SCRIPT"
@@ -45,9 +52,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit status.
+    """Run one command, and return its exit status.
 
-    0: done. 1: `check`, `audit`, `compare` or `report --diff` has found something. 2: an error.
+    0: done. 1: `check`, `compare` or `report --diff` has found something. 2: an error.
     """
     as_script = Path(sys.argv[0]).stem == "hmpx"
     prog = "hmpx" if as_script else "python -m hmpx"

@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 from hmpx.base.yaml_files import root_of, value_of
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, Origin
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.op_lists import LOW_DTYPES, SIDES
-from hmpx.recipes.files import Origin, Origins
 from hmpx.recipes.keys import EXTENDS, LISTS
+from hmpx.recipes.origins import Origins
+from hmpx.recipes.reading import as_recipe, checked, laid_over
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import as_recipe, checked, laid_over
 
 _LOW_PRECISIONS = [*LOW_DTYPES]
 
@@ -85,7 +85,7 @@ def _read_setting(setting: str) -> tuple[str, object]:
     try:
         return key, checked({key: os.path.abspath(value) if key in LISTS and isinstance(value, str) else value})[key]
     except HmpxError as error:
-        raise HmpxError("\n".join(f"{what}: {line}" for line in str(error).splitlines())) from None
+        raise HmpxError([fault._replace(origin=Origin(what)) for fault in error.faults]) from None
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:

@@ -38,8 +38,8 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "report",
         "show what `record` has saved, or compare two of these files",
         "Print the table of a record that `record --json` or log.json() has saved. With --diff, print what is\n"
-        "different in another one instead: sites that are new or gone, other rules and dtypes, what a call takes. The\n"
-        "exit status is 1 then if rules, dtypes or sites differ.",
+        "different in another one instead: sites that are new or gone, other rules and dtypes. The exit status is 1\n"
+        "then if there are any.",
         "log.json --html log.html\nbefore.json --diff after.json",
     )
     command.add_argument("file", metavar="FILE", help="JSON")

@@ -20,8 +20,8 @@ from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.activate import VARIABLE
+from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed
-from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
 
 _ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"

@@ -186,10 +186,11 @@ def _check(
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
-            f"and {type(optimizer).__module__}.{type(optimizer).__qualname__} may look across them"
+            f"and {type(optimizer).__module__}.{type(optimizer).__qualname__} may look across them",
+            key=("release_gradients",),
         )
     if settings.fused and formula_of(optimizer) is None:
-        raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}")
+        raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}", key=("fused",))
     check_torch(settings)
 
 
@@ -200,4 +201,5 @@ def check_torch(settings: Settings) -> None:
         HmpxError: `use_fp32_grad_acc` before torch 2.13.
     """
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
-        raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
+        said = f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}"
+        raise HmpxError(said, key=("use_fp32_grad_acc",))

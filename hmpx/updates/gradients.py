@@ -165,7 +165,8 @@ class _ClaimedParameter:
         if self._released:
             raise HmpxError(
                 "release_gradients steps each parameter before DistributedDataParallel has reduced its gradient: "
-                "attach with release_gradients=False, or use a recipe that leaves it out, such as bf16-sr"
+                "attach with release_gradients=False, or use a recipe that leaves it out, such as bf16-sr",
+                key=("release_gradients",),
             )
         self._reduced = True
         self.update()

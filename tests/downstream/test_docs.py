@@ -33,22 +33,9 @@ def world(tmp_path, monkeypatch):
     (tmp_path / "bf16.txt").write_text("linear\n")
     (tmp_path / "fp32.txt").write_text("cross_entropy\n")
     accelerate.state.AcceleratorState._reset_state(True)
-    of_trainer = {
-        "Trainer": Trainer,
-        "model": gpt2(),
-        "arguments": arguments(tmp_path, max_steps=2),
-        "texts": texts(),
-    }
+    of_trainer = {"Trainer": Trainer, "model": gpt2(), "arguments": arguments(tmp_path, max_steps=2), "texts": texts()}
     of_accelerate = {"Accelerator": accelerate.Accelerator, "optimizer": adamw(of_trainer["model"].parameters())}
-    return {
-        "torch": torch,
-        "hmpx": hmpx,
-        "pl": pl,
-        "module": Net(),
-        "batches": loader(),
-        **of_trainer,
-        **of_accelerate,
-    }
+    return {"torch": torch, "hmpx": hmpx, "pl": pl, "module": Net(), "batches": loader(), **of_trainer, **of_accelerate}
 
 
 @pytest.mark.parametrize("framework", sorted({framework for framework, _ in BLOCK.findall(README)}))

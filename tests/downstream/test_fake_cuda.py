@@ -21,6 +21,7 @@ import hmpx
 from hmpx.ops.computing import matrix_products
 from tests.downstream.comparing import made
 from tests.downstream.zoo import NO_KERNEL, ZOO
+from tests.support.recorded import escaped
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
@@ -216,7 +217,7 @@ def test_cached_weights_compute_the_same_on_a_gpu():
             assert "0 casts" in repr(cache)
 
 
-def test_record_and_audit_see_on_a_gpu_what_they_see_on_a_cpu():
+def test_record_sees_on_a_gpu_what_it_sees_on_a_cpu():
     said = []
     for device in ("cpu", "cuda"):
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -224,6 +225,6 @@ def test_record_and_audit_see_on_a_gpu_what_they_see_on_a_cpu():
             with hmpx.activate({"extends": "autocast-cuda", "kernels": "native"}):
                 with hmpx.record() as seen:
                     model(**inputs)
-                found = hmpx.audit(lambda x: torch.ops.aten.mm(x, x.t()), inputs["x"][0])
+                found = escaped(lambda x: torch.ops.aten.mm(x, x.t()), inputs["x"][0])
         said.append(([(site.op, site.module, site.rule, site.calls) for site in seen.sites], str(found)))
     assert said[0] == said[1] and "aten.mm" in said[1][1] and said[1][0]

@@ -16,7 +16,7 @@ import hmpx
 from hmpx.integrations.lightning import HmpxPrecision
 from hmpx.integrations.transformers import HmpxCallback
 from tests.downstream import trainer
-from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net
+from tests.downstream.by_hand import adamw, bits, loader, net
 from tests.downstream.lightning_net import Net
 from tests.support import python
 
@@ -48,40 +48,6 @@ def by_lightning(tmp_path, recipe=None, **asked):
 
 def ours(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
-
-
-def accelerate_loop(tmp_path):
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerator, model = accelerate.Accelerator(cpu=True), net()
-    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-    for inputs, targets in batches():
-        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def lightning_fit(tmp_path):
-    module, quiet = Net(), dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
-    pl.Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet).fit(module, loader())
-    return module.net
-
-
-def transformers_run(tmp_path):
-    return trainer.trained(
-        trainer.gpt2(**trainer.NO_DROPOUT), None, tmp_path, weight_decay=0.0, max_grad_norm=0.0
-    ).model
-
-
-@pytest.mark.parametrize("program", [accelerate_loop, lightning_fit, transformers_run])
-def test_a_program_that_knows_nothing_of_hmpx_has_the_bits_of_a_loop_by_hand(program, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(RECIPES["stochastic"]):
-        model = program(tmp_path)
-    if program is transformers_run:
-        expected = trainer.by_hand("stochastic", lambda params: adamw(params, weight_decay=0.0))
-    else:
-        expected = ByHand(net(), "stochastic", prefix="net." * (program is lightning_fit)).train(batches()).model
-    assert bits(model) == bits(expected) and not ours(caplog)
 
 
 CONFLICTS = [

@@ -1,78 +1,38 @@
-"""`HmpxPrecision` in Lightning's hands, beside a loop written by hand, and an unbroken run beside a resumed one."""
+"""`HmpxPrecision` in Lightning's hands: what Lightning alone has; `test_trainers` has what every trainer does."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-import warnings
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import clip_grad_norm_
 
 import hmpx
 from hmpx.integrations.lightning import HmpxPrecision, HPUPrecisionPlugin
-from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net, state_bits
+from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net
 from tests.downstream.lightning_net import Net
+from tests.downstream.trainers import lightning_trainer, scheduled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
-SPLIT = {**RECIPES["master"], "weights": "split"}
-
-
-def trainer(plugin, **more):
-    if not isinstance(plugin, pl.plugins.Precision):
-        plugin = HmpxPrecision(plugin)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **quiet, **more}
-    return pl.Trainer(plugins=plugin, **settings)
-
-
-def by_norm(params):
-    clip_grad_norm_(params, 0.1)
-
-
-def by_value(params):
-    clip_grad_value_(params, 0.01)
-
-
-@pytest.mark.parametrize(
-    "way, accumulate, clip, clipping",
-    [
-        ("FP32 weights", 2, by_norm, {"gradient_clip_val": 0.1}),
-        ("stochastic", 1, lambda params: None, {}),
-        ("stochastic", 4, by_value, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        ("master", 2, by_norm, {"gradient_clip_val": 0.1}),
-    ],
-)
-def test_a_fit_has_the_bits_of_a_loop_by_hand(way, accumulate, clip, clipping):
-    model = Net()
-    trainer(RECIPES[way], accumulate_grad_batches=accumulate, **clipping).fit(model, loader())
-    by_hand = ByHand(net(), way, prefix="net.").train(batches(), accumulate=accumulate, clip=clip)
-    assert bits(model.net) == bits(by_hand.model)
-    assert bits(model.net) != bits(net().to(model.net[0].weight.dtype))
 
 
 def test_gradients_that_are_released_give_the_same_bits():
     """The step is a closure's, and each parameter has stepped inside of it, in backward."""
     model = Net()
-    trainer({**RECIPES["stochastic"], "release_gradients": True}).fit(model, loader())
+    lightning_trainer({**RECIPES["stochastic"], "release_gradients": True}).fit(model, loader())
     assert bits(model.net) == bits(ByHand(net(), "stochastic", prefix="net.").train(batches()).model)
-
-
-def _scheduled(model):
-    optimizer = adamw(model.parameters())
-    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
 def test_schedulers_go_on():
     """The rate halves every other step."""
-    model = Net(_scheduled)
-    trainer(RECIPES["stochastic"]).fit(model, loader())
+    model = Net(scheduled)
+    lightning_trainer(RECIPES["stochastic"]).fit(model, loader())
     by_hand = ByHand(net(), "stochastic", prefix="net.")
     scheduler = torch.optim.lr_scheduler.StepLR(by_hand.optimizer, 2, 0.5)
     for batch in batches():
@@ -82,10 +42,10 @@ def test_schedulers_go_on():
 
 
 def test_no_optimizer_and_frozen_parameters_are_taken():
-    trainer(RECIPES["stochastic"]).fit(Net(lambda model: None), loader())
+    lightning_trainer(RECIPES["stochastic"]).fit(Net(lambda model: None), loader())
     model = Net(lambda model: adamw(p for p in model.parameters() if p.requires_grad))
     model.net[0].requires_grad_(False)
-    trainer(RECIPES["stochastic"]).fit(model, loader())
+    lightning_trainer(RECIPES["stochastic"]).fit(model, loader())
     reference = net()
     reference[0].requires_grad_(False)
     by_hand = ByHand(reference, "stochastic", of=lambda name: not name.startswith("0."), prefix="net.")
@@ -118,7 +78,7 @@ class Manual(Net):
 
 def test_several_optimizers_by_manual_optimization():
     model, reference = Manual(), net()
-    trainer(RECIPES["stochastic"]).fit(model, loader())
+    lightning_trainer(RECIPES["stochastic"]).fit(model, loader())
 
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -138,7 +98,7 @@ def test_several_optimizers_by_manual_optimization():
 
 def test_lbfgs_calls_its_closure_with_casts_on():
     model = Net(lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
-    trainer(RECIPES["master"]).fit(model, loader(2))
+    lightning_trainer(RECIPES["master"]).fit(model, loader(2))
     by_hand = ByHand(net(), "master", lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3))
     for batch in batches(2):
 
@@ -169,7 +129,7 @@ def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
             seen["validated"] = torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype
 
     model = Net()
-    run = trainer(RECIPES["stochastic"], callbacks=[Watching()])
+    run = lightning_trainer(RECIPES["stochastic"], callbacks=[Watching()])
     run.fit(model, loader(), loader(1))
     assert torch.matmul is product and not hmpx.base.process_state.in_use().keys() - {"awaited"}
     run.validate(model, loader(1), verbose=False)
@@ -180,26 +140,9 @@ def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
     assert torch.matmul is product
 
 
-class Recomputing(Net):
-    """Its forward pass runs again in backward, outside of the forward context."""
-
-    def training_step(self, batch, index):
-        inputs, targets = batch
-        logits = checkpoint(self.net, inputs.requires_grad_(), use_reentrant=False)
-        return nn.functional.cross_entropy(logits, targets)
-
-
-def test_a_compiled_module_and_activation_checkpointing_have_the_bits_of_an_eager_fit():
-    eager, compiled, recomputing, without = Net(), Net(), Recomputing(), Net()
-    for model in (eager, torch.compile(compiled, backend="aot_eager"), recomputing):
-        trainer("hmp-o1").fit(model, loader())
-    trainer({"opt_level": None, "parameter_dtype": "float32"}).fit(without, loader())
-    assert bits(eager) == bits(compiled) == bits(recomputing) != bits(without)
-
-
 def test_a_pickled_plugin_serves_and_a_checkpoint_after_the_fit_holds_the_masters(tmp_path):
     """As `ddp_spawn` sends it."""
-    model, run = Net(), trainer(pickle.loads(pickle.dumps(HmpxPrecision(RECIPES["master"]))))
+    model, run = Net(), lightning_trainer(pickle.loads(pickle.dumps(HmpxPrecision(RECIPES["master"]))))
     run.fit(model, loader())
     assert bits(model.net) == bits(ByHand(net(), "master").train(batches()).model)
     run.save_checkpoint(tmp_path / "end.ckpt")
@@ -215,40 +158,12 @@ def test_an_error_in_training_puts_torch_back():
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        trainer(RECIPES["stochastic"]).fit(Failing(), loader())
+        lightning_trainer(RECIPES["stochastic"]).fit(Failing(), loader())
     assert torch.matmul is product
 
 
-class SavedAt(pl.Callback):
-    """Saves a checkpoint at one step."""
-
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize("recipe", ["hmp-o1", "torchao-bf16-sr", RECIPES["master"], SPLIT], ids=str)
-def test_a_resumed_fit_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog):
-    path, data = tmp_path / "middle.ckpt", loader(4)
-    with caplog.at_level(logging.WARNING, "hmpx"):
-        unbroken = Net(_scheduled)
-        whole = trainer(recipe, max_epochs=4, callbacks=[SavedAt(8, path)])
-        whole.fit(unbroken, data)
-        resumed = Net(_scheduled)
-        torch.manual_seed(99)
-        rest = trainer(recipe, max_epochs=4)
-        rest.fit(resumed, data, ckpt_path=path)
-    assert rest.global_step == 16
-    assert bits(unbroken) == bits(resumed)
-    assert state_bits(whole.optimizers[0]) == state_bits(rest.optimizers[0])
-    assert not caplog.messages
-
-
 def test_a_second_fit_goes_on_by_the_same_plugin():
-    run, model = trainer(RECIPES["stochastic"]), Net()
+    run, model = lightning_trainer(RECIPES["stochastic"]), Net()
     run.fit(model, loader())
     first = bits(model)
     run.fit_loop.max_epochs = 2
@@ -258,7 +173,7 @@ def test_a_second_fit_goes_on_by_the_same_plugin():
 
 def test_lightnings_own_precision_and_a_second_plugin_are_refused():
     with pytest.raises(ValueError, match=r"precision=.*HmpxPrecision\('hmp-o1'\)`. Choose one"):
-        trainer("hmp-o1", precision="bf16-mixed")
+        lightning_trainer("hmp-o1", precision="bf16-mixed")
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="Precision"):
         pl.Trainer(accelerator="cpu", plugins=[HmpxPrecision("hmp-o1"), HmpxPrecision("hmp-o2")])
 
@@ -277,7 +192,7 @@ def test_what_does_not_fit_is_refused_before_training_and_changes_nothing(case):
     model = Net(lambda model: make(model.parameters(), lr=1e-2))
     before, product = bits(model), torch.matmul
     with pytest.raises(hmpx.HmpxError, match=said):
-        trainer(recipe, **more).fit(model, loader())
+        lightning_trainer(recipe, **more).fit(model, loader())
     assert bits(model) == before and torch.matmul is product and model.dtypes == {}
 
 
@@ -300,7 +215,7 @@ def test_lightning_clips_through_torch(tmp_path):
 
 def test_another_recipe_in_force_is_refused():
     with hmpx.activate("hmp-o1"), pytest.raises(hmpx.HmpxError, match="HmpxPrecision"):
-        trainer(RECIPES["stochastic"]).fit(Net(), loader())
+        lightning_trainer(RECIPES["stochastic"]).fit(Net(), loader())
 
 
 def test_a_wrong_recipe_raises_when_the_plugin_is_made(monkeypatch):
@@ -324,7 +239,7 @@ def test_the_arguments_of_lightnings_removed_plugin(tmp_path):
         plugins = [HPUPrecisionPlugin(precision=16, verbose=False, **arguments), HmpxPrecision(**arguments)]
         models = [Net() for _ in plugins]
         for plugin, model in zip(plugins, models, strict=True):
-            trainer(plugin).fit(model, loader())
+            lightning_trainer(plugin).fit(model, loader())
         reference = net()
         optimizer = adamw(reference.parameters())
         with hmpx.hmp.convert(**arguments):
@@ -335,31 +250,16 @@ def test_the_arguments_of_lightnings_removed_plugin(tmp_path):
         assert bits(models[0].net) == bits(models[1].net) == bits(reference)
         assert models[0].net[0].weight.dtype is torch.float32
     model = Net()
-    trainer(HPUPrecisionPlugin(32)).fit(model, loader())
+    lightning_trainer(HPUPrecisionPlugin(32)).fit(model, loader())
     assert model.dtypes["train"] is torch.float32
     with pytest.raises(hmpx.HmpxError, match="precision=64 is none of"):
         HPUPrecisionPlugin(64)
-
-
-def test_a_fresh_fit_warns_of_nothing(caplog):
-    """Neither hmpx nor torch; what Lightning says of itself is said without the plugin, too."""
-
-    def said(plugins):
-        with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
-            warnings.simplefilter("always")
-            pl.Trainer(
-                accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, plugins=plugins,
-                enable_progress_bar=False, enable_model_summary=False,
-            ).fit(Net(), loader())  # fmt: skip
-        return {str(each.message) for each in caught}
-
-    assert said([HmpxPrecision("neuron-bf16-sr")]) <= said([]) and not caplog.messages
 
 
 def test_inputs_are_mapped_where_the_recipe_maps_dtypes(caplog):
     """And with `verbose` each decision is logged."""
     model = Net()
     with caplog.at_level(logging.INFO, "hmpx"):
-        trainer(HmpxPrecision("xla-use-bf16", verbose=True)).fit(model, loader(1))
+        lightning_trainer(HmpxPrecision("xla-use-bf16", verbose=True)).fit(model, loader(1))
     assert model.dtypes["train"] is BF16 and torch.zeros(1, dtype=torch.float32).dtype is torch.float32
     assert any("linear" in message for message in caplog.messages)

@@ -1,11 +1,10 @@
-"""`HmpxCallback` in the hands of transformers' Trainer, beside a loop written by hand, and resumed beside unbroken."""
+"""`HmpxCallback` in the hands of transformers' Trainer: what this one alone has; `test_trainers` has the rest."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -13,25 +12,11 @@ from transformers import Adafactor, T5Config, T5ForConditionalGeneration, Traine
 
 import hmpx
 from hmpx.integrations.transformers import HmpxCallback
-from tests.downstream.by_hand import AUTOCASTS, RECIPES, bits, state_bits
+from tests.downstream.by_hand import AUTOCASTS, RECIPES, bits
 from tests.downstream.trainer import NO_DROPOUT, arguments, by_hand, gpt2, texts, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "way, accumulate, clip", [("FP32 weights", 1, 0.1), ("stochastic", 2, 0.1), ("master", 1, 0.0), ("master", 2, 0.1)]
-)
-def test_a_run_has_the_bits_of_a_loop_by_hand(way, accumulate, clip, tmp_path):
-    model = gpt2(**NO_DROPOUT)
-    groups = {"weight_decay": 0.0, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
-    trained(model, RECIPES[way], tmp_path, **groups)
-
-    def optimizer(params):
-        return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
-
-    assert bits(model) == bits(by_hand(way, optimizer, accumulate, clip))
 
 
 class Subclass(Trainer):
@@ -67,25 +52,6 @@ def test_bf16_models_train_and_a_model_that_is_made_late_and_a_callback_that_is_
     trainer.add_callback(HmpxCallback(RECIPES["stochastic"]))
     trainer.train()
     assert bits(expected) == bits(late) == bits(trainer.model)
-
-
-@pytest.mark.parametrize(
-    "recipe", ["torchao-bf16-sr", RECIPES["stochastic"], {**RECIPES["master"], "weights": "split"}], ids=str
-)
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog):
-    """Dropout, a schedule and accumulation included."""
-    how = {
-        "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear",
-        "train_sampling_strategy": "random",
-    }  # fmt: skip
-    unbroken, resumed = gpt2(), gpt2()
-    with caplog.at_level(logging.WARNING, "hmpx"):
-        whole = trained(unbroken, recipe, tmp_path, **how)
-        torch.manual_seed(99)
-        rest = trained(resumed, recipe, tmp_path, resume=str(tmp_path / "checkpoint-4"), **how)
-    assert bits(unbroken) == bits(resumed)
-    assert state_bits(whole.optimizer) == state_bits(rest.optimizer)
-    assert not [record for record in caplog.records if record.name == "hmpx"]
 
 
 def test_the_same_trainer_resumes_too(tmp_path):
@@ -152,19 +118,6 @@ def test_generate_has_the_tokens_and_scores_of_a_conversion_by_hand(tmp_path):
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got.scores, expected.scores, strict=True))
 
 
-def test_torch_compile_and_gradient_checkpointing_have_the_bits_of_a_run_without(tmp_path):
-    """With FP32 weights, where casts make a difference."""
-    compiling = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    plain, compiled, recomputing, without = (
-        bits(trained(gpt2(**NO_DROPOUT), recipe, tmp_path, **how).model)
-        for recipe, how in (
-            *((RECIPES["FP32 weights"], how) for how in ({}, compiling, {"activation_checkpointing": True})),
-            (None, {}),
-        )
-    )
-    assert plain == compiled == recomputing != without
-
-
 def test_copies_and_pickles_of_the_model_are_taken(tmp_path):
     """As for a moving average of the weights: a copy is cast too, and knows nothing of the original."""
     model = gpt2(**NO_DROPOUT)
@@ -209,16 +162,3 @@ def test_a_model_goes_from_one_trainer_to_the_next(tmp_path):
     for way in ("stochastic", "master"):
         trained(model, {**AUTOCASTS, "weights": way}, tmp_path)
     assert len(model._forward_hooks) == 1
-
-
-def test_a_fresh_run_warns_of_nothing(tmp_path, caplog):
-    def said(recipe):
-        with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
-            warnings.simplefilter("always")
-            trained(gpt2(), recipe, tmp_path)
-        return {str(each.message) for each in caught}
-
-    recipes = "neuron-bf16-sr", {"weights": "master", "use_master_weights_in_ckpt": True}
-    plain = said(None)
-    assert all(said(recipe) <= plain for recipe in recipes)
-    assert not [record for record in caplog.records if record.name == "hmpx"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import math
 
 import pytest
 import torch
@@ -27,8 +28,13 @@ def page(found, tmp_path):
     return (tmp_path / "found.html").read_text()
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(found, tmp_path):
-    assert browser.shows_what_is_saved(found, tmp_path)
+def test_the_table_of_the_page_has_the_rows_and_the_picture_the_names(found, page):
+    columns = browser.columns_of(page)
+    assert columns["op"] == [row.op for row in found.rows] and len(found.rows) > 2
+    assert columns["calls"] == [row.calls for row in found.rows]
+    (picture,) = [each for each in browser.shown_in(page)["sections"] if each["kind"] == "bars"]
+    assert [row[:2] for row in picture["rows"]] == [[row.op, row.gradient_error] for row in found.by_op()]
+    assert browser.shown_in(page)["lines"] == str(found).split("\n\n")[0].split("\n")
 
 
 def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_path, monkeypatch):
@@ -57,17 +63,23 @@ def test_each_line_is_a_site():
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
-    assert {row["module"] for row in browser.values_in(page)["rows"]} >= {browser.HOSTILE, browser.IMAGE}
+    assert {*browser.columns_of(page)["module"]} >= {browser.HOSTILE, browser.IMAGE}
     assert browser.is_harmless(page)
+
+
+def test_the_page_says_inf_and_leaves_out_columns_without_a_value(found, tmp_path):
+    rows = (Row("exp", gradient_error=math.inf), Row("add", gradient_error=0.01, note="slow"))
+    dataclasses.replace(found, rows=rows).html(tmp_path / "found.html")
+    columns = browser.columns_of((tmp_path / "found.html").read_text())
+    assert columns["gradient error"] == ["inf", 0.01]
+    assert "log prob change" not in columns and "module" not in columns
 
 
 @pytest.mark.browser
 @browser.needed
-def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(found, page, tmp_path):
-    click = "for (const row of document.querySelectorAll('tr.site')) row.click();"
-    dom = browser.drawn(tmp_path, page, click)
+def test_the_browser_draws_it_and_sorts_it(page, tmp_path):
+    dom = browser.drawn(tmp_path, page)
     assert 'data-drawn="yes"' in dom and "<title>hmpx compare</title>" in dom and "<img" not in dom
-    names = dom.partition('id="names"')[2].partition("</table>")[0]
-    assert browser.cells(names, "op") == [row.op for row in found.by_op()]
-    for key in ("gradient_error", "loss_change"):
-        assert [float(value) for value in browser.cells(names, key)] == [getattr(row, key) for row in found.by_op()]
+    by_calls = browser.drawn(tmp_path, page, "document.querySelector('th:nth-child(2) button').click();")
+    calls = [float(text) for text in browser.cells(by_calls, "calls")]
+    assert calls == sorted(calls, reverse=True) and calls

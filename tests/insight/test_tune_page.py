@@ -1,7 +1,5 @@
 """The page of a tuning."""
 
-import re
-
 import pytest
 import torch
 
@@ -36,10 +34,11 @@ def test_amounts_in_words(value, unit, words):
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(found, page):
-    shown = browser.values_in(page)
-    assert any(browser.HOSTILE in choice["where"] or browser.IMAGE in choice["where"] for choice in shown["choices"])
-    assert browser.is_harmless(page)
-    assert shown["gradient_error"] == found.gradient_error and str(found).splitlines()[0] in page
+    columns = browser.columns_of(page)
+    assert columns["name"] == [choice.name for choice in found.choices] and len(columns["name"]) > 2
+    assert columns["calls"] == [choice.calls for choice in found.choices]
+    assert any(browser.HOSTILE in line or browser.IMAGE in line for line in columns["line"])
+    assert browser.is_harmless(page) and str(found).splitlines()[0] == browser.shown_in(page)["lines"][0]
 
 
 @pytest.mark.browser
@@ -47,5 +46,4 @@ def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(found, page):
 def test_the_browser_draws_the_choices(found, page, tmp_path):
     dom = browser.drawn(tmp_path, page)
     assert 'data-drawn="yes"' in dom and "<title>hmpx tune</title>" in dom and "<img" not in dom
-    table = dom.partition('id="choices"')[2].partition("</table>")[0]
-    assert re.findall(r'data-key="name">(\w+)<', table) == [choice.name for choice in found.choices]
+    assert browser.cells(dom, "name") == [choice.name for choice in found.choices]

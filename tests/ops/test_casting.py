@@ -18,6 +18,102 @@ def tensor(*shape, dtype=FP32):
     return torch.randn(shape).to(dtype)
 
 
+X, IMAGE, QUERY = tensor(4, 4), tensor(2, 3, 4, 4), tensor(5, 1, 8)
+LOW, HALF, DOUBLE, SPARSE = X.bfloat16(), X.half(), X.double(), torch.eye(4).to_sparse()
+WEIGHT, BIAS, CLASSES = tensor(3, 4), tensor(3), torch.tensor([0, 1, 2, 3])
+ATTENTION = nn.MultiheadAttention(8, 2)
+
+# Lists, and by the dtype of the result what is called under them.
+DTYPES = [
+    # positional and keyword arguments, and tensors in lists and tuples
+    ({"bf16": "cat stack"}, BF16, "torch.cat([X, HALF]) torch.stack((X,HALF),dim=1) torch.cat(tensors=[X,HALF],dim=0)"),
+    ({"fp32": "softmax"}, FP32, "torch.softmax(LOW,1) F.softmax(LOW,dim=1) nn.Softmax(1)(LOW)"),
+    ({"bf16": "matmul mm"}, FP32, "SPARSE@X torch.mm(SPARSE,X)"),
+    ({"bf16": "conv2d layer_norm"}, BF16, "F.conv2d(IMAGE,IMAGE,None) F.layer_norm(IMAGE,(4,),None,None)"),
+    ({"bf16": "batch_norm"}, BF16, "F.batch_norm(IMAGE,None,None,training=True)"),
+    ({"bf16": "mul add"}, BF16, "2*X*3.0 torch.add(X,1,alpha=2)"),
+    ({"bf16": "dot mul mean"}, BF16, "torch.dot(X[0],tensor=X[0]) torch.mul(input=X,other=X)"),
+    ({"bf16": "mean"}, BF16, "torch.mean(input=X,dim=0)"),
+    ({"fp32": "sum"}, FP32, "torch.sum(LOW,axis=0)"),
+    # promote: the widest dtype; that of BF16 and FP16 is FP32
+    ({"promote": "dot add"}, FP32, "torch.dot(LOW[0],X[0]) torch.dot(LOW[0],HALF[0]) torch.add(LOW,X)"),
+    ({"promote": "dot add"}, BF16, "torch.dot(LOW[0],LOW[0])"),
+    # an unlisted op that refuses mixed dtypes: that of its first input
+    ({}, BF16, "F.linear(LOW,WEIGHT,BIAS) F.layer_norm(LOW,(4,),X[0],X[0]) LOW@X"),
+    ({}, BF16, "F.scaled_dot_product_attention(LOW[None],X[None],HALF[None])"),
+    ({}, FP32, "F.nll_loss(X.log_softmax(1),CLASSES,LOW[0]) WEIGHT@LOW F.linear(X,X)"),
+    # a name stands for every way to call the op, and for no other op: sub is another one than rsub
+    ({"bf16": "softmax"}, BF16, "torch.softmax(X,1) X.softmax(1) F.softmax(X,1) torch.special.softmax(X,1)"),
+    ({"bf16": "add"}, BF16, "torch.add(X,X) X.add(X) X+X 1+X"),
+    ({"bf16": "truediv matmul"}, BF16, "X/2 2/X torch.matmul(X,X) X.matmul(X) X@X torch.linalg.matmul(X,X)"),
+    ({"bf16": "rsub pow"}, BF16, "1-X torch.rsub(X,1) X**2 2**X torch.pow(X,2)"),
+    ({"bf16": "rsub truediv"}, FP32, "X-1 torch.div(X,2)"),
+    # `dtype=` is the caller's decision
+    ({"fp32": "softmax sum"}, BF16, "torch.softmax(X,1,BF16) F.softmax(X,1,dtype=BF16) X.sum(dtype=BF16)"),
+    ({"fp32": "softmax"}, FP64, "torch.softmax(X,1,dtype=FP64)"),
+    ({"fp32": "softmax"}, FP32, "torch.softmax(LOW,1,dtype=None)"),
+    # the outermost listed op decides; where none is, what it calls
+    ({"bf16": "multi_head_attention_forward", "fp32": "softmax linear matmul bmm"}, BF16, "attend()"),
+    ({"bf16": "linear bmm baddbmm matmul scaled_dot_product_attention"}, BF16, "attend()"),
+    ({"bf16": "interpolate", "fp32": "upsample_bilinear2d"}, BF16, "enlarged(IMAGE)"),
+    ({"fp32": "upsample_bilinear2d"}, FP32, "enlarged(IMAGE.bfloat16())"),
+]  # fmt: skip
+
+
+def attend():
+    return ATTENTION(QUERY, QUERY, QUERY)[0]
+
+
+def enlarged(images):
+    return F.interpolate(images, scale_factor=2, mode="bilinear")
+
+
+@pytest.mark.parametrize("sides, dtype, calls", DTYPES, ids=str)
+def test_the_dtype_of_a_call_under_lists(lists, sides, dtype, calls):
+    with hmpx.convert(**lists(**sides)):
+        found = {call: eval(call).dtype for call in calls.replace(", ", ",").split()}
+    assert found == dict.fromkeys(found, dtype)
+
+
+# What is computed: the op on inputs that were cast by hand
+CAST_BY_HAND = [
+    ({"fp32": "softmax"}, "torch.softmax(LOW, 1)", "torch.softmax(LOW.float(), 1)"),
+    ({"bf16": "matmul"}, "SPARSE @ X", "X"),
+    ({"promote": "dot"}, "torch.dot(LOW[0], X[0])", "torch.dot(LOW[0].float(), X[0])"),
+    ({}, "F.linear(LOW, WEIGHT, BIAS)", "F.linear(LOW, WEIGHT.bfloat16(), BIAS.bfloat16())"),
+    ({}, "WEIGHT @ LOW", "WEIGHT @ LOW.float()"),
+]
+
+
+@pytest.mark.parametrize("sides, call, by_hand", CAST_BY_HAND, ids=str)
+def test_the_bits_of_a_call_under_lists(lists, sides, call, by_hand):
+    expected = eval(by_hand)
+    with hmpx.convert(**lists(**sides)):
+        assert torch.equal(eval(call), expected)
+
+
+def test_what_torch_promotes_by_itself_is_not_patched(lists):
+    with pytest.raises(RuntimeError):
+        torch.dot(LOW[0], X[0])
+    with hmpx.convert(**lists(promote="dot add")) as handle:
+        assert not [patch for patch in handle.patched if patch.op == "add"]
+
+
+def test_out_is_the_callers_decision(lists):
+    out = torch.empty(4, 4)
+    with hmpx.convert(**lists(bf16="mm matmul")):
+        assert torch.mm(X, X, out=out) is out
+    assert torch.equal(out, X @ X)
+
+
+def test_torchs_other_names_respect_regions_and_restore(lists):
+    with hmpx.convert(**lists(bf16="mm")):
+        with hmpx.disable_casts():
+            assert torch.mm(x=X, mat2=X).dtype is FP32
+        held = (torch.mm,)
+    assert held[0](x=X, mat2=X).dtype is FP32
+
+
 # bf16 and fp32: every eligible tensor, wherever it stands in the call
 
 
@@ -36,44 +132,12 @@ def test_bf16_list_casts_positional_and_keyword_arguments(lists):
             assert all(torch.equal(r, expected) and r.dtype is BF16 for r in results), dtype
 
 
-def test_fp32_list_casts_to_fp32(lists):
-    x = tensor(4, 8, dtype=BF16)
-    expected = torch.softmax(x.float(), 1)
-    with hmpx.convert(**lists(fp32="softmax")):
-        assert torch.equal(torch.softmax(x, 1), expected)
-        assert torch.equal(F.softmax(x, dim=1), expected)
-        assert torch.equal(nn.Softmax(1)(x), expected)
-
-
-def test_tensors_in_lists_and_tuples_are_cast(lists):
-    a, b = tensor(2, 3), tensor(2, 3, dtype=FP16)
-    with hmpx.convert(**lists(bf16="cat stack")):
-        assert torch.cat([a, b]).dtype is BF16
-        assert torch.stack((a, b), dim=1).dtype is BF16
-        assert torch.cat(tensors=[a, b], dim=0).dtype is BF16
-
-
 def test_tensors_that_are_not_eligible_pass_through(lists):
     values = [torch.ones(2, 2, dtype=dtype) for dtype in (FP64, torch.int64, torch.bool, torch.complex64)]
     with hmpx.convert(**lists(bf16="mul abs")):
         for value in (*values, torch.ones(2, 2).to_sparse()):
             assert (value * value).dtype is value.dtype
             assert value.mul(value).layout is value.layout
-
-
-def test_sparse_companions_leave_the_call_alone(lists):
-    x, sparse = tensor(4, 4), torch.eye(4).to_sparse()
-    with hmpx.convert(**lists(bf16="matmul mm")):
-        assert torch.equal(sparse @ x, x) and torch.equal(torch.mm(sparse, x), x)
-
-
-def test_none_and_numbers_are_legal_everywhere(lists):
-    x = tensor(2, 3, 4, 4)
-    with hmpx.convert(**lists(bf16="conv2d layer_norm mul batch_norm add")):
-        assert F.conv2d(x, tensor(5, 3, 1, 1), None).dtype is BF16
-        assert F.layer_norm(x, (4,), None, None).dtype is BF16
-        assert F.batch_norm(x, None, None, training=True).dtype is BF16
-        assert (2 * x * 3.0).dtype is BF16 and torch.add(x, 1, alpha=2).dtype is BF16
 
 
 def test_gradients_come_back_in_the_parameters_dtype(lists):
@@ -83,69 +147,6 @@ def test_gradients_come_back_in_the_parameters_dtype(lists):
     assert layer.weight.grad.dtype is FP32
     expected = torch.ones(2, 4, dtype=BF16).t() @ x.bfloat16()
     assert torch.equal(layer.weight.grad, expected.float())
-
-
-# promote: the widest dtype
-
-
-def test_promote_takes_the_widest_dtype_where_torch_refuses(lists):
-    a, b = tensor(4, dtype=BF16), tensor(4)
-    with pytest.raises(RuntimeError):
-        torch.dot(a, b)
-    with hmpx.convert(**lists(promote="dot add")) as handle:
-        assert torch.equal(torch.dot(a, b), torch.dot(a.float(), b))
-        assert torch.dot(a, a).dtype is BF16
-        assert torch.dot(a, b.half()).dtype is FP32  # the widest of BF16 and FP16 is FP32
-        assert torch.add(a, b).dtype is FP32
-        assert not [patch for patch in handle.patched if patch.op == "add"]  # torch does it by itself
-
-
-# In no list: the dtype of the first input
-
-
-def test_an_unlisted_op_that_refuses_mixed_dtypes_follows_its_first_input(lists):
-    x, w, b = tensor(4, 8, dtype=BF16), tensor(3, 8), tensor(3)
-    with hmpx.convert(**lists()):
-        assert torch.equal(F.linear(x, w, b), F.linear(x, w.bfloat16(), b.bfloat16()))
-        assert torch.equal(w @ x.t(), w @ x.t().float())
-        assert F.layer_norm(x, (8,), tensor(8), tensor(8)).dtype is BF16
-        assert torch.equal(F.linear(w, w), torch.nn.functional.linear(w, w))
-        q = tensor(1, 2, 4, 8, dtype=BF16)
-        assert F.scaled_dot_product_attention(q, q.float(), q.half()).dtype is BF16
-        assert F.nll_loss(tensor(3, 4).log_softmax(1), torch.tensor([0, 1, 2]), tensor(4, dtype=BF16)).dtype is FP32
-
-
-# A name stands for every way to call the op
-
-
-def test_a_name_stands_for_every_way_to_call_the_op(lists):
-    x = tensor(3, 3)
-    ways = [
-        lambda: torch.softmax(x, 1),
-        lambda: x.softmax(1),
-        lambda: F.softmax(x, 1),
-        lambda: torch.special.softmax(x, 1),
-        lambda: torch.add(x, x),
-        lambda: x.add(x),
-        lambda: x + x,
-        lambda: 1 + x,
-        lambda: x / 2,
-        lambda: 2 / x,
-        lambda: torch.matmul(x, x),
-        lambda: x.matmul(x),
-        lambda: x @ x,
-        lambda: torch.linalg.matmul(x, x),
-        lambda: 1 - x,
-        lambda: torch.rsub(x, 1),
-        lambda: x**2,
-        lambda: 2**x,
-        lambda: torch.pow(x, 2),
-    ]
-    with hmpx.convert(**lists(bf16="softmax add truediv matmul rsub pow")):
-        assert [way().dtype for way in ways] == [BF16] * len(ways)
-        assert (x - 1).dtype is FP32  # sub is another op than rsub
-        assert torch.div(x, 2).dtype is FP32  # truediv stands for the operator
-    assert [way().dtype for way in ways] == [FP32] * len(ways)
 
 
 def test_nonzero_never_reaches_bool(lists):
@@ -198,42 +199,10 @@ def test_every_argument_that_an_op_writes_to_is_the_callers_own():
     assert noise.any()
 
 
-# `out=` and `dtype=` are the caller's decision
-
-
-def test_out_and_dtype_are_the_callers_decision(lists):
-    x, out = tensor(3, 3), torch.empty(3, 3)
-    with hmpx.convert(**lists(bf16="mm matmul", fp32="softmax sum")):
-        assert torch.mm(x, x, out=out) is out
-        assert torch.softmax(x, 1, dtype=FP64).dtype is FP64
-        assert torch.softmax(x, 1, BF16).dtype is BF16
-        assert F.softmax(x, 1, dtype=BF16).dtype is BF16
-        assert x.sum(dtype=BF16).dtype is BF16
-        assert torch.softmax(x.bfloat16(), 1, dtype=None).dtype is FP32
-    assert torch.equal(out, x @ x)
-
-
 def test_out_by_position_of_a_python_function(lists):
     x, out = tensor(4, 4), torch.zeros(4, 4)
     with hmpx.convert(**lists(bf16="normalize")):
         assert F.normalize(x, 2.0, 1, 1e-12, out) is out and out.any()
-
-
-# The outermost listed op decides
-
-
-def test_the_outermost_listed_op_decides(lists):
-    x = tensor(2, 3, 4, 4)
-    attention = nn.MultiheadAttention(8, 2)
-    q = tensor(5, 1, 8)
-    with hmpx.convert(**lists(bf16="multi_head_attention_forward", fp32="softmax linear matmul bmm")):
-        assert attention(q, q, q)[0].dtype is BF16
-    with hmpx.convert(**lists(bf16="linear bmm baddbmm matmul scaled_dot_product_attention")):
-        assert attention(q, q, q)[0].dtype is BF16  # not listed itself: what it calls is
-    with hmpx.convert(**lists(bf16="interpolate", fp32="upsample_bilinear2d")):
-        assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype is BF16
-    with hmpx.convert(**lists(fp32="upsample_bilinear2d")):
-        assert F.interpolate(x.bfloat16(), scale_factor=2, mode="bilinear").dtype is FP32
 
 
 # Never cast: optimizer steps, initialisers, clipping
@@ -264,24 +233,6 @@ def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
 
 
 # Calls that are out of the ordinary
-
-
-def test_torchs_other_names_of_arguments_are_understood(lists):
-    x, y = tensor(3), tensor(3)
-    with hmpx.convert(**lists(bf16="dot mul mean", fp32="sum")):
-        assert torch.dot(x, tensor=y).dtype is BF16
-        assert torch.mul(input=x, other=y).dtype is BF16
-        assert torch.mean(input=x, dim=0).dtype is BF16
-        assert torch.sum(x, axis=0).dtype is FP32
-
-
-def test_torchs_other_names_respect_regions_and_restore(lists):
-    x = tensor(3, 3)
-    with hmpx.convert(**lists(bf16="mm")):
-        with hmpx.disable_casts():
-            assert torch.mm(x=x, mat2=x).dtype is FP32
-        held = (torch.mm,)
-    assert held[0](x=x, mat2=x).dtype is FP32
 
 
 def test_errors_are_torchs_own(lists):

@@ -20,6 +20,7 @@ from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
 from hmpx.ops.policies.op_lists import read_lists
 from hmpx.ops.policies.policy import Rule
 from tests.support.blocks import same
+from tests.support.recorded import escaped
 from tests.support.samples import database, samples
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -194,10 +195,7 @@ def test_an_op_in_no_list_follows_its_parts(lists, parts):
     [
         ("bmm", [lambda: torch.einsum("ij->i", X), lambda: torch.einsum("i,j", X[0], X[0]), lambda: X @ X]),
         ("addmm", [lambda: F.linear(X, X)]),
-        (
-            "reflection_pad1d",
-            [lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect"), lambda: F.pad(X, (1, 1))],
-        ),
+        ("reflection_pad1d", [lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect"), lambda: F.pad(X, (1, 1))]),
         ("nll_loss", [lambda: F.cross_entropy(X, X.softmax(-1))]),
         ("matmul", [lambda: torch.linalg.matrix_power(X, 1)]),
     ],
@@ -223,7 +221,7 @@ def test_its_own_listing_outranks_and_mixed_dtypes_meet(lists):
         assert torch.einsum("i,j", X[0].bfloat16(), X[0]).dtype is BF16  # no product: the others follow the first
 
 
-def test_parts_in_different_lists_leave_it_as_it_is_and_audit_says_so(lists):
+def test_parts_in_different_lists_leave_it_as_it_is_and_record_says_so(lists):
     q = X[None]
 
     def call(x):
@@ -231,8 +229,7 @@ def test_parts_in_different_lists_leave_it_as_it_is_and_audit_says_so(lists):
 
     with hmpx.convert(**lists(bf16="matmul", fp32="softmax")) as handle:
         assert call(q).dtype is FP32
-        found = hmpx.audit(call, q).findings
-        assert {finding.op for finding in found} == {"matmul"}
+        assert {line.split()[1] for line in escaped(call, q)} == {"matmul"}
     assert "its parts are in different lists (matmul bf16, softmax fp32)" in explain_op(
         "scaled_dot_product_attention", handle.policy
     )

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_leaves
 
 import hmpx
 from hmpx.ops import decision_log
@@ -23,10 +22,11 @@ from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.blocks import same
+from tests.support.recorded import escaped
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IN_FP16 = {"low_precision": FP16}
@@ -145,13 +145,13 @@ def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"{FP16}\n"
     assert main(["explain", "linear", "--low-precision", "fp16"]) == 0
     assert "rule          fp16: listed at" in capsys.readouterr().out
-    assert main(["ops", "linear", "--low-precision", "fp16", "--opt-level", "O2"]) == 0
+    assert main(["explain", "linea", "--low-precision", "fp16", "--opt-level", "O2"]) == 0
     assert "linear                             fp16         torch.nn.functional.linear" in capsys.readouterr().out
     assert main(["explain", "hmp-o1", "--low-precision", "fp16"]) == 0
     explained = capsys.readouterr().out
     assert " in FP16, " in explained and "GradScaler" in explained
     with pytest.raises(SystemExit):
-        main(["ops", "--low-precision", "fp8"])
+        main(["explain", "--low-precision", "fp8"])
     hmpx.restore()
 
 
@@ -286,28 +286,13 @@ def test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions():
     assert compiled(x).dtype is FP32
 
 
-def test_audit_knows_what_fp16_means(lists):
+def test_record_knows_what_escapes_in_fp16(lists):
     x = torch.randn(4, 4)
     with hmpx.convert(**lists(bf16="mm exp"), **IN_FP16):
-        assert not hmpx.audit(lambda x: (x.mm(x), x.exp()), x)
-        found = hmpx.audit(lambda x: torch.ops.aten.exp(x), x)
-        assert [(each.op, each.rule, each.dtypes) for each in found.findings] == [("exp", Rule.FP16, (FP32,))]
-        assert len(hmpx.audit(lambda x: torch.ops.aten.exp(x), x.bfloat16()).findings) == 1
-        assert not hmpx.audit(lambda x: torch.ops.aten.exp(x), x.half())
-
-
-def test_recurrent_layers_take_inputs_of_any_dtype_and_equal_the_layer_in_fp16(lists):
-    """The layers check their input against their weights, which are FP32 here, before they call the op."""
-    layers = [getattr(nn, kind)(8, 8) for kind in ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")]
-    inputs = [torch.randn(3, 2, 8)] * 3 + [torch.randn(2, 8)] * 3
-    expected = [tree_leaves(copy.deepcopy(layer).half()(x.half())) for layer, x in zip(layers, inputs, strict=True)]
-    with hmpx.convert(**lists(bf16="lstm gru rnn_tanh lstm_cell gru_cell rnn_tanh_cell"), **IN_FP16):
-        for layer, x, outs in zip(layers, inputs, expected, strict=True):
-            for dtype in (FP32, FP16):
-                assert all(map(torch.equal, outs, tree_leaves(layer(x.to(dtype))))), layer
-            assert {out.dtype for out in tree_leaves(layer(x.bfloat16()))} == {FP16}
-            sum(out.float().sum() for out in tree_leaves(layer(x))).backward()
-            assert all(p.grad.dtype is FP32 and p.grad.isfinite().all() for p in layer.parameters())
+        assert not escaped(lambda x: (x.mm(x), x.exp()), x)
+        (line,) = escaped(torch.ops.aten.exp, x)
+        assert "exp is in the fp16 list and ran in float32" in line
+        assert len(escaped(torch.ops.aten.exp, x.bfloat16())) == 1 and not escaped(torch.ops.aten.exp, x.half())
 
 
 NORMS = {

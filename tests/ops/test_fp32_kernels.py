@@ -15,6 +15,7 @@ from hmpx.errors import HmpxError
 from hmpx.ops.computing import kernels as choice
 from hmpx.ops.wrapping import weight_cache
 from tests.support import python
+from tests.support.recorded import escaped
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -296,13 +297,13 @@ def test_out_in_place_and_disabled_casts_are_native():
     assert computed_in(lambda: torch.mm(x, y)) == [torch.bfloat16]
 
 
-def test_audit_finds_nothing_in_fp32_kernels(lists):
+def test_nothing_escapes_in_fp32_kernels(lists):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     with converted("float32"):
-        assert not hmpx.audit(model, torch.randn(2, 8))
-        assert not hmpx.audit(lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 4))
+        assert not escaped(model, torch.randn(2, 8))
+        assert not escaped(lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 4))
     with hmpx.convert(**lists("mul"), kernels="float32"):  # nor in what torch composes an op of
-        assert not hmpx.audit(F.bilinear, tuple(torch.randn(shape).bfloat16() for shape in ((4, 5), (4, 6), (3, 5, 6))))
+        assert not escaped(F.bilinear, *(torch.randn(shape).bfloat16() for shape in ((4, 5), (4, 6), (3, 5, 6))))
 
 
 def test_auto_asks_for_fp32_kernels_where_the_cpu_has_no_instructions(monkeypatch):

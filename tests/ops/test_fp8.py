@@ -217,28 +217,6 @@ def test_a_product_is_rounded_once(form, kernels):
             assert ((ours.double() - exact).abs() <= half_a_place + of_sums).all(), (product_name, batch)
 
 
-def test_blocks_are_decoded_before_they_are_multiplied():
-    """DeepSeek-V3's: 1 x 128 of inputs and gradients, 128 x 128 of weights, in each of the three products."""
-    torch.manual_seed(0)
-    x, w, g = torch.randn(64, 256).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(64, 128).bfloat16()
-
-    def decoded(t, dim, weight=False):
-        codes, scale = quantize(t, "e4m3", FORMATS["blockwise"], dim, "blockwise", weight)
-        return codes.double() * scale.double()
-
-    wanted = [
-        decoded(x, -1) @ decoded(w.t(), -2, True), decoded(g, -1) @ decoded(w, -2, True),
-        (decoded(x.t(), -1) @ decoded(g, -2)).t(),
-    ]  # fmt: skip
-    assert decoded(w.t(), -2, True).t().equal(decoded(w, -2, True))  # one cast of a weight serves both products
-    x.requires_grad_(), w.requires_grad_()
-    with hmpx.convert(fp8=["linear"], fp8_format="blockwise"):
-        y = F.linear(x, w)
-        found = [y, *torch.autograd.grad(y, (x, w), g)]
-    for ours, its in zip(found, wanted, strict=True):
-        assert distance(ours, its) < 3e-3  # the rounding to BF16
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The list
 
@@ -447,8 +425,7 @@ def trained(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["tensorwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("rowwise", "mx", "blockwise"))],
+    "form", ["tensorwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("rowwise", "mx", "blockwise"))]
 )
 def test_compiled_and_checkpointed_the_same_bits(form):
     model, x = small()
@@ -465,6 +442,23 @@ def test_compiled_and_checkpointed_the_same_bits(form):
             assert all(map(torch.equal, trained(model, run, x), plain)), name
     with hmpx.convert():
         assert not torch.equal(trained(model, model, x)[0], plain[0])
+
+
+@pytest.mark.parametrize("op", [lambda x, w: x @ w, lambda x, w: x.mm(w), lambda x, w: torch.einsum("ij,jk->ik", x, w)])
+def test_compiled_methods_and_operators_have_the_bits_of_eager(op):
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    model = nn.Module()
+    model.forward = op  # type: ignore[method-assign]
+
+    def run(function):
+        y = function(x, w)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, w))]
+
+    with hmpx.convert():
+        in_bf16 = run(model)
+    with hmpx.convert(fp8=["mm", "matmul", "einsum"]):
+        eager, compiled = run(model), run(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.equal, eager, compiled)) and not torch.equal(eager[0], in_bf16[0])
 
 
 def test_each_product_may_be_the_only_one_in_fp8():

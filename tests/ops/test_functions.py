@@ -16,7 +16,7 @@ import hmpx
 from hmpx import conversion
 from hmpx.ops.captured_names.sweep import Sweep
 from hmpx.ops.policies.op_lists import shipped
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 
 X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
 

@@ -206,7 +206,7 @@ def formula(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_scripted_code_is_compiled_from_the_originals(x):
-    """It does not cast, which `audit` finds."""
+    """It does not cast, which `record` finds."""
     square = x[:, :4].contiguous()
     modules = Recurrent().eval(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
     scripted = [torch.jit.script(module) for module in modules]

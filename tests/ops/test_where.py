@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import as_recipe
+from hmpx.recipes.reading import as_recipe, recipe_names
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LISTS = {"bf16": ["linear", "matmul", "mul", "add", "sub"], "fp32": ["softmax", "div", "cross_entropy"], "promote": []}

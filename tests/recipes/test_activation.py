@@ -149,11 +149,11 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     second.restore()
 
 
-WAYS = ("ddp", "zero", "fsdp2")
+WAYS, UNDER = ("ddp", "zero", "fsdp2"), ("neuron-bf16-sr", "nxd-standard")
 
 
-def _distributed(rank, recipe):
-    return [_script(how, recipe) for how in WAYS]
+def _distributed(rank):
+    return [_script(how, recipe) for recipe in UNDER for how in WAYS]
 
 
 def _script(how, recipe):
@@ -180,10 +180,9 @@ def _script(how, recipe):
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "nxd-standard"])
-def test_ranks(recipe):
-    alone = _script("alone", recipe)
-    assert ranks.run(2, _distributed, recipe) == [[alone] * len(WAYS)] * 2
+def test_ranks():
+    alone = [_script("alone", recipe) for recipe in UNDER]
+    assert ranks.run(2, _distributed) == [[bits for bits in alone for _ in WAYS]] * 2
 
 
 def _nxd(rank):

@@ -17,7 +17,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 import hmpx
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import UNSAFE_OF_LOW
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -123,43 +123,3 @@ def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
     with hmpx.activate("hmp-o2"):
         x = torch.randn(4, 4)
         assert (x @ x).dtype is BF16 and ((x @ x) + (x @ x)).dtype is FP32 and F.gelu(x @ x).dtype is FP32
-
-
-class Adapted(nn.Module):
-    """A frozen layer that was loaded in BF16, and an adapter of low rank in FP32."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.base = nn.Linear(64, 64).bfloat16().requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-@pytest.mark.parametrize("recipe", ["autocast-cpu", "hmp-o1"])
-def test_a_frozen_base_in_bf16_stays_so_with_the_bits_of_autocast(recipe):
-    """By hand: 64 x 65 parameters of 2 bytes and 64 x 8 of 4. `add` of two streams in BF16 is in no list."""
-
-    def trained(model, optimizer, autocast):
-        generator = torch.Generator().manual_seed(4)
-        for _ in range(3):
-            x = torch.randn(8, 64, generator=generator)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", BF16, enabled=autocast):
-                out = model(x)
-            (out.float() - x).square().mean().backward()
-            optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-    model = Adapted()
-    expected = trained(model, optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=1e-2), True)
-    model = Adapted()
-    optimizer = optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=1e-2)
-    settings = {**asdict(read_recipe(recipe)), "kernels": "native"}
-    hmpx.prepare(model, optimizer, settings)
-    found = trained(model, optimizer, False)
-    hmpx.restore()
-    assert sum(p.nbytes for p in found) == 64 * 65 * 2 + 64 * 8 * 4
-    assert all(torch.equal(p, q) and p.dtype is q.dtype for p, q in zip(found, expected, strict=True))

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.insight.check import check_files
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 
 
@@ -124,7 +124,7 @@ def test_a_circle_and_what_is_not_there(files, message, tmp_path):
     with pytest.raises(hmpx.HmpxError) as error:
         read_recipe(tmp_path / "a.yaml")
     assert message.replace("{}", str(tmp_path)) in str(error.value)
-    assert message.replace("{}", str(tmp_path)) in "\n".join(check_files([str(tmp_path / "a.yaml")]))
+    assert message.replace("{}", str(tmp_path)) in "\n".join(map(str, check_files([str(tmp_path / "a.yaml")])))
 
 
 def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
     write(
         tmp_path, other="opt_level: null\nweights: nearest\nuse_master_weights_in_ckpt: true\nfp32: [lgo]\nseed: -1\n"
     )
-    found = [problem.split(": ")[0] for problem in check_files(["mine.yaml", "other.yaml"])]
+    found = [str(fault.origin) for fault in check_files(["mine.yaml", "other.yaml"])]
     assert sorted(found) == sorted(
         [
             *(f"mine.yaml:{line}" for line in (1, 3, 4)),
@@ -145,10 +145,7 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
 
 
 SETTINGS = [
-    (
-        ["use_master_weights_in_ckpt=true", "weights=split"],
-        {"use_master_weights_in_ckpt": True, "weights": "split"},
-    ),
+    (["use_master_weights_in_ckpt=true", "weights=split"], {"use_master_weights_in_ckpt": True, "weights": "split"}),
     (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
     (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
     (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),

@@ -6,7 +6,7 @@ import pytest
 
 import hmpx
 from hmpx.recipes.frameworks import AUTOCAST, ENGINE, GRADIENT_NORM, MODEL_DTYPE, FrameworkSetting, refuse
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 
 
 def test_all_that_does_not_go_with_it_is_said_at_once():

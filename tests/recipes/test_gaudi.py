@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.recipes.stated import as_recipe
+from hmpx.recipes.reading import as_recipe
 from hmpx.shell.main import main
 from tests.support import python
 

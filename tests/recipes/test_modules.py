@@ -12,7 +12,7 @@ from torch import nn
 import hmpx
 from hmpx.conversion import installed
 from hmpx.integrations.setting_up import SettingUp
-from hmpx.recipes.stated import as_recipe
+from hmpx.recipes.reading import as_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
@@ -85,10 +85,7 @@ WRONG = [
     ("  lm_head: {fp32: linear}", "mine.yaml:3: modules: 'lm_head': fp32 is 'linear', not a list of names"),
     ("  lm_head: {fp32: [exp], bf16: [exp]}", "mine.yaml:3: 'exp' is on both sides"),
     ("  lm_head: {}", "mine.yaml:3: modules: 'lm_head': says nothing"),
-    (
-        "  - lm_head",
-        "mine.yaml:2: modules is ['lm_head'], not a mapping of modules' names to dtypes or lists of ops",
-    ),
+    ("  - lm_head", "mine.yaml:2: modules is ['lm_head'], not a mapping of modules' names to dtypes or lists of ops"),
     (
         "  0: fp32",
         "mine.yaml:2: modules is {0: 'float32'}, not a mapping of modules' names to dtypes or lists "

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.recipes.stated import as_recipe
+from hmpx.recipes.reading import as_recipe
 
 LISTS = {"bf16": ["linear"], "fp32": ["softmax"], "modules": {"2": {"fp32": ["linear"]}}}
 FP32, BF16 = torch.float32, torch.bfloat16

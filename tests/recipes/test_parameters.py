@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPE = {
@@ -119,10 +119,7 @@ WRONG = [
     ("2: fp32", 'names are strings: write "2" for 2'),
     ('"*": master', "'.': dtype is 'master', none of float32, bfloat16; did you mean {weights: master}"),
     ('"*": 8bit', "'.': dtype is '8bit', none of float32, bfloat16; did you mean {state_dtype: 8bit}"),
-    (
-        '"*": {weights: split}\nparameter_dtype: fp32',
-        "mine.yaml:2: .* weights would do nothing: by parameter_dtype",
-    ),
+    ('"*": {weights: split}\nparameter_dtype: fp32', "mine.yaml:2: .* weights would do nothing: by parameter_dtype"),
 ]
 
 

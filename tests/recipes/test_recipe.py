@@ -15,9 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.recipes.files import recipe_names
 from hmpx.recipes.keys import OF_OPS
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from tests.support import ranks
 from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype

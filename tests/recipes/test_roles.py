@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 from tests.support import python, ranks
 from tests.support.training import same
 

@@ -67,6 +67,7 @@ def alone():
             "mine.py:32: masked_fill: RuntimeError: value cannot",
         ),
         ("with_targets", (), 2, "compare: without a loss it calls model(*batch), and Net does not take the 2"),
+        ("setupp", (), 2, "mine.py has no 'setupp'; did you mean 'setup'?"),
         ("alone", (), 2, "mine.py:alone must return (model, batches, loss) or (model, batches), not a Net"),
     ],
 )
@@ -84,3 +85,18 @@ def test_compare_runs_what_a_function_returns(function, more, status, message, t
         first = saved["rows"][0]
         assert first["op"] == "linear" and first["where"].endswith("mine.py:11") and saved["schema"] == 3
     assert hmpx.conversion.installed() is None
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("mime.py:setup", "mime.py: no such file; did you mean 'mine.py'?"),
+        ("no.such:setup", "there is no module 'no.such' to import"),
+        ("mine.py", "a function is given as MODULE:FUNCTION"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(what, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["compare", what]) == 2 and message in capsys.readouterr().err

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 from tests.support import python
 
 SCRIPT = """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
 
 SCRIPT = """

@@ -176,7 +176,7 @@ def test_a_diff_of_two_records(capsys, tmp_path, lists):
     saved(tmp_path / "other.json", **lists(bf16="matmul softmax"))
     one, other = str(tmp_path / "log.json"), str(tmp_path / "other.json")
     assert main(["report", one, "--diff", one]) == 0
-    assert "the same 2 sites, with the same rules and dtypes" in capsys.readouterr().out
+    assert "2 sites with the same rule and dtypes" in capsys.readouterr().out
     assert main(["report", one, "--diff", other]) == 1
     said = capsys.readouterr().out
     assert "other rules or dtypes: 1 site\n" in said and "fp32: bf16 -> fp32" in said and "bf16: bf16" in said

@@ -16,8 +16,7 @@ import hmpx
 from hmpx.bench import updates
 from hmpx.insight.check import is_recipe
 from hmpx.ops.policies.op_lists import shipped
-from hmpx.recipes.files import recipe_names
-from hmpx.recipes.stated import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.shell.main import main
 from tests.support import python
 
@@ -28,8 +27,8 @@ def run(capsys, *arguments):
     return status, printed.out, printed.err
 
 
-def test_ops_lists_rule_and_entry_points(capsys, tmp_path):
-    status, out, _ = run(capsys, "ops", "softmax")
+def test_explain_lists_the_ops_with_a_text_in_their_name(capsys, tmp_path):
+    status, out, _ = run(capsys, "explain", "softma")
     line = next(line for line in out.splitlines() if line.startswith("softmax "))
     assert status == 0 and line.split(None, 2) == [
         "softmax",
@@ -37,11 +36,11 @@ def test_ops_lists_rule_and_entry_points(capsys, tmp_path):
         "torch.softmax, torch._VF.softmax, Tensor.softmax",
     ]
     (tmp_path / "mine.txt").write_text("softmax\nstatistics.mean\nstatistics.median\n")
-    _, out, _ = run(capsys, "ops", "softmax", "--list", str(tmp_path / "mine.txt"))
+    _, out, _ = run(capsys, "explain", "--list", str(tmp_path / "mine.txt"))
     assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
-    _, out, _ = run(capsys, "ops", "mean", "--list", str(tmp_path / "mine.txt"))
+    _, out, _ = run(capsys, "explain", "mea", "--list", str(tmp_path / "mine.txt"))
     names = [line.split()[0] for line in out.splitlines()]
-    assert "mean" in names and all("mean" in name for name in names[1:]) and names[-1] == "statistics.mean"
+    assert "mean" in names and all("mea" in name for name in names[1:]) and names[-1] == "statistics.mean"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_explain_says_which_rule_and_why(capsys, arguments, words):
 def test_errors_go_to_stderr_with_status_2(capsys, tmp_path):
     status, out, err = run(capsys, "explain", "sofmax")
     assert (status, out) == (2, "") and "hmpx: unknown op 'sofmax'; did you mean 'softmax'?" in err
-    assert run(capsys, "ops", "--list", str(tmp_path))[0] == 2
+    assert run(capsys, "explain", "--list", str(tmp_path))[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
 
 
-COMMANDS = ["run", "recipes", "explain", "ops", "check", "doctor", "audit", "record", "report", "compare", "tune"]
+COMMANDS = ["run", "recipes", "explain", "check", "doctor", "record", "report", "compare", "tune"]
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
@@ -233,7 +232,12 @@ def test_every_command_has_a_description_an_example_and_its_arguments_explained(
 
 
 def test_a_mistyped_command_is_told_what_it_may_be(capsys):
-    for word, hint in (("explian", "did you mean 'explain'?"), ("lean", "'lean' is a recipe: explain lean")):
+    for word, hint in (
+        ("explian", "did you mean 'explain'?"),
+        ("lean", "'lean' is a recipe: explain lean"),
+        ("audit", "there is no command 'audit' any more: `record SCRIPT` lists"),
+        ("ops", "there is no command 'ops' any more: `explain` and `explain TEXT`"),
+    ):
         with pytest.raises(SystemExit) as end:
             main([word])
         assert end.value.code == 2 and hint in capsys.readouterr().err
@@ -268,12 +272,12 @@ def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
     assert "did you mean 'lean'?" in run(capsys, "recipes", "leen")[2]
 
 
-def test_explain_and_ops_take_a_recipe(capsys, tmp_path):
+def test_explain_takes_a_recipe(capsys, tmp_path):
     assert "fp32: decided by opt_level O2" in run(capsys, "explain", "gelu", "--recipe", "hmp-o2")[1]
     (tmp_path / "mine.yaml").write_text("bf16: [gelu]\n")
     mine = str(tmp_path / "mine.yaml")
     assert f"bf16: listed at {mine}:1" in run(capsys, "explain", "gelu", "--recipe", mine)[1]
-    line = next(line for line in run(capsys, "ops", "gelu", "--recipe", mine)[1].splitlines() if line[:5] == "gelu ")
+    line = next(line for line in run(capsys, "explain", "gel", "--recipe", mine)[1].splitlines() if line[:5] == "gelu ")
     assert line.split()[1] == "bf16"
     (tmp_path / "null.yaml").write_text("opt_level: null\n")
     assert (
@@ -285,71 +289,11 @@ def test_explain_and_ops_take_a_recipe(capsys, tmp_path):
     )
 
 
-SOURCE = """\
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.functional import gelu as g
-
-
-class Net(nn.Module):
-    def __init__(self):
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x):
-        y = self.norm(x) + x @ x.t()
-        z = self.blocks(g(y))
-        z *= 2
-        return F.cross_entropy(
-            z.softmax(-1),
-            self.targets,
-        )
-"""
-
-
-@pytest.mark.parametrize(
-    "line, ops",
-    [
-        (11, {"layer_norm", "add", "matmul", "t"}),
-        (12, {"gelu", "self.blocks(...): the source does not say what this calls; `audit` and isVerbose=True show"}),
-        (13, {"imul"}),
-        (14, {"cross_entropy"}),
-        (15, {"softmax"}),
-    ],
-)
-def test_explain_a_call_site(line, ops, tmp_path, capsys):
-    path = tmp_path / "model.py"
-    path.write_text(SOURCE)
-    status, out, _ = run(capsys, "explain", f"{path}:{line}")
-    first, *blocks = out.split("\n\n")
-    assert status == 0 and first == f"{path}:{line}: {SOURCE.splitlines()[line - 1].strip()}"
-    assert len(blocks) == len(ops) and all(any(block.startswith(op) for block in blocks) for op in ops)
-    _, listed, _ = run(capsys, "explain", f"{path}:15", "--recipe", "hmp-o2")
-    assert "decided by opt_level O2" in listed
-
-
-@pytest.mark.parametrize(
-    "site, message",
-    [
-        ("model.py:5", "no op is called on this line; the nearest that calls one is line 11"),
-        ("model.py:99", "the file has 17 lines"),
-        ("list.txt:3", "a call site is a line of a .py file. Of an op in a list: explain OP --list list.txt"),
-        ("nowhere.py:1", "cannot be read: No such file"),
-        ("broken.py:1", "broken.py:1: not Python"),
-        ("note.md:1", "a call site is a line of a .py file"),
-        ("list.txt", "is an op list. What is wrong with it: check"),
-    ],
-)
-def test_explain_says_which_line_there_is(site, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "model.py": SOURCE,
-        "list.txt": "mm\n\n\nsoftmax\n",
-        "broken.py": "def\n",
-        "note.md": "a\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    status, out, err = run(capsys, "explain", site)
-    assert (status, out) == (2, "") and message in err
+@pytest.mark.parametrize("what", ["train.py:27", "train.py", "list.txt", "list.txt:3"])
+def test_explain_names_what_reads_code_and_lists(what, capsys):
+    status, out, err = run(capsys, "explain", what)
+    instead = "is an op list. What is wrong with it: check" if what == "list.txt" else "explain reads no code; `record "
+    assert (status, out) == (2, "") and instead in err
 
 
 def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
@@ -380,60 +324,3 @@ def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n")
     assert run(capsys, "check", "mine.yaml")[1].startswith("mine.yaml:2: weights='nearest' has no masters")
     assert run(capsys, "check", "leen")[1].startswith("leen: neither a file nor a recipe; did you mean 'lean'?")
-
-
-AUDITED = """\
-import torch
-from torch import nn
-
-def step():
-    x = torch.ones(4, 4)
-    return torch.ops.aten.mm(x, x)
-
-def clean():
-    nn.Linear(4, 4)(torch.ones(2, 4))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.ops.aten.mm(self.first(x.bfloat16()).float(), torch.ones(4, 4))
-
-def pair():
-    return Model(), torch.ones(2, 4)
-
-def alone():
-    return Model()
-"""
-
-
-@pytest.mark.parametrize(
-    "what, more, status, message",
-    [
-        ("mine.py:step", (), 1, "mine.py:6: mm is in the bf16 list and ran in float32 (aten.mm.default)"),
-        ("mine:step", ("--recipe", "hmp-o1"), 1, "mine.py:6: mm is in the bf16 list"),
-        ("mine.py:clean", (), 0, ""),
-        ("mine.py:pair", ("--recipe", "neuron-bf16-sr"), 1, "mine.py:17: mm is in the bf16 list and ran in float32"),
-        ("mine.py:step", ("--fp32", "fp32.txt", "--bf16", "bf16.txt"), 0, ""),
-        ("mine.py:alone", (), 2, "the function returned a Model alone: return (model, inputs)"),
-        ("mine.py:stepp", (), 2, "mine.py has no 'stepp'; did you mean 'step'?"),
-        ("mime.py:step", (), 2, "mime.py: no such file; did you mean 'mine.py'?"),
-        ("no.such:step", (), 2, "there is no module 'no.such' to import"),
-        ("mine.py", (), 2, "a function is given as MODULE:FUNCTION"),
-    ],
-)
-def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, message, tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").write_text(AUDITED)
-    (tmp_path / "fp32.txt").write_text("mm\n")
-    (tmp_path / "bf16.txt").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    found, out, err = run(capsys, "audit", what, *more)
-    sys.modules.pop("mine", None)
-    assert found == status and message in (err if status == 2 else out)
-    # What else may be printed has escaped, in modules of other tests.
-    assert (" list and ran in " in out) is (status == 1)
-    assert hmpx.conversion.installed() is None

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,14 +28,21 @@ def drawn(folder: Path, page: str, script: str = "") -> str:
     return subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120, check=True).stdout
 
 
-def cells(dom: str, key: str) -> list[str]:
-    """What the cells of a table hold, under one key."""
-    return [html.unescape(value) for value in re.findall(rf'data-key="{key}" data-value="([^"]*)"', dom)]
+def cells(dom: str, title: str) -> list[str]:
+    """The texts of one column of a table."""
+    found = re.findall(rf'<td[^>]* data-key="{title}"[^>]*>(.*?)</td>', dom)
+    return [html.unescape(re.sub(r"<[^>]*>", "", each)) for each in found]
 
 
-def values_in(page: str) -> dict:
-    """The JSON that stands in a page."""
-    return json.loads(re.search(r'<script type="application/json" id="record">(.*?)</script>', page, re.DOTALL)[1])
+def shown_in(page: str) -> dict:
+    """What the script of a page draws: its title, lines and sections."""
+    return json.loads(re.search(r'<script type="application/json" id="shown">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def columns_of(page: str) -> dict[str, list]:
+    """The values in the table of a page, by column."""
+    (table,) = (each for each in shown_in(page)["sections"] if each["kind"] == "table")
+    return {title: [row[i] for row in table["rows"]] for i, (title, _) in enumerate(table["columns"])}
 
 
 def hostile_model() -> nn.Module:
@@ -46,15 +52,5 @@ def hostile_model() -> nn.Module:
 
 def is_harmless(page: str) -> bool:
     """Whether no name became markup, and nothing is fetched from anywhere."""
-    own = page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")  # a name, which nothing fetches
-    asks = re.search(r"http|//[a-z]+\.|<link|@import|url\(|innerHTML|document\.write|eval\(", own)
+    asks = re.search(r"http(?!-equiv)|//[a-z]+\.|<link|@import|url\(|innerHTML|document\.write|eval\(", page)
     return page.count("<script") == 2 and "<img" not in page and "default-src 'none'" in page and not asks
-
-
-def shows_what_is_saved(found: Any, folder: Path) -> bool:
-    """Whether the numbers of the page are those of the JSON, beneath the first line of the text."""
-    found.html(folder / "shown.html")
-    found.json(folder / "saved.json")
-    page, saved = (folder / "shown.html").read_text(), json.loads((folder / "saved.json").read_text())
-    shown = values_in(page)
-    return {key: shown[key] for key in saved} == saved and str(found).splitlines()[0] in html.unescape(page)

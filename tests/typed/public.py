@@ -151,9 +151,6 @@ def recipes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, file: Path
 
 
 def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
-    audit = hmpx.audit(model, x)
-    assert_type(audit, hmpx.Audit)
-    assert_type(audit.findings, tuple[hmpx.Finding, ...])
     found = hmpx.compare(model, [(x,)], lambda model, x: model(x).sum(), lists="hmp-o1")
     assert_type(found, hmpx.Comparison)
     assert_type(found.worst(3), list[hmpx.Row])
@@ -170,7 +167,7 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
         assert_type(log, hmpx.Log)
         log.every(10, lambda rows: print(rows[0]["op"]))
     assert_type(log.sites[0].op_seconds + log.sites[0].seconds, float)
-    return [f"{finding.where}: {finding.op} {finding.rule} {finding.calls}" for finding in audit.findings]
+    return [*log.escaped]
 
 
 def errors() -> None:

@@ -6,12 +6,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hmpx.insight.comparing.row import BROKEN, FELT, Row, alike, number, worst_first
 from hmpx.insight.module_names import numberless
-from hmpx.insight.pages import Report, filled
+from hmpx.insight.pages import Report, bars, closed, grid, page, plain
 from hmpx.insight.text_table import Column, short_dtypes, short_places, table, terminal_width
 
 SCHEMA = 3
@@ -94,22 +94,35 @@ class Comparison(Report):
         return plain({"schema": SCHEMA, **found, "is_broken": self.is_broken})
 
     def _page(self) -> str:
-        shown = {**self.as_json(), "by_op": plain(self.by_op()), "verdict": list(_verdict(self)), "felt": FELT}
-        return filled(str(__package__), "compare", _as_text(self, _WIDTH), shown)
+        figures = ("gradient_error", "log_prob_change", "loss_change")
+        columns = {
+            **{"op": "text", **{name.replace("_", " "): "figure" for name in figures}, "calls": "number"},
+            **{"dtypes": "dtypes", "module": "end", "line": "end"},
+        }
+
+        def shown(rows: Sequence[Row]) -> list[list]:
+            return [
+                [
+                    *(row.op, *(getattr(row, name) for name in figures)),
+                    *(row.calls, short_dtypes(row.dtypes), row.module, short_places(row.where)),
+                    [row.where, row.reason, row.phase and f"not finite in the {row.phase} pass", row.raised, row.note],
+                ]
+                for row in rows
+            ]
+
+        names = [(row.op, row.gradient_error, number(row.gradient_error)) for row in self.by_op()[:_ROWS]]
+        measured = [each for each in names if not math.isnan(each[1])]
+        about = "All calls of an op alone in low precision, in one batch, in units of the noise between batches."
+        sections = [
+            *([grid("To be in FP32", columns, shown(self.broken))] if self.broken else []),
+            *([bars("Gradient error by op", about, measured, FELT)] if measured else []),
+            grid("Every site", columns, shown(self.rows)),
+            closed("The lists, as one file that hmpx reads", str(self.policy)),
+        ]
+        return page("compare", "Op lists beside FP32", _verdict(self), sections, _as_text(self, _WIDTH))
 
     def __str__(self) -> str:
         return _as_text(self, terminal_width())
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as JSON has it: rows as objects, null for NaN, and "inf"."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, Row):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_text(found: Comparison, width: int) -> str:

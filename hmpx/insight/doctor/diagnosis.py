@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import Report, filled
+from hmpx.insight.pages import Report, box, closed, page
 from hmpx.insight.text_table import number, short_places, terminal_width
 from hmpx.recipes.recipe import Recipe
 
@@ -147,7 +147,13 @@ class Diagnosis(Report):
         )
 
     def _page(self) -> str:
-        return filled(str(__package__), "doctor", str(self), self.as_json())
+        boxes = [
+            box(each.kind, (each.where, each.said, f"Do: {each.do}"), each.wrong, each.names) for each in self.findings
+        ]
+        boxes += [box("Not checked", self.not_checked, wrong=False)] if self.not_checked else []
+        boxes += [closed("The smallest recipe that answers them", self.recipe_text)] if self.recipe_text else []
+        titles = ("Nothing wrong was found", "Something is wrong with the precision", "Not everything was checked")
+        return page("doctor", titles[self.status], self.looked, boxes, str(self))
 
     def fix(self, path: str | os.PathLike[str]) -> None:
         """Write the smallest recipe that answers the findings, with the reasons as comments.

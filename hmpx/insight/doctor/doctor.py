@@ -386,7 +386,7 @@ def examined(steps: int | None, at: Collection[int], base: Base | None = None) -
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
     if process_state.examined:
-        raise HmpxError("hmpx.doctor is open already: read what it found, or close it first")
+        raise HmpxError("hmpx.doctor is open already: leave its `with` block before you open another")
     found, examination = Diagnosis(not_checked=["all of it: the region is still open"]), Examination(steps, at, base)
     process_state.examined.append(examination)
     try:

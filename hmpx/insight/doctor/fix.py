@@ -17,8 +17,8 @@ from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.keys import DTYPES, EXTENDS
+from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import as_recipe
 
 Parameter = torch.nn.Parameter
 

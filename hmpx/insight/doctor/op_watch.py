@@ -1,4 +1,4 @@
-"""The ops of whole iterations, forward, backward and step, seen at torch's dispatcher as `audit` sees them.
+"""The ops of whole iterations, forward, backward and step, seen at torch's dispatcher as `record` sees what escapes.
 
 There each op has the dtypes that it computes in, after the casts of autocast. A dispatch mode changes no result and
 patches nothing. `checks` says what is looked for in one op, `followed` what is looked for in several.
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
-from hmpx.insight.audit import DispatchWatch
 from hmpx.insight.doctor.twin import sample
+from hmpx.insight.escaped import DispatchWatch
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite

@@ -1,4 +1,4 @@
-"""What `record` finds beside its sites: tensors that are cast there and back, and names that no call matched."""
+"""What `record` finds besides its sites: tensors that are cast there and back, and names that no call matched."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.pages import Report
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SCHEMA, Recorded, RoundTrip, Site
+from hmpx.insight.recording.recorded import SCHEMA, LogValues, RoundTrip, Site
 from hmpx.insight.recording.table import as_page, as_text
 from hmpx.insight.text_table import terminal_width
 
@@ -21,7 +21,7 @@ Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a l
 
 
 @dataclass
-class Log(Recorded, Report):
+class Log(LogValues, Report):
     """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Log(Recorded, Report):
 
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
-    `diff(other)` sets another beside it. `every(n, callback)` hands the rows on while it records.
+    `diff(other)` compares it with another. `every(n, callback)` hands the rows on while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
@@ -54,7 +54,7 @@ class Log(Recorded, Report):
         return as_text(self, terminal_width())
 
     def every(self, n: int, callback: Rows) -> None:
-        """While this records, hand the rows of `sites` to `callback` after every n steps of optimizers.
+        """Hand the rows of `sites` to `callback` after every n steps of optimizers, while this records.
 
         The rows are dicts with the names and values of `Site`, summed up since the beginning. See `steps`.
 
@@ -77,12 +77,13 @@ class Log(Recorded, Report):
     def _page(self) -> str:
         return as_page(self)
 
-    def diff(self, other: Recorded) -> LogDiff:
+    def diff(self, other: LogValues) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.
 
-        Its attributes are the sites that are `new` there, those that are `gone`, and `changed`: those that both have,
-        with another rule or other dtypes; each of the latter has `before` and `after`. It prints as tables, those sites
-        first whose time changed most. A line that moved is found again by its module and op.
+        Returns:
+            The sites that are `new` there, those that are `gone`, and those that `changed` their rule or dtypes, each
+            with `before` and `after`. It prints as tables, and is true if there is a difference. A line that moved is
+            found again by its module and op.
 
         Example:
             >>> def recorded(level):
@@ -110,13 +111,12 @@ class Log(Recorded, Report):
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
         try:
-            values = _values(Recorded, _printable(found))
+            values = _values(LogValues, _printable(found))
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
             values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             log = cls(**values)
-            as_page(log)  # this and the next need values of the right types
-            str(log.diff(log))
+            as_page(log)  # which needs values of the right types
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
         return log

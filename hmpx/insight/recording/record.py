@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,7 +22,7 @@ from hmpx.base import forks, region_state
 from hmpx.base.process_state import observers
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
-from hmpx.insight.audit import ForwardWatch
+from hmpx.insight.escaped import ForwardWatch
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS, observing
 from hmpx.insight.reasons import reason_of_call
@@ -69,7 +70,7 @@ def record() -> Iterator[Log]:
         [('log_softmax', 'fp32', 'bfloat16 -> float32', 1)]
     """
     if any(isinstance(each, Recorder) for each in observers):
-        raise HmpxError("hmpx.record is open already: read the log that it gave, or close it first")
+        raise HmpxError("hmpx.record is open already: leave its `with` block before you open another")
     versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     log = Log(about={**versions, "cpu": capability()})
     recorder, watch = Recorder(log), ForwardWatch()
@@ -87,9 +88,18 @@ def record() -> Iterator[Log]:
     finally:
         counter.remove()
         recorder.finish()
-        log.escaped += (*(line for line in replaced if line not in log.escaped), *map(str, watch.findings()))
+        log.escaped += (*(line for line in replaced if line not in log.escaped), *watch.findings())
         attachments = filter(None, map(attached, optimizers))
         log.updates = [each.watched.as_json() for each in attachments if each.watched is not None]
+
+
+def audit(model: Callable[..., Any], inputs: Any = ()) -> Log:
+    """Record one run of a model, and return the log. Deprecated: use `record`; this goes in the next release."""
+    gone = "hmpx.audit goes; write `with hmpx.record() as log: model(inputs)` and read log.escaped"
+    warnings.warn(gone, DeprecationWarning, stacklevel=2)
+    with record() as log:
+        model(**inputs) if isinstance(inputs, dict) else model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    return log
 
 
 class _Tensors(NamedTuple):
@@ -118,7 +128,7 @@ class Recorder:
         self._fp8: dict[int, tuple[Site, Fp8Casts]] = {}  # by identity of the site
 
     def leaves(self, caller: types.CodeType) -> bool:
-        """Whether a function computes an optimizer's step."""
+        """Return whether a function computes an optimizer's step."""
         known = self._codes.get(id(caller))
         if known is None:
             known = self._codes[id(caller)] = caller, caller.co_filename.startswith(OF_STEPS)

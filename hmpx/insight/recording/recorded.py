@@ -63,17 +63,17 @@ class Site:
 
     @property
     def seconds(self) -> float:
-        """The time of the casts and of the op."""
+        """Return the time of the casts and of the op."""
         return self.cast_seconds + self.op_seconds
 
     @property
     def dtypes(self) -> str:
-        """The dtypes of arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
+        """Return the dtypes of arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
         return dtype_steps(self.given, self.seen, self.result)
 
     @property
     def place(self) -> str:
-        """Its line, op and module, as one text."""
+        """Return its line, op and module, as one text."""
         return f"{self.where}: {self.op}{f' in {self.module}' if self.module else ''}"
 
     def as_json(self) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class RoundTrip:
 
 
 @dataclass
-class Recorded:
-    """The values of a `Log`, which documents them."""
+class LogValues:
+    """The values that a `Log` holds and saves; `Log` documents them."""
 
     sites: list[Site] = field(default_factory=list)
     round_trips: list[RoundTrip] = field(default_factory=list)
@@ -121,25 +121,25 @@ class Recorded:
 
     @property
     def unchosen(self) -> list[Site]:
-        """The sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
+        """Return the sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
         return [site for site in self.sites if site.unchosen]
 
     @property
     def first_nonfinite(self) -> Site | None:
-        """The site of the first call of all whose result was not finite."""
+        """Return the site of the first call of all whose result was not finite."""
         wrong = (site for site in self.sites if site.nonfinite_at)
         return min(wrong, key=lambda site: site.nonfinite_at or 0, default=None)
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums over the sites, of calls, casts, casts_avoided, bytes_cast, seconds and outside; and cast_share."""
+        """Return the sums over the sites, by the names of their attributes, and `cast_share`."""
         sums = {name: sum(getattr(site, name) for site in self.sites) for name in _SUMS}
         seconds = sums["cast_seconds"] + sums["op_seconds"]
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
-        values = {each.name: getattr(self, each.name) for each in fields(Recorded)}
+        values = {each.name: getattr(self, each.name) for each in fields(LogValues)}
         for name in ("sites", "round_trips"):
             values[name] = [asdict(each) for each in values[name]]
         return {"schema": SCHEMA, **values, "totals": self.totals}

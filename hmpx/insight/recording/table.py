@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from hmpx.insight.pages import filled
-from hmpx.insight.recording.recorded import Recorded, RoundTrip, Site, alike
+from hmpx.insight.pages import Section, bars, box, closed, grid, page
+from hmpx.insight.recording.recorded import LogValues, RoundTrip, Site, alike
 from hmpx.insight.text_table import (
     Column,
     milliseconds,
     number,
     short_dtypes,
+    short_place,
     short_places,
     size,
     table,
@@ -31,7 +31,7 @@ NOTHING_CONVERTED = (
 )
 
 
-def as_text(log: Recorded, width: int) -> str:
+def as_text(log: LogValues, width: int) -> str:
     """Return the text of `print(log)`, in lines of `width` characters where words and paths allow."""
     if not log.policy:
         return NOTHING_CONVERTED
@@ -45,25 +45,62 @@ def as_text(log: Recorded, width: int) -> str:
     return "\n".join([*lines, *_beneath(log)])
 
 
-def as_page(log: Recorded) -> str:
-    """Return one HTML page that holds everything."""
-    shown = {
-        **log.as_json(),
-        "together": [asdict(site) for site in alike(log.sites)],
-        "attention": [(head, [*map(short_places, lines)], head == _AS_ASKED) for head, lines in attention(log)],
-        "nothing": NOTHING_CONVERTED,
-    }
-    return filled(str(__package__), "record", as_text(log, _WIDTH), shown)
+def as_page(log: LogValues) -> str:
+    """Return one HTML page that holds all sites and findings."""
+    sections: list[Section] = []
+    for heading, lines in attention(log):
+        sections.append(box(heading, map(short_places, lines), wrong=heading != _AS_ASKED))
+    dearest = sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
+    if costs := [
+        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
+        for site in dearest
+        if site.cast_seconds
+    ]:
+        sections.append(bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs))
+    if log.sites:
+        sections.append(grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"))
+    if log.unmatched_of_hmpx:
+        sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
+    if log.policy:
+        sections.append(closed("The lists in force, as one file that hmpx reads", log.policy))
+    about = " · ".join(f"{name} {version}" for name, version in log.about.items())
+    lines = [about, *(_totals(log) if log.policy else [NOTHING_CONVERTED])]
+    return page("record", "What ran in which precision", lines, sections, as_text(log, _WIDTH))
 
 
-def _totals(log: Recorded) -> Iterator[str]:
+_COLUMNS = {
+    **{"op": "text", "line": "end", "module": "end", "rule": "text", "dtypes": "dtypes", "calls": "number"},
+    **dict.fromkeys(("casts", "avoided", "kB moved", "casts ms", "op ms"), "number"),
+    "inf, NaN": "text",
+}
+
+
+def _row(site: Site) -> list[Any]:
+    """Return the cells of a site, and notes."""
+    return [
+        *(
+            site.op,
+            os.path.basename(site.where),
+            site.module,
+            site.rule,
+            short_dtypes(site.dtypes),
+            site.calls,
+            site.casts,
+        ),
+        *(site.casts_avoided, site.bytes_cast / 1e3, 1e3 * site.cast_seconds, 1e3 * site.op_seconds),
+        f"call {site.nonfinite}" if site.nonfinite else "",
+        [site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen],
+    ]
+
+
+def _totals(log: LogValues) -> Iterator[str]:
     sums = log.totals
     ops = len({site.op for site in log.sites})
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
     yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
     looked_at = sums["casts"] + sums["casts_avoided"]
     yield (
-        f"{sums['casts']} of {looked_at} tensors under a rule were cast: {size(sums['bytes_cast'])} moved in "
+        f"{sums['casts']} of {looked_at} tensors of listed ops were cast: {size(sums['bytes_cast'])} moved in "
         f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
 
@@ -96,7 +133,7 @@ def place_columns(sites: Sequence[Site]) -> list[Column]:
     ]
 
 
-def _beneath(log: Recorded) -> Iterator[str]:
+def _beneath(log: LogValues) -> Iterator[str]:
     """Yield the lines that call for attention, each kind under its heading."""
     for heading, lines in attention(log):
         yield from ("", heading, *(f"  {short_places(line)}" for line in lines[:_LINES]))
@@ -104,10 +141,10 @@ def _beneath(log: Recorded) -> Iterator[str]:
             yield f"  … and {len(lines) - _LINES} more"
     if log.unmatched_of_hmpx:
         names = number(len(log.unmatched_of_hmpx), "name")
-        yield from ("", f"{names} of the lists that come with hmpx matched no call, as is usual")
+        yield from ("", f"{names} of the lists that come with hmpx matched no call: they serve many models")
 
 
-def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
+def attention(log: LogValues) -> Iterator[tuple[str, list[str]]]:
     """Yield headings with their lines, the worst first."""
     for heading, lines in {
         "First result with an inf or a NaN": _nonfinite(log),
@@ -131,7 +168,7 @@ def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
             yield heading, found
 
 
-def _nonfinite(log: Recorded) -> Iterator[str]:
+def _nonfinite(log: LogValues) -> Iterator[str]:
     first = log.first_nonfinite
     if first is not None:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
@@ -149,7 +186,7 @@ def _lost_updates(updates: dict[str, Any]) -> str:
     return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"
 
 
-def _trips(log: Recorded, listed: bool) -> list[str]:
+def _trips(log: LogValues, listed: bool) -> list[str]:
     """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
     found: dict[tuple, RoundTrip] = {}
     for trip in log.round_trips:
@@ -161,7 +198,7 @@ def _trips(log: Recorded, listed: bool) -> list[str]:
     return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
 
 
-def _fp8_casts(log: Recorded) -> Iterable[str]:
+def _fp8_casts(log: LogValues) -> Iterable[str]:
     """Return how large the numbers of each site in FP8 are, and how many the format does not hold; the worst first."""
 
     def lost(site: Site) -> float:

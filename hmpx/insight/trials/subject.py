@@ -24,8 +24,8 @@ from hmpx.ops.wrapping.callers import users_frame
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
+from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import as_recipe
 
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]  # a scalar, or that and log-probs
 _SAME = 1e-5  # relative difference of two FP32 losses that rounding explains

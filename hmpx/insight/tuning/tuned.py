@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.pages import Report, filled
+from hmpx.insight.pages import Report, closed, grid, page, plain
+from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low
 from hmpx.ops.policies.op_lists import SIDES
@@ -19,7 +19,6 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 3
-_BODY = '<main><div id="head"></div><div id="rest"></div></main>'
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,18 @@ class Tuned(Report):
         self.html(path / "tuned.html")
 
     def _page(self) -> str:
-        shown = {**self.as_json(), "verdict": self._verdict()}
-        for row, choice in zip(shown["choices"], self.choices, strict=True):
-            row["gain"] = amount(choice.gain, "FLOP") if choice.gain else ""
-        return filled(str(__package__), "tune", str(self), shown, _BODY)
+        alone = {"gradient error alone": "figure", "loss change alone": "figure"}
+        columns = {"name": "text", "module": "end", "dtype": "dtypes", **alone, "saves": "text", "calls": "number"}
+        rows = [
+            [
+                *(each.name, each.module, short_dtypes(each.dtype), each.gradient_error, each.loss_change),
+                *(amount(each.gain, "FLOP") if each.gain else "", each.calls, each.why, each.where, []),
+            ]
+            for each in self.choices
+        ]
+        choices = grid("Every name, and why", columns | {"why": "text", "line": "end"}, rows)
+        sections = [choices, closed("The recipe, as a file that hmpx reads", str(self.recipe))]
+        return page("tune", "The op lists of a model", self._verdict(), sections, str(self))
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
@@ -159,7 +160,9 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
         return True
-    return type(value) in (*PLAIN, FakeTensor) and value.layout is torch.strided and not value.is_nested
+    return (
+        type(value) in (*PLAIN, FakeTensor, FunctionalTensor) and value.layout is torch.strided and not value.is_nested
+    )
 
 
 def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

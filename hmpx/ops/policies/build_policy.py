@@ -8,14 +8,23 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from hmpx.base.dtype_names import dtype_named
-from hmpx.errors import FEW, HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean, few
+from hmpx.errors import (
+    FEW,
+    Fault,
+    HmpxError,
+    OpListError,
+    OptLevelError,
+    UnknownOpError,
+    did_you_mean,
+    raise_faults,
+)
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, retired
 from hmpx.ops.policies.op_lists import SIDES, Listed, OpLists, default_lists, shipped
@@ -24,7 +33,6 @@ from hmpx.ops.policies.policy import OptLevel, Policy
 logger = logging.getLogger("hmpx")
 OPT_LEVELS: tuple[OptLevel, ...] = ("O1", "O2")
 Unknown = Literal["error", "warn"]  # how names that stand for nothing are treated
-Problems = dict[str, type[OpListError]]  # each problem of the lists, and what is raised for it
 
 
 def build_policy(
@@ -55,12 +63,12 @@ def build_policy(
     lists = lists or OpLists()
     given = {side: names for side in SIDES if (names := lists.side(side)) is not None}
     if opt_level == "O1":
-        policy = _o1(resolve_sides(given, unknown, lists.problems))
+        policy = _o1(resolve_sides(given, unknown, lists.faults))
     else:
         for side, names in given.items():
             where = names[0].where if names else f"{side}_file_path"
             raise OptLevelError(f"{where}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'")
-        raise_problems(dict.fromkeys(lists.problems, OpListError))
+        raise_faults(lists.faults)
         policy = _o2()
     low = lists.low_precision if low_precision is None else dtype_named(low_precision)
     form = lists.fp8_format or policy.fp8_format
@@ -86,7 +94,7 @@ def _o1(chosen: dict[str, dict[str, Listed]]) -> Policy:
     for side in SIDES:
         if side not in chosen:
             # A name that the user lists himself outranks a default that says otherwise.
-            resolved = _resolve(defaults.side(side) or (), "error", {})
+            resolved = _resolve(defaults.side(side) or (), "error", [])
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()
@@ -108,45 +116,38 @@ def _o2() -> Policy:
 
 
 def resolve_sides(
-    given: Mapping[str, tuple[Listed, ...]], unknown: Unknown = "error", problems: tuple[str, ...] = ()
+    given: Mapping[str, tuple[Listed, ...]], unknown: Unknown = "error", faults: Iterable[Fault] = ()
 ) -> dict[str, dict[str, Listed]]:
     """Return the listed names of each side by the op that they mean.
 
     Raises:
-        OpListError, UnknownOpError: every problem is a line of the message; `problems` are more of them.
+        OpListError, UnknownOpError: every fault; `faults` are more of them.
     """
-    wrong: Problems = dict.fromkeys(problems, OpListError)
+    wrong = list(faults)
     chosen = {side: _resolve(names, unknown, wrong) for side, names in given.items()}
     fp32 = chosen.get("fp32", {})
     for side in ("bf16", "fp8"):
         for name in filter(fp32.__contains__, low := chosen.get(side, {})):
             place = "" if low[name].where == fp32[name].where else f"; in the {side} list at {low[name].where}"
-            wrong[f"{fp32[name].where}: {name!r} is on both sides{place}"] = OpListError
+            wrong.append(Fault(f"{name!r} is on both sides{place}", fp32[name].origin, kind=OpListError))
     legal = op_facts.MATRIX_PRODUCTS
     for name, each in chosen.get("fp8", {}).items():
         if name not in legal:
             hint = f"{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
-            wrong[f"{each.where}: {name!r} has no FP8 product{hint}"] = OpListError
-    raise_problems(wrong)
+            wrong.append(Fault(f"{name!r} has no FP8 product{hint}", each.origin, kind=OpListError))
+    raise_faults(wrong)
     return chosen
 
 
-def raise_problems(wrong: Problems) -> None:
-    """Raise one error with the first problems and the number of the others, if there is one."""
-    if wrong:
-        kinds = set(wrong.values())
-        raise (kinds.pop() if len(kinds) == 1 else OpListError)(few([*wrong]))
-
-
-def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> dict[str, Listed]:
-    """Return listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
+def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: list[Fault]) -> dict[str, Listed]:
+    """Return listed names by the op that they mean; the first mention counts. Adds faults to `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}
     found = 0
     for listed in names:
         op = canonical(listed.name)
         if listed.problem:
-            wrong[f"{listed.where}: {listed.problem}"] = OpListError
+            wrong.append(Fault(listed.problem, listed.origin, kind=OpListError))
             continue
         if retired(op):
             continue
@@ -155,7 +156,7 @@ def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> di
                 found += 1  # the nearest name is sought in two thousand
                 said = unknown_op(listed.name) if found <= FEW else f"unknown op {listed.name!r}"
                 if unknown == "error":
-                    wrong[f"{listed.where}: {said}"] = UnknownOpError
+                    wrong.append(Fault(said, listed.origin, kind=UnknownOpError))
                 elif found <= FEW:
                     logger.warning("%s: %s (skipped)", listed.where, said)
                 continue

@@ -1,7 +1,7 @@
 """Ops that torch composes in C++ of other ops: `einsum` of `bmm`, `cross_entropy` of `log_softmax` and `nll_loss`.
 
 A patch in Python does not reach such a part. An op that no list names therefore takes the rule of its parts
-(`Policy.cases`), and `audit` reads the same table the other way round: which ops a part may have been called by.
+(`Policy.cases`), and `record` reads the same table the other way round: which ops a part may have been called by.
 
 A row says what runs: the parts of one way with blanks between them, one way or another with "|" between them where
 torch chooses by device, size or gradient. Several rows are tried in order, by the arguments of the call. Views and

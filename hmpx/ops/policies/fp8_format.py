@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import Fault, HmpxError, did_you_mean, raise_faults
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = {"blockwise": 128, "mx": 32}  # elements that share a scale, along the dimension that is summed over
@@ -64,8 +64,7 @@ class Format:
         wrong += [_none_of("products", product, PRODUCTS) for product in self.products]
         if self.auto_filter is True and self.scaling in BLOCK:
             wrong.append(f"auto_filter: torchao has none for {self.scaling} scales")
-        if found := [each for each in wrong if each]:
-            raise HmpxError("\n".join(found))
+        raise_faults(Fault(each) for each in wrong if each)
 
     @classmethod
     def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:

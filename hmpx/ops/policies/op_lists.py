@@ -10,9 +10,11 @@ or null says nothing, and the default list stands.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 import yaml
 
 from hmpx.base.yaml_files import root_of, shown, text_of, value_of
-from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.errors import Fault, HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.fp8_format import Format
 
 SIDES = ("bf16", "fp32", "promote", "fp8")
@@ -50,15 +52,19 @@ class Listed:
     problem: str = ""
 
     @property
+    def origin(self) -> Origin:
+        return Origin(self.path, self.line)
+
+    @property
     def where(self) -> str:
-        return f"{self.path}:{self.line}" if self.line else self.path
+        return str(self.origin)
 
 
 @dataclass(frozen=True)
 class OpLists:
     """The names on each side, and the low precision of the bf16 list; None if not given.
 
-    problems: errors of the file beside its names, kept so that one error can say all of them.
+    faults: of the file, beside those of its names, kept so that one error can say all of them.
     """
 
     bf16: tuple[Listed, ...] | None = None
@@ -67,7 +73,7 @@ class OpLists:
     fp8: tuple[Listed, ...] | None = None
     low_precision: torch.dtype | None = None
     fp8_format: Format | None = None
-    problems: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     def side(self, name: str) -> tuple[Listed, ...] | None:
         return getattr(self, name)
@@ -83,9 +89,10 @@ def is_shipped(origin: str) -> bool:
     return os.path.realpath(origin).startswith(f"{os.path.realpath(shipped())}{os.sep}")
 
 
+@functools.cache
 def default_lists() -> OpLists:
     """Return the default lists: HMP's published defaults."""
-    return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
+    return read_lists(*(shipped() / "default" / f"{side}.txt" for side in SIDES))
 
 
 def read_lists(
@@ -93,11 +100,15 @@ def read_lists(
     fp32_file_path: str | os.PathLike[str] | None = None,
     promote_file_path: str | os.PathLike[str] | None = None,
     fp8_file_path: str | os.PathLike[str] | None = None,
+    *,
+    already: Mapping[str, OpLists] | None = None,
 ) -> OpLists:
     """Read up to four files. ``""`` and None mean: not given.
 
     A file with several sides in it (YAML, JSON) fills its own argument's side, and every side whose argument is not
     given.
+
+    already: files that have been read, by the name of their argument.
 
     Raises:
         OpListError: a file that cannot be read or has another shape; a side that two files fill; two low precisions.
@@ -110,7 +121,8 @@ def read_lists(
                 "file, one a line"
             )
     paths = {side: os.fspath(path) for side, path in given.items() if path is not None and os.fspath(path) != ""}
-    read = {side: read_file(path, side) for side, path in paths.items()}
+    known = already or {}
+    read = {side: known.get(f"{side}_file_path") or read_file(path, side) for side, path in paths.items()}
     low = {lists.low_precision: paths[side] for side, lists in read.items() if lists.low_precision is not None}
     if len(low) > 1:
         raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
@@ -123,16 +135,16 @@ def read_lists(
         if len(offers) > 1:
             raise OpListError(f"{' and '.join(offers)} both hold a {side} list; say which with {side}_file_path=")
         filled[side] = next(iter(offers.values()), None)
-    problems = tuple(problem for lists in read.values() for problem in lists.problems)
+    faults = tuple(fault for lists in read.values() for fault in lists.faults)
     forms = [lists.fp8_format for lists in read.values() if lists.fp8_format is not None]
-    return OpLists(**filled, low_precision=next(iter(low), None), fp8_format=next(iter(forms), None), problems=problems)
+    return OpLists(**filled, low_precision=next(iter(low), None), fp8_format=next(iter(forms), None), faults=faults)
 
 
 def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     """Read one op list file; a text file's names go to `side`.
 
     Raises:
-        OpListError: no list can be made of it. Wrong names and keys are kept beside the right ones (`problems`).
+        OpListError: no list can be made of it. Wrong names and keys are kept beside the right ones (`faults`).
     """
     path = os.fspath(path)
     text = _text(path)
@@ -152,11 +164,15 @@ def _text(path: str) -> str:
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         own = shipped().joinpath(*Path(path).parts[-2:])
         hint = f"; hmpx ships one: {own}" if own.is_file() else did_you_mean(Path(path).name, siblings, cutoff=0.8)
-        raise OpListError(f"{path}: no such op list file{hint}") from None
+        raise _unread(path, 0, f"no such op list file{hint}") from None
     except IsADirectoryError:
-        raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
+        raise _unread(path, 0, "is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
-        raise OpListError(f"{shown(path)}: cannot be read: {error.strerror}") from error
+        raise _unread(shown(path), 0, f"cannot be read: {error.strerror}") from error
+
+
+def _unread(path: str, line: int, text: str) -> OpListError:
+    return OpListError([Fault(text, Origin(path, line), kind=OpListError)])
 
 
 def _listed(name: str, path: str, line: int) -> Listed:
@@ -180,7 +196,7 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         try:
             json.loads(text)
         except json.JSONDecodeError as error:
-            raise OpListError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+            raise _unread(path, error.lineno, f"not JSON: {error.msg}") from None
         except (RecursionError, ValueError):  # which line it is, is said below
             pass
         text = text.replace("\t", " ")
@@ -188,50 +204,54 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
     if not isinstance(root, yaml.MappingNode):
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
-        raise OpListError(f"{path}:{line}: expected the keys {legal}, found {kind}")
+        raise _unread(path, line, f"expected the keys {legal}, found {kind}")
     found: dict[str, Any] = {}
-    problems: list[str] = []
+    faults: list[Fault] = []
+
+    def wrong(at: yaml.Node, text: str) -> None:
+        faults.append(Fault(text, Origin(path, at.start_mark.line + 1), kind=OpListError))
+
     for key, value in root.value:
-        where, hint = f"{path}:{key.start_mark.line + 1}: ", did_you_mean(str(key.value), keys)
+        hint = did_you_mean(str(key.value), keys)
         if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{where}a {_kind(key)} is no key (legal: {legal})")
+            wrong(key, f"a {_kind(key)} is no key (legal: {legal})")
         elif key.value not in keys:
             if suffix != ".json" and (isinstance(value, yaml.SequenceNode) or hint):
-                problems.append(f"{where}{key.value!r} is no list that hmpx knows{hint} (legal: {legal})")
+                wrong(key, f"{key.value!r} is no list that hmpx knows{hint} (legal: {legal})")
         elif keys[key.value] in found:
-            problems.append(f"{where}the key {key.value!r} stands here for the second time")
+            wrong(key, f"the key {key.value!r} stands here for the second time")
         else:
-            found[keys[key.value]] = _value(path, key.value, value, problems)
-    if not found and not problems:
+            found[keys[key.value]] = _value(path, key.value, value, wrong)
+    if not found and not faults:
         close = next((hint for key, _ in root.value if (hint := did_you_mean(str(key.value), keys))), "")
-        raise OpListError(f"{path}:1: holds none of the keys {legal}{close}")
-    return OpLists(**found, problems=tuple(problems))
+        raise _unread(path, 1, f"holds none of the keys {legal}{close}")
+    return OpLists(**found, faults=tuple(faults))
 
 
-def _value(path: str, key: str, node: yaml.Node, problems: list[str]) -> Any:
-    """Return the value of a key, or note the problem."""
+def _value(path: str, key: str, node: yaml.Node, wrong: Callable[[yaml.Node, str], None]) -> Any:
+    """Return the value of a key; call `wrong` for each fault in it."""
     if node.tag == "tag:yaml.org,2002:null":
         return None
-    where, names = f"{path}:{node.start_mark.line + 1}", []
+    names = []
     if key == LOW_PRECISION:
         given = repr(node.value) if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
         if isinstance(node, yaml.ScalarNode) and node.value in LOW_DTYPES:
             return LOW_DTYPES[node.value]
-        problems.append(f"{where}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
+        wrong(node, f"{key} is {given}, none of {', '.join(LOW_DTYPES)}")
     elif key == FP8_FORMAT:
         try:
             return Format.of(value_of(path, node))
         except HmpxError as error:
-            problems.extend(f"{where}: {key}: {line}" for line in str(error).splitlines())
+            for fault in error.faults:
+                wrong(node, f"{key}: {fault.text}")
     elif not isinstance(node, yaml.SequenceNode):
-        problems.append(f"{where}: {key!r} must be a list of names, found a {_kind(node)}")
+        wrong(node, f"{key!r} must be a list of names, found a {_kind(node)}")
     else:
         for item in node.value:
-            line = item.start_mark.line + 1
             if isinstance(item, yaml.ScalarNode):
-                names.append(_listed(item.value, path, line))
+                names.append(_listed(item.value, path, item.start_mark.line + 1))
             else:
-                problems.append(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
+                wrong(item, f"{key!r} must hold names, found a {_kind(item)}")
         return tuple(names)
     return None
 

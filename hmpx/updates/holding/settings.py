@@ -51,10 +51,11 @@ class Settings:
             check_seed(self.seed)
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
+                raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False", key=(name,))
         if self.use_master_weights_in_ckpt and not self.has_masters:
             raise HmpxError(
-                f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8"
+                f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8",
+                key=("use_master_weights_in_ckpt",),
             )
 
     @property
@@ -91,7 +92,7 @@ class Settings:
                 if names and all(name.isdecimal() for name in names):
                     hint = "; the optimizer knows them by position: give it named_parameters(), or attach model="
                     wrong = f"parameters: {pattern!r} is the name of no parameter{hint}"
-                raise HmpxError(wrong)
+                raise HmpxError(wrong, key=("parameters", pattern))
 
 
 SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")

@@ -111,7 +111,8 @@ class _Exchange:
         except RuntimeError as error:
             raise HmpxError(
                 "use_fp32_grad_acc exchanges gradients in a communication hook of DistributedDataParallel, and this "
-                f"module has another one already ({error})"
+                f"module has another one already ({error})",
+                key=("use_fp32_grad_acc",),
             ) from None
         self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 

@@ -1,7 +1,7 @@
-"""`audit`, and the watch at torch's dispatcher that finds listed ops which no wrapper sees.
+"""Finds listed ops that run without a wrapper: `ForwardWatch`, for `record`.
 
-Listed ops that other ops call in C++, `torch.ops.aten`, scripted modules and names that escaped do not pass a wrapper.
-They do pass torch's dispatcher, where a `TorchDispatchMode` sees every aten op with its tensors.
+Listed ops that other ops call in C++, `torch.ops.aten`, scripted modules and captured names that could not be changed
+pass no wrapper. They do pass torch's dispatcher, where a `TorchDispatchMode` sees every aten op with its tensors.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,106 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from hmpx.base import process_state, region_state
 from hmpx.base.changes import Attribute, Changes
-from hmpx.conversion import Conversion, installed
-from hmpx.errors import HmpxError
-from hmpx.insight.run_state import eager, kept
+from hmpx.conversion import Conversion
+from hmpx.insight.tensors import name
 from hmpx.ops.computing.kernels import is_computing
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, rule_of, users_line
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A listed op that ran in another dtype than its list says.
-
-    Attributes:
-        op: its list name. aten: the operator that ran, with its overload. rule: what the list says.
-        dtypes: of its floating inputs, each once. where: the line of the caller's code, as file:line. calls: how many.
-        listed: where a rule of a module or a region lists it; "" where the conversion's own lists do.
-
-    Example:
-        >>> with hmpx.convert():
-        ...     found = hmpx.audit(lambda x: torch.ops.aten.mm(x, x), torch.ones(4, 4))
-        >>> finding = found.findings[0]
-        >>> finding.op, finding.aten, finding.rule, finding.dtypes, finding.calls
-        ('mm', 'aten.mm.default', <Rule.BF16: 'bf16'>, (torch.float32,), 1)
-        >>> print(finding)  # finding.where begins it
-        <doctest ...>:2: mm is in the bf16 list and ran in float32 (aten.mm.default)
-    """
-
-    op: str
-    aten: str
-    rule: Rule
-    dtypes: tuple[torch.dtype, ...]
-    where: str
-    calls: int
-    listed: str = ""
-
-    def __str__(self) -> str:
-        dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        times = f", {self.calls} times" if self.calls > 1 else ""
-        listed = f" at {self.listed}" if self.listed else ""
-        return f"{self.where}: {self.op} is in the {self.rule} list{listed} and ran in {dtypes} ({self.aten}{times})"
-
-
-@dataclass(frozen=True)
-class Audit:
-    """The findings of `audit`; prints one line each. Truthy when there is one.
-
-    Attributes:
-        findings: listed ops that ran in another dtype. escaped: ops that the conversion reaches in no model.
-
-    Example:
-        >>> with hmpx.convert():
-        ...     found = hmpx.audit(model, inputs)
-        >>> bool(found), found.findings
-        (False, ())
-        >>> print(hmpx.insight.audit.Audit((), ()))
-        every listed op ran in the dtype that its list says
-    """
-
-    findings: tuple[Finding, ...]
-    escaped: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.findings)
-
-    def __str__(self) -> str:
-        lines = [*map(str, self.findings), *(f"escaped: {line}" for line in self.escaped)]
-        return "\n".join(lines) or "every listed op ran in the dtype that its list says"
-
-
-def audit(model: Callable, inputs: Any = ()) -> Audit:
-    """Run a model once under the conversion that is installed, and say which listed ops ran in another dtype.
-
-    It leaves out the backward pass, in-place ops, ops inside `disable_casts()`, the branches of `torch.cond`, and ops
-    inside an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number
-    generators, and the buffers of a module, are put back afterwards. Only the calling thread is watched.
-
-    Args:
-        model: a module, or any callable.
-        inputs: a tuple of positional arguments, a dict of keyword arguments, or the only argument.
-
-    Raises:
-        HmpxError: nothing is converted.
-
-    Example:
-        >>> with hmpx.convert():
-        ...     print(hmpx.audit(lambda x: torch.ops.aten.mm(x, x), torch.ones(4, 4)).findings[0])
-        <doctest ...>:2: mm is in the bf16 list and ran in float32 (aten.mm.default)
-    """
-    conversion = installed()
-    if conversion is None:
-        raise HmpxError("audit looks at a conversion, and there is none: call hmpx.convert() first")
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    kwargs = inputs if isinstance(inputs, dict) else {}
-    watch = Watch()
-    with kept(model), eager(), watch:
-        model(*args, **kwargs)
-    return Audit(watch.findings(), conversion.escaped)
 
 
 class DispatchWatch(TorchDispatchMode):
@@ -131,7 +37,7 @@ class DispatchWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile while it is open, as it does without."""
+        """Tell torch.compile to compile while this mode is open."""
         return True
 
     def open(self) -> None:
@@ -140,7 +46,7 @@ class DispatchWatch(TorchDispatchMode):
             self.is_open = True
 
     def close(self) -> None:
-        """Close it, if it is the innermost mode; if another one was opened since, it stays open."""
+        """Close it if it is the innermost mode; below another mode it stays open."""
         if self.is_open and _get_current_dispatch_mode() is self:
             self.is_open = False
             self.__exit__(None, None, None)
@@ -151,7 +57,7 @@ class Watch(DispatchWatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: Counter[tuple] = Counter()
+        self._seen: Counter[tuple[str, str]] = Counter()
         self._conversion: Conversion | None = None
         # By place, and by identity, as operators have a hash in Python: the operator, what may have called it.
         self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
@@ -176,8 +82,8 @@ class Watch(DispatchWatch):
         if kwargs.get("dtype") is not None:
             return
         values = tree_leaves((args, kwargs))
-        written_beside = any(entry.signature.statistics for op in ops for entry in op.entries)
-        dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if written_beside else values)))
+        writes_statistics = any(entry.signature.statistics for op in ops for entry in op.entries)
+        dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if writes_statistics else values)))
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
         if len(wrong) < len(rules):
             return  # right for at least one of the ops that may have called it
@@ -187,15 +93,14 @@ class Watch(DispatchWatch):
         deciding = (rule_of(frame) for frame in frames(caller))
         if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
             return
-        name, rule = next(iter(wrong.items()))
-        listed = _listed_at(name, self._conversion)
-        self._seen[name, str(func), rule, dtypes, users_line(caller), listed] += 1
+        op, rule = next(iter(wrong.items()))
+        listed = (where := _listed_at(op, self._conversion)) and f" at {where}"
+        ran = f"{op} is in the {rule} list{listed} and ran in {' and '.join(map(name, dtypes))}"
+        self._seen[f"{users_line(caller)}: {ran}", str(func)] += 1
 
-    def findings(self) -> tuple[Finding, ...]:
-        return tuple(
-            Finding(op, aten, rule, dtypes, where, calls, listed)
-            for (op, aten, rule, dtypes, where, listed), calls in self._seen.items()
-        )
+    def findings(self) -> list[str]:
+        """Return a sentence for each line and op, with the operator of torch that ran and how often."""
+        return [f"{said} ({aten}{f', {n} times' if n > 1 else ''})" for (said, aten), n in self._seen.items()]
 
 
 def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
@@ -261,7 +166,8 @@ class ForwardWatch:
             self._watch.is_open = False
             self._watch.__exit__(*exception)
 
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> list[str]:
+        """Return the sentences of `Watch.findings`."""
         return self._watch.findings()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -269,7 +175,7 @@ class ForwardWatch:
             self._pause()
 
     def _pause(self) -> None:
-        """Close it; a step that raises leaves it so until the next backward pass."""
+        """Close the watch. After a step that raises, it stays closed until the next backward pass."""
         if self._is_here():
             self._watch.close()
 
@@ -278,5 +184,5 @@ class ForwardWatch:
             self._watch.open()
 
     def _is_here(self) -> bool:
-        """Whether this is the thread to watch, and no pass inside a backward one, at whose end torch resets modes."""
+        """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
