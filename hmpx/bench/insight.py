@@ -23,7 +23,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
     run other code then than before, and is to be 0. ``record``: while it records. ``compare``: each batch of `compare`,
-    also beside a step in FP32, which two of its three runs are, the runs of single ops included; ``begin``: what a call
+    also beside a step in FP32, which one of its two runs is; ``begin``: what a call
     takes besides. All calls have the same data; ``runs`` counts how often each batch is run.
     """
     rows = []
@@ -67,7 +67,7 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
     batches = [(torch.randn_like(subject.inputs), subject.targets) for _ in range(many)]
 
     def compared(number: int) -> int:
-        return compare(subject.model, batches[:number], loss_of).passes
+        return compare(subject.model, batches[:number], loss_of, progress=False).passes
 
     with casts.converted(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}

@@ -11,9 +11,9 @@ import torch
 from hmpx.bench import measure
 from hmpx.bench.train import Training, loss_of
 from hmpx.insight import observed
-from hmpx.insight.comparing import subject as comparing
-from hmpx.insight.comparing.calls import CallSite
-from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
+from hmpx.insight.trials.runs import Effect, Progress, Runs
+from hmpx.insight.trials.subject import Subject
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import decidable
 from hmpx.ops.policies.policy import Policy
@@ -54,9 +54,10 @@ class _OneByOne:
     """
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
-        self._subject = comparing.Subject(model, batches, loss_of, None)
+        self._subject = Subject(model, batches, loss_of, None)
         self._progress = Progress("one by one", False)
-        self._runs = Runs(self._subject, _BATCHES, self._progress)
+        self._runs = Runs(self._subject, self._progress, loss_counts=True)
+        self._held_out = [*range(_BATCHES, len(batches))]
         self._sites: dict[CallSite, None] = {}
         self.asked = 0.0
 
@@ -70,8 +71,10 @@ class _OneByOne:
 
     def run(self) -> Effect:
         everything = Policy(bf16=tuple(sorted(decidable())))
-        with self._subject.gradients_kept(), observed.observed(everything, "auto", self._runs.sites):
-            self._runs.prepare(lambda number: exactly)
+        with self._subject.gradients_kept(), observed.observed(everything, "auto", self._runs):
+            for number in range(len(self._subject.batches)):
+                self._runs.exact(number)
+            self._runs.find_noise()
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
             fallen: set[CallSite] = set()
@@ -85,10 +88,10 @@ class _OneByOne:
     def _without(self, fallen: set[CallSite]) -> Effect:
         """Measure everything in BF16 but some sites."""
 
-        def is_low(site: CallSite) -> bool | None:
+        def compute_of(site: CallSite) -> Compute:
             if site.op not in decidable():
-                return None
+                return in_its_inputs_dtype
             self._sites.setdefault(site)
-            return site not in fallen
+            return exactly if site in fallen else Asked.plainly
 
-        return self._runs.effect(mixed(is_low), self._runs.held_out, "one by one")
+        return self._runs.effect(by_site(compute_of), self._held_out, "one by one")

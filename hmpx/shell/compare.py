@@ -15,14 +15,15 @@ from hmpx.shell.outputs import add_force, check_outputs
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "compare",
-        "compare each op of a model with itself in FP32 and say which one is to blame",
+        "compare the training under op lists with FP32 and say which ops are to blame",
         "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
-        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each op runs\n"
-        "as listed and in FP32. The effect of its error on the loss and on the gradients is printed, the worst first.\n"
+        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each batch\n"
+        "runs in FP32 and under the lists. Where these break the training, the least is found that must be in FP32.\n"
         "The exit status is 1 if the lists change the training, or make something inf or NaN.",
         "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
     )
     add_function(command)
+    command.add_argument("--scores", action="store_true", help="run each list name alone, of healthy lists too")
     command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
     command.add_argument("--html", metavar="FILE", help="save a page, too")
     add_force(command)
@@ -35,7 +36,7 @@ def _compare(options: argparse.Namespace) -> int:
     check_outputs(options, outputs)
     recipe = recipe_asked(options)
     given = set_up(options.what, (2, 3), "(model, batches, loss) or (model, batches)")
-    found = compare(*given, lists=recipe)
+    found = compare(*given, lists=recipe, scores=options.scores)
     print(found)
     for kind, path in outputs.items():
         getattr(found, kind)(path)

@@ -50,15 +50,15 @@ def test_a_cast_that_was_left_in_by_hand_is_named():
     worst = found.worst(1)[0]
     assert (worst.op, worst.where) == ("to", line_of(position_left_in_bf16, "sin(")), str(found)
     assert worst.reason == "cast by hand" and worst.dtypes == "float32 -> bfloat16"
-    assert worst.measured and "without gradients" in worst.note  # none goes into a position
+    assert re.search(r"^keep in FP32: the cast by hand at \S*planted.py:\d+ \(", str(found), re.MULTILINE)
 
 
 def test_a_loss_on_bf16_logits_is_named():
     """Of many classes and large logits, as at the end of a decoder."""
     model = Model(lambda h: h, 60.0)
-    found = hmpx.compare(model, batches(), loss_of, lists=policy("cross_entropy", "linear mul"))
-    assert found.worst(1)[0].op == "cross_entropy" == found.by_op()[0].op
-    assert found.worst(1)[0].where == line_of(loss_of, "cross_entropy")
+    found = hmpx.compare(model, batches(), loss_of, lists=policy("cross_entropy", "linear mul"), scores=True)
+    assert [row.op for row in found.worst()] == ["cross_entropy"] == [row.op for row in found.by_op()]
+    assert found.worst(1)[0].where == line_of(loss_of, "cross_entropy") and found.worst(1)[0].loss_change > 0.001
 
 
 def test_two_ops_that_each_break_it_are_both_named():
@@ -67,16 +67,15 @@ def test_two_ops_that_each_break_it_are_both_named():
 
     found = hmpx.compare(Model(faulty), batches(), loss_of, lists=policy("softmax cumsum", "linear mul add"))
     assert {row.op for row in found.broken} == {"softmax", "cumsum"} == {row.op for row in found.worst(2)}
-    assert "2 ops each break the training" in str(found)
-    assert all(row.measured for row in found.broken)
-    assert found.passes <= 3 * 4 + 1 + 6  # three runs a batch, one to see that it repeats, some of single ops
+    assert all(row.gradient_error > 0.1 for row in found.broken) and found.advised < 0.1
+    assert found.passes <= 2 * 4 + 1 + 7 + 3 * 4  # each batch, one again; names alone; three sets on all batches
 
 
 def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
     found = hmpx.compare(Masked(), padded(), masked_loss, lists=policy("mul linear", "softmax cross_entropy"))
     first = found.first_nonfinite
     assert (first.op, first.where, first.phase) == ("mul", line_of(Masked.forward, "mask ="), "forward")
-    assert "torch.finfo(x.dtype).min" in first.note and found.worst(1) == [first]
+    assert "torch.finfo(x.dtype).min" in first.note and [row.op for row in found.broken] == ["mul"]
     assert "and bfloat16 ends at 3.39e+38" in first.note
 
 
@@ -103,36 +102,40 @@ def test_nothing_is_left_behind_and_random_ops_draw_the_same(reentrant, dtype):
     assert state_of(model) == before
     assert found.gradient_error < 0.1 and found.first_nonfinite is None, str(found)
     assert {"linear", "batch_norm", "relu", "dropout", "mul"} <= {row.op for row in found.rows}
-    assert max(row.accumulated for row in found.rows if row.op == "dropout") < 0.02  # another mask would be about 1
     assert {row.calls for row in found.rows if row.op == "dropout"} == {4}
 
 
-def test_the_estimated_effects_of_an_op_are_near_those_of_runs_with_this_op_alone(lists):
-    """Against runs with one list name at a time, which round other numbers: the loss within a factor of two."""
-    model = Model(lambda h: torch.softmax(h, -1), 3.0)
-    data = batches(8)
-    found = hmpx.compare(model, data, loss_of, lists=policy("linear softmax", "cross_entropy mul"))
-    exact, slopes = [loss_of(model, *batch).item() for batch in data], gradients(model, data)
+def test_the_error_of_a_name_alone_is_that_of_a_run_with_this_name_alone_in_the_worst_batch(lists):
+    model, data = Model(lambda h: torch.softmax(h, -1), 3.0), batches(8)
+    found = hmpx.compare(model, data, loss_of, lists=policy("linear softmax", "cross_entropy mul"), scores=True)
+    exact = gradients(model, data)
+    with hmpx.convert(**lists("linear softmax", "cross_entropy mul")):
+        worst = int((gradients(model, data) - exact).square().sum(1).argmax())
     for op, others in (("linear", "softmax mul cross_entropy"), ("softmax", "linear mul cross_entropy")):
         with hmpx.convert(**lists(op, others)):
-            alone = [loss_of(model, *batch).item() for batch in data]
-            error = gradient_error(slopes, gradients(model, data))
-        measured = math.sqrt(sum((a - b) ** 2 for a, b in zip(alone, exact, strict=True)) / len(data))
+            error = (gradients(model, data)[worst] - exact[worst]).norm() / noise_of(exact)
+            change = loss_of(model, *data[worst]).detach() - hmpx_off(loss_of, model, *data[worst]).detach()
         row = next(row for row in found.by_op() if row.op == op)
-        assert measured / 2 < row.loss_change < measured * 2, op
-        assert not row.measured and error / 3 < row.gradient_error < error * 3, op
+        assert row.gradient_error == pytest.approx(float(error), rel=1e-3), op
+        assert row.loss_change == pytest.approx(abs(float(change)), rel=1e-2), op
 
 
-def test_errors_of_ops_are_those_that_a_hand_computes():
+def hmpx_off(function, *arguments):
+    with hmpx.disable_casts():
+        return function(*arguments)
+
+
+def test_of_one_batch_there_is_no_error_and_rows_say_what_ran():
     model, (x, y) = Model(lambda h: h), batches(1)[0]
     found = hmpx.compare(model, [(x, y)], loss_of, lists=policy("linear", "mul cross_entropy"))
-    w, b = model.first.weight.detach(), model.first.bias.detach()
-    exact = x @ w.T + b
-    low = nn.functional.linear(x.bfloat16(), w.bfloat16(), b.bfloat16()).float()
     row = found.rows[0]
-    assert (row.op, row.module, row.calls, row.rule) == ("linear", "first", 1, "bf16")
-    assert row.error == pytest.approx(float((low - exact).norm() / exact.norm()), rel=1e-5)
-    assert row.accumulated == pytest.approx(row.error, rel=1e-5)
+    assert (row.op, row.module, row.calls, row.rule, row.dtypes) == (
+        "linear",
+        "first",
+        1,
+        "bf16",
+        "float32 -> bfloat16",
+    )
     assert math.isnan(found.gradient_error)  # one batch has no noise
     assert found.loss == pytest.approx(loss_of(model, x, y).item(), rel=1e-6)
 
@@ -145,8 +148,9 @@ def test_gradient_errors_are_those_that_a_hand_computes():
         low = gradients(model, data)
         loss = sum(loss_of(model, *batch).item() for batch in data) / len(data)
     assert found.gradient_error == pytest.approx(gradient_error(exact, low), rel=1e-4)
-    bias = (low - exact).mean(0).norm() / (noise_of(exact) / math.sqrt(len(data)))
-    assert found.gradient_bias == pytest.approx(float(bias), rel=1e-4)
+    pairs = [(low - exact)[i] @ (low - exact)[j] for i in range(3) for j in range(3) if i != j]
+    bias = max(float(sum(pairs)) / len(pairs), 0.0) ** 0.5 / float(noise_of(exact))
+    assert found.gradient_bias == pytest.approx(bias, rel=1e-3)
     assert found.loss + found.loss_change == pytest.approx(loss, rel=1e-6) and found.loss_change
 
 
@@ -173,10 +177,10 @@ def test_log_probs_that_the_loss_returns_change_as_a_hand_computes(lists):
 
 @pytest.mark.parametrize("data", [batches(1), batches(1) * 3])
 def test_without_noise_there_is_no_scale(data):
-    found = hmpx.compare(Model(torch.relu), data, loss_of)
-    assert math.isnan(found.gradient_error) and all(math.isnan(row.gradient_error) for row in found.rows)
+    found = hmpx.compare(Model(torch.relu), data, loss_of, scores=True)
+    assert math.isnan(found.gradient_error) and all(math.isnan(row.gradient_error) for row in found.names)
     assert not found.is_broken and "give two batches or more that differ" in str(found)
-    assert found.rows[0].loss_change > 0
+    assert found.names[0].op == "linear" and found.names[0].loss_change > 0
 
 
 class Counting(nn.Module):
@@ -219,19 +223,7 @@ def test_the_conversion_in_force_is_what_is_compared_and_is_there_afterwards():
 
 def test_what_runs_without_gradients_is_measured():
     found = hmpx.compare(Rotary(), batches(), loss_of, lists=policy("outer", "linear sin mul cross_entropy"))
-    worst = found.worst(1)[0]
-    assert worst.op == "outer" and worst.measured and worst.gradient_error > 0.1 and "without gradients" in worst.note
-    assert [row.op for row in found.rows if row.note] == ["outer"]  # not `sin`, which the lists leave in FP32
-
-
-def test_what_cannot_be_compared_says_so():
-    def faulty(h):
-        return torch.func.vmap(lambda row: torch.softmax(row, 0) * row)(h)
-
-    found = hmpx.compare(Model(faulty), batches(2), loss_of)
-    notes = {row.op: row.note for row in found.rows if row.note}
-    assert notes.keys() == {"softmax", "mul"} and "inside torch.func" in notes["softmax"]
-    assert found.gradient_error < 0.1
+    assert [row.op for row in found.broken] == ["outer"] and found.broken[0].gradient_error > 0.1
 
 
 class Doubled(torch.autograd.Function):
@@ -245,9 +237,9 @@ class Doubled(torch.autograd.Function):
 
 
 def test_ops_inside_an_autograd_function_are_measured():
-    found = hmpx.compare(Model(Doubled.apply), batches(2), loss_of, lists=policy("tanh", "linear mul"))
-    row = next(row for row in found.rows if row.op == "tanh")
-    assert row.measured and row.loss_change > 0 and row.error == pytest.approx(1.5e-3, rel=0.5)
+    found = hmpx.compare(Model(Doubled.apply), batches(2), loss_of, lists=policy("tanh", "linear mul"), scores=True)
+    row = next(row for row in found.by_op() if row.op == "tanh")
+    assert row.loss_change > 0 and 0 < row.gradient_error < 0.1
 
 
 def test_compiled_models_run_as_they_are_written():
@@ -283,9 +275,6 @@ def test_complex_weights_count_as_their_real_and_imaginary_parts():
 
     whole, parts = found(False), found(True)
     assert whole.gradient_error == pytest.approx(parts.gradient_error, rel=1e-3)
-    of_parts = {(row.op, row.module): row.gradient_error for row in parts.rows}
-    for row in whole.rows:  # an estimate by random directions is right within a factor of two or so
-        assert row.gradient_error <= 4 * of_parts[row.op, row.module]
 
 
 def test_double_weights_stay_double():

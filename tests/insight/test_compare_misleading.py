@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 import hmpx
+from hmpx.insight.comparing import compare
 from tests.support.planted import (
+    PLANTED,
     WIDTH,
     Model,
+    advised_error,
     batches,
     gradient_error,
     gradients,
@@ -89,6 +92,11 @@ class Codes(nn.Module):
         return self.last(h + (picked - h).detach() * 10)
 
 
+def exp_of_large_numbers(h):
+    """`sub` and `add` round numbers near 86; with these in FP32, the list of `exp` rounds them."""
+    return torch.exp(h * 4 + 86 - (h.detach() * 4).amax(-1, keepdim=True)) * 1e-36
+
+
 def masked_by_a_constant(h):
     """FP16 does not hold the constant."""
     return torch.softmax(h.masked_fill(h > 1, -1e9), -1)
@@ -141,27 +149,68 @@ def test_what_overflows_because_of_its_input_is_no_culprit(lists):
     found = hmpx.compare(Model(variance_then_exp), batches(), loss_of, lists=lists)
     first, worst = found.first_nonfinite, found.worst(1)[0]
     assert (first.op, first.where) == ("exp", line_of(variance_then_exp, "torch.exp("))
-    assert first.measured and not first.is_broken and first.gradient_error < 0.05
     assert worst.where == line_of(variance_then_exp, "variance =") and worst.op in {"sub", "mean", "mul", "square"}
-    assert worst.measured and worst.gradient_error > 0.1
+    assert worst.gradient_error > 0.1 > found.advised
     assert {row.where for row in found.broken} == {worst.where}
-    said = str(found)
-    assert "alone it stays finite, so its inputs are wrong" in said
-    assert not any("exp" in line.split() for line in said.partition("each break the training")[2].splitlines()[:5])
-    assert found.rest < 0.1 and "all other ops together do not break it" in said
+    assert "its inputs are wrong: with the ops below in FP32 it is finite" in str(found)
 
 
 def test_a_slope_that_is_infinite_because_of_its_input_is_no_culprit():
     found = hmpx.compare(Model(root_of_a_small_difference), batches(), loss_of, lists=policy(ELEMENTWISE))
     first = found.first_nonfinite
     assert (first.op, first.where, first.phase) == ("sqrt", line_of(root_of_a_small_difference, "sqrt"), "backward")
-    assert found.is_broken and math.isinf(found.gradient_error) and not first.is_broken
-    assert found.worst(1)[0].where == line_of(root_of_a_small_difference, "distance =")
+    assert found.is_broken and math.isinf(found.gradient_error) and "sqrt" not in {row.op for row in found.broken}
+    assert found.advised < 0.1 and "its inputs are wrong" in str(found)
+
+
+def test_advice_that_is_not_enough_goes_on_until_it_is():
+    model, data = Model(exp_of_large_numbers), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy(ELEMENTWISE))
+    assert {row.op for row in found.broken} == {"sub", "add", "exp"}, str(found)
+    assert found.advised == pytest.approx(advised_error(found, model, data, ELEMENTWISE, "cross_entropy"), rel=1e-3)
+    alone = dataclasses.replace(found, broken=tuple(row for row in found.broken if row.op != "exp"))
+    assert found.advised < 0.1 < advised_error(alone, model, data, ELEMENTWISE, "cross_entropy")
+    assert f" (the gradient error of the lists is {found.advised:.2g} then); or let hmpx.tune" in str(found)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_lists_with_what_is_advised_are_healthy(name):
+    fault, data = PLANTED[name], batches()
+    model, others = Model(fault.function), "linear mul add cross_entropy"
+    lists = policy(fault.bf16, " ".join({*others.split()} - {*fault.bf16.split()}))
+    found = hmpx.compare(model, data, loss_of, lists=lists)
+    assert found.advised < 0.1 <= found.gradient_error
+    assert found.advised == pytest.approx(advised_error(found, model, data, fault.bf16, others), rel=1e-3)
+
+
+def test_a_fault_inside_vmap_is_named():
+    def faulty(h):
+        return torch.func.vmap(lambda row: torch.softmax(row * 40 + 300, -1))(h)
+
+    model, data = Model(faulty), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy("softmax linear"))
+    assert found.is_broken and {"add", "softmax"} == {row.op for row in found.broken}, str(found)
+    assert {row.where for row in found.broken} == {line_of(faulty, "torch.softmax")}
+    assert found.advised == pytest.approx(
+        advised_error(found, model, data, "softmax linear", "cross_entropy"), rel=1e-3
+    )
+    tuned = hmpx.tune(model, batches(6), loss_of, progress=False)
+    assert tuned.met and {"add", "softmax"} <= {*tuned.policy.fp32} and tuned.share == 1
+
+
+def test_where_every_op_in_fp32_is_not_enough_nothing_is_advised():
+    """The weights are in BF16: 300 of them is 300 or 302."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softmax(-1), nn.Linear(WIDTH, 4))
+    with torch.no_grad():
+        model[0].bias += torch.linspace(300, 310, WIDTH)
+    found = hmpx.compare(model, batches(), loss_of, lists={"bf16": ["linear"], "parameter_dtype": "bfloat16"})
+    assert found.advised > 0.1 and not found.broken, str(found)
+    assert f"with every op in FP32 the gradient error is {found.advised:.2g} already" in str(found)
 
 
 def test_the_probability_is_to_blame_and_not_its_logarithm():
     found = hmpx.compare(Model(one_minus_probability), batches(), loss_of, lists="autocast-cpu")
-    assert [row.op for row in found.broken] == ["sigmoid"] and "one op breaks the training" in str(found)
+    assert [row.op for row in found.broken] == ["sigmoid"] and found.advised < 0.1
 
 
 @pytest.mark.parametrize(
@@ -173,40 +222,29 @@ def test_of_a_router_that_flips_the_router_is_named_and_no_expert(choice, top, s
     lists = policy("linear", "softmax cross_entropy mul add sum")
     found = hmpx.compare(model, data, loss_of, lists=lists)
     worst = found.worst(1)[0]
-    assert (worst.op, worst.module) == ("linear", "router") and worst.measured, str(found)
+    assert (worst.op, worst.module) == ("linear", "router"), str(found)
     assert worst.gradient_error > 0.3 and {row.module for row in found.broken} <= {"router", "first"}
-    experts = [row for row in found.rows if row.module.startswith("experts")]
-    assert experts and all(row.gradient_error < 0.02 for row in experts)
     (decided,) = [row for row in found.rows if row.decisions]
     assert decided.op == choice and f"{choice} in Experts: {decided.decisions}" in str(found)
 
 
-def test_what_is_measured_of_a_router_and_an_expert_is_what_a_rule_for_the_module_does(lists):
+def test_what_is_measured_of_a_router_is_what_a_rule_for_the_module_does(lists):
     model, data = Experts("topk"), batches()
     found = hmpx.compare(model, data, loss_of, lists=policy("linear", "softmax cross_entropy mul add sum"))
-    router = next(row for row in found.rows if row.module == "router")
-    exact, errors = gradients(model, data), []
-    for module in (model.router, model.experts[3]):
-        rule = hmpx.policy_for(module, bf16=["linear"])
-        with hmpx.convert(**lists()):
-            errors.append(gradient_error(exact, gradients(model, data)))
-        rule.remove()
-    assert errors[0] == pytest.approx(router.gradient_error, rel=0.5) and errors[1] < 0.01
+    (router,) = found.broken
+    exact = gradients(model, data)
+    rule = hmpx.policy_for(model.router, bf16=["linear"])
+    with hmpx.convert(**lists()):
+        error = gradient_error(exact, gradients(model, data))
+    rule.remove()
+    assert error == pytest.approx(router.gradient_error, rel=0.5)
 
 
 def test_a_codebook_without_gradients_has_its_product_named():
     model, data = Codes(), batches()
     found = hmpx.compare(model, data, loss_of, lists=policy("matmul linear", "cross_entropy mul add sub"))
-    assert found.worst(1)[0].op == "matmul" and found.worst(1)[0].measured, str(found)
+    assert found.broken[0].op == "matmul" and found.broken[0].gradient_error > 0.1, str(found)
     assert [row.op for row in found.rows if row.decisions] == ["argmax"]
-
-
-def test_no_estimate_is_called_broken_and_unmeasured_ops_are_not_acquitted():
-    found = hmpx.compare(Experts("topk"), batches(), loss_of, lists=policy("linear", "softmax cross_entropy mul add"))
-    assert all(row.measured for row in found.broken)
-    guessed = tuple(dataclasses.replace(row, measured=False) for row in found.rows)
-    said = str(dataclasses.replace(found, rows=guessed, rest=math.nan, first_nonfinite=None))
-    assert "0 ops were measured, and none breaks the training by itself; the others were not measured" in said
 
 
 @pytest.mark.parametrize("listed", [("linear", "masked_fill"), ("linear", "mul")], ids=["listed", "follows"])
@@ -294,11 +332,14 @@ def test_complex_numbers_are_no_decisions_and_have_gradients():
     assert {row.op for row in found.rows} >= {"fft_rfft", "abs", "linear"} and not found.broken
 
 
-def test_equal_blocks_stand_in_one_row_and_one_that_breaks_it_on_its_own(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_of_equal_blocks_the_one_that_breaks_it_is_named():
     found = hmpx.compare(Blocks(sharp=4), batches(), loss_of, lists=policy("linear", "softmax mul cross_entropy"))
-    assert found.worst(1)[0].module == "blocks.4" and [row.module for row in found.broken] == ["blocks.4"], str(found)
-    modules = [line.split()[-2] for line in str(found).splitlines() if line.startswith("linear ")]
-    assert {*modules} == {"blocks.*", "blocks.4", "last"} and len(modules) < 7
-    assert len([row for row in found.rows if row.module.startswith("blocks.")]) == 6
-    assert "* stands for the numbers of equal blocks" in str(found)
+    assert [(row.op, row.module) for row in found.broken] == [("linear", "blocks.4")], str(found)
+    assert len({row.module for row in found.rows if row.module.startswith("blocks.")}) == 6
+
+
+def test_a_search_that_comes_to_its_number_of_runs_says_so_and_its_advice_holds(monkeypatch):
+    monkeypatch.setattr(compare, "_MOST", (0, 0))
+    found = hmpx.compare(Blocks(sharp=4), batches(), loss_of, lists=policy("linear tanh", "softmax mul cross_entropy"))
+    assert found.is_cut_short and {row.op for row in found.broken} >= {"linear"} and found.advised < 0.1, str(found)
+    assert f"the search has ended after {found.passes} runs: fewer ops may be enough" in str(found)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing.row import FELT, Row
+from hmpx.insight.comparing.row import Row
 from tests.support import browser
 
 
@@ -18,7 +18,8 @@ from tests.support import browser
 def found():
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(16, 8, generator=generator),) for _ in range(3)]
-    return hmpx.compare(browser.hostile_model(), batches, lambda m, x: m(x).exp().mean(), lists={"opt_level": "O2"})
+    lists = {"opt_level": "O2"}
+    return hmpx.compare(browser.hostile_model(), batches, lambda m, x: m(x).exp().mean(), lists=lists, scores=True)
 
 
 @pytest.fixture
@@ -27,57 +28,28 @@ def page(found, tmp_path):
     return (tmp_path / "found.html").read_text()
 
 
-def test_the_table_of_the_page_has_the_numbers_of_the_rows_the_worst_first(found, page):
-    worst, columns = found.worst(len(found.rows)), browser.columns_of(page)
-    assert columns["op"] == [row.op for row in worst] and len(worst) == len(found.rows) > 2
-    for name in ("gradient_error", "loss_change", "error", "accumulated", "calls"):
-        assert columns[name.replace("_", " ")] == [getattr(row, name) for row in worst]
+def test_the_table_of_the_page_has_the_rows_and_the_picture_the_names(found, page):
+    columns = browser.columns_of(page)
+    assert columns["op"] == [row.op for row in found.rows] and len(found.rows) > 2
+    assert columns["calls"] == [row.calls for row in found.rows]
+    (picture,) = [each for each in browser.shown_in(page)["sections"] if each["kind"] == "bars"]
+    assert [row[:2] for row in picture["rows"]] == [[row.op, row.gradient_error] for row in found.by_op()]
     assert browser.shown_in(page)["lines"] == str(found).split("\n\n")[0].split("\n")
 
 
 def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_path, monkeypatch):
-    wide = dataclasses.replace(found, rows=(Row("exp", where=f"/{'m' * 90}.py:1", module="a." * 40),))
+    row = Row("exp", where=f"/{'m' * 90}.py:1", module="a." * 40, log_prob_change=0.1)
+    wide = dataclasses.replace(found, rows=(row,))
     wide.html(tmp_path / "wide.html")
     monkeypatch.setenv("COLUMNS", "110")
     assert str(wide) in html.unescape((tmp_path / "wide.html").read_text())
     assert max(map(len, str(wide).splitlines()[-2:])) == 110
 
 
-def test_of_rows_without_a_loss_the_worst_errs_itself_and_has_not_only_the_errors_of_others(found):
-    rows = (Row("passes_on", accumulated=0.5), Row("errs", accumulated=0.1, error=0.1), Row("less", error=0.01))
-    assert [row.op for row in dataclasses.replace(found, rows=rows).worst()] == ["errs", "less", "passes_on"]
-
-
-def test_a_module_of_one_site_has_the_measures_of_the_site(found):
-    rows = {row.module: row for row in found.rows if row.op == "linear"}
-    of_modules = [row for row in found.by_module() if row.module in rows]
-    assert len(of_modules) == 2
-    for row in of_modules:
-        for name in ("calls", "error", "accumulated"):
-            assert getattr(row, name) == pytest.approx(getattr(rows[row.module], name)), name
-        assert row.accumulated > 0
-
-
-def test_what_magnifies_errors_is_the_worst_of_those_that_break_it_alike_but_for_what_is_not_finite(found):
-    alone = Row("alone", gradient_error=3.0)
-    assert dataclasses.replace(found, rows=(alone,)).worst() == [alone]
-    worst, magnifies = Row("worst", gradient_error=3.0, error=1e-3), Row("magnifies", gradient_error=2.0, error=0.9)
-    assert dataclasses.replace(found, rows=(worst, magnifies)).worst() == [magnifies, worst]
-    worst = dataclasses.replace(worst, phase="backward")
-    assert dataclasses.replace(found, rows=(magnifies, worst)).worst() == [worst, magnifies]
-
-
 def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
-    effect = "gradient error -, loss change -, error of the op alone 0"
-    assert str(Row("exp")) == f"exp: {effect}"
-    assert str(Row("exp", "/a/model.py:3", "head")) == f"model.py:3: exp in head: {effect}"
-
-
-def test_an_estimate_is_marked(found):
-    rows = (Row("known", gradient_error=0.05, measured=True), Row("guessed", gradient_error=0.05), Row("none"))
-    lines = str(dataclasses.replace(found, rows=rows)).splitlines()
-    marked = {row.op: any(" ~" in line for line in lines if row.op in line.split()) for row in rows}
-    assert marked == {"known": False, "guessed": True, "none": False}
+    assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
+    row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)
+    assert str(row) == "model.py:3: exp in head: alone gradient error 0.5; bfloat16; in no list"
 
 
 def test_each_line_is_a_site():
@@ -90,20 +62,16 @@ def test_each_line_is_a_site():
     assert len(lines) == 2 and abs(lines[0] - lines[1]) == 1
 
 
-def test_a_row_is_blamed_from_the_error_on_that_a_training_feels():
-    assert [Row("exp", gradient_error=e).is_broken for e in (FELT, FELT * 0.999, math.nan)] == [True, False, False]
-
-
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
     assert {*browser.columns_of(page)["module"]} >= {browser.HOSTILE, browser.IMAGE}
     assert browser.is_harmless(page)
 
 
 def test_the_page_says_inf_and_leaves_out_columns_without_a_value(found, tmp_path):
-    rows = (Row("exp", gradient_error=math.inf, measured=True), Row("add", gradient_error=0.01, note="slow"))
+    rows = (Row("exp", gradient_error=math.inf), Row("add", gradient_error=0.01, note="slow"))
     dataclasses.replace(found, rows=rows).html(tmp_path / "found.html")
     columns = browser.columns_of((tmp_path / "found.html").read_text())
-    assert columns["gradient error"] == ["inf", 0.01] and columns["by"] == ["", "estimate"]
+    assert columns["gradient error"] == ["inf", 0.01]
     assert "log prob change" not in columns and "module" not in columns
 
 
@@ -112,6 +80,6 @@ def test_the_page_says_inf_and_leaves_out_columns_without_a_value(found, tmp_pat
 def test_the_browser_draws_it_and_sorts_it(page, tmp_path):
     dom = browser.drawn(tmp_path, page)
     assert 'data-drawn="yes"' in dom and "<title>hmpx compare</title>" in dom and "<img" not in dom
-    by_error = browser.drawn(tmp_path, page, "document.querySelector('th:nth-child(4) button').click();")
-    errors = [float(text) for text in browser.cells(by_error, "error")]
-    assert errors == sorted(errors, reverse=True) and len({*errors}) > 1
+    by_calls = browser.drawn(tmp_path, page, "document.querySelector('th:nth-child(2) button').click();")
+    calls = [float(text) for text in browser.cells(by_calls, "calls")]
+    assert calls == sorted(calls, reverse=True) and calls

@@ -152,6 +152,12 @@ def test_a_tolerance_that_no_list_meets_comes_with_what_stands_in_the_way():
     assert "NOT within the tolerance of 0.1" in str(found)
 
 
+def test_what_is_not_finite_in_fp32_already_holds_with_no_list():
+    """A cast by hand to FP16 overflows, whatever the lists say."""
+    found = tuned(Model(lambda h: (h * 1e6).half().float() * 1e-6), batches(6))
+    assert not found.met and found.share == 0 and "the gradient error is inf already" in found.unmet, str(found)
+
+
 def test_a_tolerance_of_nothing_puts_everything_into_fp32():
     found = tuned(Model(torch.relu), batches(4), tolerance=0, lists="hmp-o1")
     assert found.met and found.share == 0 and found.gradient_error == 0 == found.predicted

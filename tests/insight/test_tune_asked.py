@@ -215,29 +215,6 @@ def test_the_first_line_says_what_a_step_takes_beside_fp32_and_autocast(step_ms,
     }
 
 
-class Device:
-    """It takes work at once and does it later, as CUDA does; the first piece takes it long. The clock is its own."""
-
-    def __init__(self):
-        self.clock, self.done, self.pieces = 0.0, 0.0, 0
-
-    def work(self):
-        self.pieces += 1
-        self.done = max(self.done, self.clock) + (1.0 if self.pieces == 1 else 2**-15)
-
-    def synchronize(self):
-        self.clock = max(self.clock, self.done)
-
-
-def test_times_are_those_of_work_that_is_done_and_a_slow_beginning_is_not_in_them(monkeypatch):
-    """What BF16 brings, where a device runs behind the program."""
-    device = Device()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(find, "perf_counter", lambda: device.clock)
-    assert find.seconds(device.work) == 2**-15
-
-
 @pytest.mark.parametrize("value, unit, said", [
     (0.48, "s", "480 ms"), (0.5, "s", "500 ms"), (12.3, "s", "12000 ms"), (0.00123, "s", "1.2 ms"),
     (1e-6, "s", "0.001 ms"), (999.7, "FLOP", "1 kFLOP"), (999.4e6, "FLOP", "999 MFLOP"),

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hmpx.insight.tuning.runs import Effect
+from hmpx.insight.trials.runs import Effect
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.worth import NameInModule, Worth, Worths
 
@@ -83,3 +83,17 @@ def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_
     kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
     assert kept == whole - {NameInModule("linear", "head")}
     assert search.left == [frozenset({NameInModule("linear", "head")})]
+
+
+def test_what_is_left_of_a_choice_holds_on_the_batches_of_the_search_too():
+    """There the errors of two names cancel, and each alone is too much; on the other batches `b` alone is."""
+    worths = Worths()
+    worths.of_place = {NameInModule("a"): Worth(2.0), NameInModule("b"): Worth(1.0)}
+
+    def measure(chosen, batches, enough=math.inf):
+        error = 2.0 if len(chosen) == 1 else 0.0
+        return Effect(error, by_batch=dict.fromkeys(batches, error))
+
+    search = Search(measure, [0], worths, 1.0, Effect())
+    assert search.run([frozenset({place}) for place in worths.of_place]) == {*worths.of_place}
+    assert search.dropped(frozenset(worths.of_place), lambda chosen: 2.0 * (NameInModule("b") in chosen)) == frozenset()

@@ -71,6 +71,20 @@ def gradient_error(exact, low):
     return float((low - exact).square().sum(1).mean().sqrt() / noise_of(exact))
 
 
+def advised_error(found, model, data, bf16, fp32="", loss=loss_of):
+    """By hand, the gradient error of lists with what a comparison advises in FP32: names, and rules for modules."""
+    exact, modules = gradients(model, data, loss), dict(model.named_modules())
+    inside = [(row.op, modules[row.module]) for row in found.broken if row.module in modules]
+    names = {row.op for row in found.broken if row.module not in modules}
+    rules = [hmpx.policy_for(module, fp32=[op]) for op, module in inside]
+    lists = {"bf16": [*({*bf16.split()} - names)], "fp32": [*({*fp32.split()} - {*bf16.split()} | names)]}
+    with hmpx.activate({**lists, "parameter_dtype": "float32", "where": "everywhere"}):
+        low = gradients(model, data, loss)
+    for rule in rules:
+        rule.remove()
+    return gradient_error(exact, low)
+
+
 def state_of(model):
     """What a look at a model must leave as it is, as values that can be compared: its state, its gradients, draws."""
     held = [*model.state_dict().items(), *((name, p.grad) for name, p in model.named_parameters())]

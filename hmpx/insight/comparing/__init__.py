@@ -1,1 +1,1 @@
-"""`hmpx.compare`: runs each op beside itself in FP32, and measures its effect on the loss and the gradients."""
+"""`hmpx.compare`: measures what op lists do to a training, and finds which ops must be in FP32."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hmpx.insight.text_table import short_places
-from hmpx.insight.tuning.runs import Effect
+from hmpx.insight.trials.runs import Effect
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.worth import SLACK, WIDE, Chosen, Low, NameInModule, Unit, Worths
 from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES

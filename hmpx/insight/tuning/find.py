@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
-from hmpx.insight.comparing.calls import CallSite
-from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
+from hmpx.insight.trials.runs import Effect, Progress, Runs
+from hmpx.insight.trials.subject import Subject
 from hmpx.insight.tuning.choices import choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed, plainly
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths
@@ -27,8 +26,7 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
 from hmpx.recipes.recipe import Recipe
 
-_ROUNDS = 5  # of a time that is measured
-_LEAST = 2e-4  # seconds that a round takes at least
+_LEAST = 0.1  # seconds for which a step is timed
 
 
 class Measured(NamedTuple):
@@ -56,7 +54,8 @@ class Tuning:
     tolerance: float
 
     def __post_init__(self) -> None:
-        self._runs = Runs(self.subject, self.tuning, self.progress)
+        self._runs = Runs(self.subject, self.progress, loss_counts=True)
+        self._searched, self._held_out = [*range(self.tuning)], [*range(self.tuning, len(self.subject.batches))]
         self._worths = Worths(self.low, module_names(self.subject.model, all_names=True))
         self._verified: dict[Chosen, Measured] = {}
 
@@ -64,7 +63,10 @@ class Tuning:
         """Find the lists, measure them, and time a step under them."""
         worths, runs = self._worths, self._runs
         with self._everything():
-            runs.prepare(lambda number: Look(worths, number) if number < self.tuning else exactly)
+            for number in (*self._searched, *self._held_out):
+                if not runs.exact(number, Look(worths, number) if number < self.tuning else exactly):
+                    raise HmpxError(f"tune: {self._not_finite(number)}")
+            runs.find_noise()
             if not worths.of_place:
                 raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
             if math.isnan(runs.noise):
@@ -75,14 +77,12 @@ class Tuning:
             # Where more remains than is allowed, the choice may add as much as is allowed.
             remains = nothing.size if self.tolerance < nothing.size < math.inf else 0.0
             tolerance = math.hypot(self.tolerance, remains)
-            search = Search(self._measured, runs.tuning, worths, tolerance, nothing)
+            search = Search(self._measured, self._searched, worths, tolerance, nothing)
             names = sorted({place.name for place in worths.free})
             chosen = search.run([frozenset(place for place in worths.free if place.name == name) for name in names])
         if self._of_choice(chosen).effect.size > tolerance:
             with self._everything():
-                chosen = search.dropped(
-                    chosen, lambda some: max(search.effect(some).size, self._of_choice(some).effect.size)
-                )
+                chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
         policy, recipe, effect = self._of_choice(chosen)
         predicted = search.effect(chosen)
@@ -114,15 +114,23 @@ class Tuning:
         policy = Policy(bf16=(*names, *low), fp32=wide)
         if self.low == "fp8":
             policy = Policy(low, wide, fp8=names, fp8_format=self.base.fp8_format)
-        return observed.observed(policy, self.kernels, self._runs.sites)
+        return observed.observed(policy, self.kernels, self._runs)
+
+    def _not_finite(self, number: int) -> str:
+        """Return the words for a batch of which the loss or a gradient is not finite in FP32."""
+        held_out, loss = number - self.tuning, self._runs.losses[number]
+        what = f"batch {number}" if held_out < 0 else f"held-out batch {held_out}"
+        if not math.isfinite(loss):
+            return f"the loss of {what} is {loss} in FP32 already, so there is nothing to compare BF16 with"
+        return f"the gradients of {what} are not finite in FP32 already; its loss is {loss:g}"
 
     def _remains_in_fp32(self) -> tuple[Effect, str]:
         """Return what remains with every op in the fp32 list; and where that is too much, what makes it, in words."""
         runs = self._runs
-        if not self._measured(Chosen(), runs.tuning[:1]).size:
+        if not self._measured(Chosen(), self._searched[:1]).size:
             return Effect(), ""
         runs.check_repeats()
-        found = [self._measured(Chosen(), batches) for batches in (runs.tuning, runs.held_out)]
+        found = [self._measured(Chosen(), batches) for batches in (self._searched, self._held_out)]
         worst = max(found, key=lambda effect: effect.size)
         if worst.raised:
             return Effect(), f"with every op in FP32 the program raises {worst.raised}"
@@ -137,11 +145,13 @@ class Tuning:
         """Return what these places in low precision change in some batches."""
         worths = self._worths
 
-        def is_low(site: CallSite) -> bool | None:
+        def compute_of(site: CallSite) -> Compute:
             place = worths.place_of(site)
-            return place in chosen if place in worths.of_place else None
+            if place not in worths.of_place:
+                return in_its_inputs_dtype
+            return Asked.plainly if place in chosen else exactly
 
-        return self._runs.effect(mixed(is_low), batches, "searching", enough)
+        return self._runs.effect(by_site(compute_of), batches, "searching", enough)
 
     def _of_choice(self, chosen: Chosen) -> Measured:
         """Return the lists and rules of a choice, measured on the held-out batches."""
@@ -150,14 +160,14 @@ class Tuning:
             policy = policy_of(self.base, self.low, low, wide)
             recipe = recipe_of(self.recipe, policy, modules)
             rules = rules_for([self.subject.model], recipe)
-            with observed.observed(policy, self.kernels, self._runs.sites, rules):
-                effect = self._runs.effect(plainly, self._runs.held_out, "verifying")
+            with observed.observed(policy, self.kernels, self._runs, rules):
+                effect = self._runs.effect(Asked.plainly, self._held_out, "verifying")
             self._verified[chosen] = Measured(policy, recipe, effect)
         return self._verified[chosen]
 
     def _timed(self, policy: Policy, recipe: Recipe) -> dict[str, float]:
         """Return the seconds of a step under the lists, in plain FP32, and under torch.autocast; NaN if that raises."""
-        subject, batch = self.subject, self.subject.batches[self._runs.held_out[0]]
+        subject, batch = self.subject, self.subject.batches[self._held_out[0]]
         with conversion.install(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe)):
             found = {"tuned": seconds(lambda: subject.low(batch))}
         device, loss = subject.parameters[0].device.type, subject.loss
@@ -174,21 +184,7 @@ class Tuning:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the time of `work`, the median of a few rounds."""
-
-    def timed(calls: int) -> float:
-        _wait()
-        began = perf_counter()
-        for _ in range(calls):
-            work()
-        _wait()
-        return (perf_counter() - began) / calls
-
+    """Return the time of `work`, the median of some rounds."""
     work()
-    calls = max(1, min(20, math.ceil(_LEAST / max(timed(1), 1e-9))))
-    return statistics.median(timed(calls) for _ in range(_ROUNDS))
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=_LEAST).median

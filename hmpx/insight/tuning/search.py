@@ -16,11 +16,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from hmpx.insight.tuning.runs import Effect
-from hmpx.insight.tuning.worth import SLACK, Chosen, NameInModule, Unit, Worths
+from hmpx.insight.trials.runs import Effect
+from hmpx.insight.trials.search import largest, longest, parts_of
+from hmpx.insight.tuning.worth import SLACK, Chosen, Unit, Worths
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
-_PARTS = 8  # into which a unit is divided at once
 _SWAPS = 3  # units that were left out and are tried again
 _FAR = 2.0  # times the room that is left, as a square: a unit that takes more is not tried
 
@@ -66,13 +66,21 @@ class Search:
         return self.effect(chosen, self._tolerance).size <= self._tolerance
 
     def dropped(self, chosen: Chosen, size_of: Callable[[Chosen], float]) -> Chosen:
-        """Return as much of the choice, in the order of the ranking, as holds by `size_of`, on other batches."""
+        """Return as much of the choice, in the order of the ranking, as holds on its own and on other batches.
+
+        size_of: what a choice does to the other batches.
+        """
         size = size_of(chosen)
         if size <= self._tolerance or not chosen:
             return chosen
         order = self._ranked(self.order)
         room = sum(map(self._harm, order)) * (self._tolerance / size) ** 2 if math.isfinite(size) else 0.0
-        count = self._longest(order, lambda some: size_of(some) <= self._tolerance, room)
+
+        def holds(some: list[Unit]) -> bool:
+            part = Chosen().union(*some)
+            return size_of(part) <= self._tolerance and self.holds(part)
+
+        count = longest(len(order), lambda n: holds(order[:n]), self._fitting(order, room))
         self.order, self.left = order[:count], self.left + order[count:]
         return Chosen().union(*self.order)
 
@@ -90,42 +98,27 @@ class Search:
             if len(unit) == 1 or self._harm(unit) <= _LARGE * self._tolerance**2:
                 found.append(unit)
             else:
-                rest += parts_of(unit)
+                rest += parts_of(unit, lambda place: place.module)
         key = {unit: self._harm(unit) / max(self._worths.gain(unit), 1e-30) for unit in found}
         return sorted(found, key=lambda unit: (key[unit], self._harm(unit), sorted(unit)))
 
     def _filled(self, order: list[Unit]) -> Chosen:
         """Return as much of a ranking as holds. What does not fit is left out, and the search goes on behind it."""
-        chosen = Chosen()
-        self.order = []
-        while order:
-            count = self._longest(order, self.holds, self._room(chosen), chosen)
-            chosen = chosen.union(*order[:count])
-            self.order += order[:count]
-            room, rest = self._room(chosen), order[count + 1 :]
-            order, left = [unit for unit in rest if self._harm(unit) <= _FAR * room], order[count : count + 1]
-            self.left += left + [unit for unit in rest if unit not in order]
-        return chosen
 
-    def _longest(
-        self, order: Sequence[Unit], holds: Callable[[Chosen], bool], room: float, beside: Chosen = frozenset()
-    ) -> int:
-        """Return how many of the first units hold beside others: all, or by bisection in growing steps from a guess.
+        def union(units: list[Unit]) -> Chosen:
+            return Chosen().union(*units)
 
-        room: for their harm, by which the guess takes errors to be independent.
-        """
-        few, many, step = 0, len(order), 1
-        if holds(beside.union(*order)):
-            return many
-        guess = sum(harm <= room for harm in itertools.accumulate(map(self._harm, order)))
-        while many - few > 1:
-            middle = min(max(guess, few + 1), many - 1)
-            if holds(beside.union(*order[:middle])):
-                few, guess = middle, middle + step
-            else:
-                many, guess = middle, middle - step
-            step *= 2
-        return few
+        self.order, self.left = largest(
+            order,
+            lambda units: self.holds(union(units)),
+            lambda kept, rest: self._fitting(rest, self._room(union(kept))),
+            lambda unit, kept: self._harm(unit) > _FAR * self._room(union(kept)),
+        )
+        return union(self.order)
+
+    def _fitting(self, order: Sequence[Unit], room: float) -> int:
+        """Return how many of the first have room, if errors are independent."""
+        return sum(harm <= room for harm in itertools.accumulate(map(self._harm, order)))
 
     def _room(self, chosen: Chosen) -> float:
         """Return what is left of the squared tolerance."""
@@ -171,23 +164,3 @@ class Search:
         if larger not in self.measured and self._measure(larger, first).size > (1 + SLACK) * before.by_batch[first[0]]:
             return False
         return self.effect(larger).size <= min(self._tolerance, (1 + SLACK) * before.size)
-
-
-def parts_of(unit: Unit) -> list[Unit]:
-    """Divide a unit by the outermost blocks in which its modules differ; many blocks stay together by neighbours."""
-    places = sorted(unit, key=lambda place: _key(place.module))
-    blocks: dict[tuple[str, ...], list[NameInModule]] = {}
-    depth = 0
-    while len(blocks) < 2:  # it ends: no two places of a name have one module
-        depth += 1
-        blocks = {}
-        for place in places:
-            blocks.setdefault(tuple(place.module.split(".")[:depth]), []).append(place)
-    groups = [*blocks.values()]
-    size = math.ceil(len(groups) / _PARTS)
-    return [frozenset(itertools.chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
-
-
-def _key(module: str) -> tuple:
-    """Return a key by which block 10 stands behind block 9."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in module.split("."))

@@ -11,12 +11,12 @@ import torch
 
 from hmpx.base import region_state
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tensors import name as dtype_name
+from hmpx.insight.trials.runs import Progress
+from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.tuning.find import Tuning
-from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import WIDE, Low
 from hmpx.ops.module_rules import rules_of

@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, CallSite, in_fp32, is_recomputing
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.tuning.runs import exactly
+from hmpx.insight.trials.calls import Asked, CallSite, exactly, in_fp32, is_recomputing, is_transformed
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -68,7 +67,6 @@ class Worths:
         self.low, self.wide, self.names = low, WIDE[low], decidable(low)
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
-        self.known: dict[tuple, Worth | None] = {}  # by what calls have in common
         self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
 
     def place_of(self, site: CallSite) -> NameInModule:
@@ -128,24 +126,17 @@ class Look:
 
     def _worth(self, asked: Asked) -> Worth | None:
         """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
-        tensors = floating((asked.args, asked.kwargs))
-        rest = [each for each in (*asked.args, *asked.kwargs.values()) if not isinstance(each, Tensor)]
-        shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        alike = repr(rest) if not any(isinstance(each, list) for each in rest) else ""
-        key = asked.point.label, shapes, alike, torch.is_grad_enabled()
-        known = self._worths.known
-        if key not in known:
-            before, casts = run_state.get_state(), Fp8Casts()
-            try:
-                with watched(casts):
-                    known[key] = one = worth_of(asked)
-                if one is not None and casts.in_low:
-                    one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
-            except Exception as error:
-                known[key] = Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
-            finally:
-                run_state.set_state(before)
-        return known[key]
+        before, casts = run_state.get_state(), Fp8Casts()
+        try:
+            with watched(casts):
+                one = worth_of(asked)
+        except Exception as error:
+            return Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
+        finally:
+            run_state.set_state(before)
+        if one is not None and casts.in_low:
+            one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
+        return one
 
 
 def worth_of(asked: Asked) -> Worth | None:
@@ -159,9 +150,7 @@ def worth_of(asked: Asked) -> Worth | None:
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
-        if (
-            torch._C._functorch.peek_interpreter_stack() is None
-        ):  # inside torch.func a tensor has no gradient of its own
+        if not is_transformed():  # torch.func hands out no tensor that has a gradient of its own
             _forward_and_backward(asked, seen)
         return Worth(_flops(asked))
 

@@ -1,4 +1,4 @@
-"""What is compared: a model, its batches and its loss, run again and again from one state; and the lists meant."""
+"""What is run: a model, its batches and its loss, again and again from one state; and the lists meant."""
 
 from __future__ import annotations
 
@@ -98,15 +98,6 @@ class Subject:
                     undo.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = _wide(tensor.data)
             return self._run(tree_map(_wide, batch), gradients)
-
-    def shifted(self, batch: tuple, shift: Sequence[Tensor]) -> None:
-        """Run in FP32 at weights to which `shift` is added, forward and backward."""
-        with contextlib.ExitStack() as undo:
-            with unobserved():
-                for p, step in zip(self.parameters, shift, strict=True):
-                    undo.callback(setattr, p, "data", p.data)
-                    p.data = _wide(p.data) + step
-            self.wide(batch)
 
     def not_finite(self, batch: tuple) -> str:
         """Say which part of the input is not finite; "" where all is."""

@@ -1,0 +1,197 @@
+"""The call sites of a run, how one of their calls is computed in a precision, and the decisions that a call makes.
+
+**Decisions** are results that a program reads off numbers and that are no numbers: an index, an order, a mask. A small
+error changes none, and a larger one changes it at once: a router sends a token to another expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hmpx.base import region_state
+from hmpx.conversion import installed
+from hmpx.insight.reasons import in_a_line, reason_of_call
+from hmpx.insight.tensors import LOW, Tensor, differentiable, floating
+from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
+from hmpx.ops.wrapping.overriding import call
+from hmpx.ops.wrapping.rules import METHODS
+
+_STEPS = frozenset("round floor ceil trunc sign heaviside floor_divide bernoulli".split())  # decisions as floats
+
+
+@dataclass(eq=False)
+class CallSite:
+    """One call site: an op, a line, a module.
+
+    What is behind the module is noted in the run under the lists. dtypes: what came in, what the op ran on, what came
+    out. calls: how many there were. is_low: whether it computes in low precision. saw: by the number of a call, the
+    dtypes of its floating inputs as the op saw them. decided, changed: how many decisions there were, and how many of
+    them the lists change. wrong: batch and order of the first call whose result is finite in FP32 only. largest: the
+    largest magnitude that FP32 has there. raised: the error that the op raises under the lists, in a line; it runs in
+    FP32 then.
+    """
+
+    op: str
+    where: str
+    module: str
+    rule: str = ""
+    reason: str = ""
+    dtypes: str = ""
+    calls: int = 0
+    is_low: bool = False
+    saw: dict[tuple[int, int], tuple[torch.dtype, ...]] = field(default_factory=dict)
+    decided: int = 0
+    changed: int = 0
+    wrong: tuple[int, int] | None = None
+    largest: float = 0.0
+    raised: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op} in {self.module}, {self.where}" if self.module else f"{self.op}, {self.where}"
+
+
+class Asked(NamedTuple):
+    """One call that a run is asked for.
+
+    number: the batch, and which call of its site it is there; None where a checkpoint repeats a call.
+    """
+
+    site: CallSite
+    number: tuple[int, int] | None
+    point: Point
+    run: Run
+    args: tuple
+    kwargs: dict
+
+    def plainly(self) -> Seen:
+        """Run the call as the lists say."""
+        return self.run(*self.args, **self.kwargs)
+
+    def answer(self, result: Any) -> Seen:
+        """Answer the call with another result."""
+        return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
+
+
+Compute = Callable[[Asked], Seen]  # computes a call in the precision that a run gives it
+
+
+def exactly(asked: Asked) -> Seen:
+    """Compute a call in FP32."""
+    with unobserved():
+        return asked.answer(in_fp32(asked))
+
+
+def in_its_inputs_dtype(asked: Asked) -> Seen:
+    """Compute a call as torch does, without casts."""
+    with unobserved():
+        return asked.answer(call(asked.point.original, asked.args, asked.kwargs))
+
+
+def as_listed(asked: Asked) -> Seen:
+    """Compute a call as the lists say; in FP32 where that raises and FP32 does not, which its site notes."""
+    try:
+        return asked.plainly()
+    except Exception as error:
+        if is_recomputing() and not asked.site.raised:  # a checkpoint that has what it wants says so by an error
+            raise
+        try:
+            seen = exactly(asked)
+        except Exception:  # it is not the lists that make it raise
+            raise error from None
+        if not asked.site.raised:
+            asked.site.raised, conversion = in_a_line(error), installed()
+            if conversion is not None:
+                policy = conversion.policy_here
+                asked.site.reason = reason_of_call(asked.point, seen._replace(casting=True), policy)
+        return seen
+
+
+def lowly(asked: Asked) -> Seen:
+    """Compute a call on inputs of the dtypes that its op saw under the lists, while other ops run in FP32."""
+    saw = asked.site.saw.get(asked.number or (-1, -1)) or next(iter(asked.site.saw.values()), ())
+    if len(saw) != len(floating((asked.args, asked.kwargs))):
+        return asked.plainly()
+    with unobserved():
+        args, kwargs = _in_dtypes(asked, saw)
+        if asked.point.in_place:
+            args = (args[0].clone(), *args[1:])
+    with region_state.region(True):
+        result = asked.run(*args, **kwargs).result
+    with unobserved():
+        return asked.answer(asked.args[0].copy_(result) if asked.point.in_place else result)
+
+
+def by_site(compute_of: Callable[[CallSite], Compute]) -> Compute:
+    """Return what computes each call as `compute_of` says of its site."""
+    return lambda asked: compute_of(asked.site)(asked)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is running: a checkpoint then repeats calls of the forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_transformed() -> bool:
+    """Whether torch.func transforms the call: a tensor then stands for several, and cannot be read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_fp32(asked: Asked) -> Any:
+    """Compute a call in FP32: widen its inputs, except one that it writes to. A cast by hand to less is left out."""
+    point = asked.point
+    if point.in_place:
+        return call(point.original, (*asked.args[:1], *_widened(asked.args[1:])), _widened(asked.kwargs))
+    args, kwargs = _widened(asked.args), _widened(asked.kwargs)
+    result = call(point.original, args, kwargs)
+    if point.op == "to" and isinstance(result, Tensor) and result.dtype in LOW:
+        return args[0].to(result.device)
+    return result
+
+
+def _widened(value: Any) -> Any:
+    """Return `value` with its tensors of low precision in FP32."""
+    return _mapped(value, lambda tensor: METHODS[torch.float32](tensor) if tensor.dtype in LOW else tensor)
+
+
+def _in_dtypes(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> tuple[tuple, dict]:
+    """Return the arguments with their floating tensors in these dtypes, one after another."""
+    rest = iter(dtypes)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor
+        dtype = next(rest, tensor.dtype)
+        return tensor if dtype is tensor.dtype else METHODS[dtype](tensor) if dtype in METHODS else tensor.to(dtype)
+
+    return _mapped(asked.args, cast), _mapped(asked.kwargs, cast)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with each tensor in it changed, in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def decisions_in(asked: Asked, result: Any) -> list[Tensor]:
+    """Return copies of the decisions among the results of a call; none if no floating tensor came in."""
+    if is_transformed() or "out" in asked.kwargs or not floating((asked.args, asked.kwargs)):
+        return []
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [leaf.detach().clone() for leaf in found if asked.point.op in _STEPS or not differentiable(leaf.dtype)]
+
+
+def differing(before: list[Tensor], after: list[Tensor]) -> int:
+    """Count the decisions that differ; all of them count if their number differs."""
+    pairs = zip(before, after, strict=False)
+    return sum(int((a != b).sum()) if a.shape == b.shape else max(a.numel(), b.numel()) for a, b in pairs)

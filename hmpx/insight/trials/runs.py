@@ -1,0 +1,241 @@
+"""Runs batches in FP32 and with some ops in another precision, and measures what that changes.
+
+`Runs` observes every call of an op. A run gives it a function that computes a call: in FP32, as the lists say, or as a
+search asks. All runs of a batch begin from one state (`Subject`) and draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from hmpx.insight import run_state
+from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.reasons import in_a_line
+from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
+from hmpx.insight.trials.noise import noise_of, square
+from hmpx.insight.trials.subject import Subject
+from hmpx.ops.wrapping.callers import modules, users_frame, users_line
+from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
+
+Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a choice of precisions changes, beside FP32.
+
+    gradient_error: root mean square over batches, in units of the noise between batches. gradient_bias: the part of it
+    that is the same in every batch, in the same units. loss_change: root mean square over batches; loss_error: the
+    same in units of the noise between the losses of batches. raised: the exception, where the program raises under
+    this choice; every figure is infinite then, as it is where the loss or a gradient is not finite. by_batch: the
+    larger of both errors, by the number of the batch.
+    """
+
+    gradient_error: float = 0.0
+    gradient_bias: float = 0.0
+    loss_change: float = 0.0
+    loss_error: float = 0.0
+    raised: str = ""
+    by_batch: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> float:
+        """The one number that a tolerance bounds. The bias counts twice: it may be half of the tolerance."""
+        return max(self.gradient_error, 2 * self.gradient_bias, self.loss_error)
+
+
+class Progress:
+    """Counts forward and backward passes. Shows them on standard error: each on a terminal, else one line at the end.
+
+    name: of the function that a user has called. done: how many passes. most: how many there will be at most, in words.
+    """
+
+    def __init__(self, name: str, shown: bool) -> None:
+        self._name, self._shown, self.done, self.most = name, shown, 0, ""
+        self._began = perf_counter()
+        self._drawn = shown and sys.stderr.isatty()
+
+    def step(self, words: str) -> None:
+        """Count one pass more. words: what it is for."""
+        self.done += 1
+        if self._drawn:
+            line = f"\r{self._name}: {words}, step {self.done}{self.most}, {perf_counter() - self._began:.0f} s"
+            print(f"{line:100}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Print how many passes there were."""
+        if self.done and self._shown:
+            line = f"{self._name}: {self.done} steps in {perf_counter() - self._began:.0f} s"
+            print(f"\r{line:100}".rstrip() if self._drawn else line, file=sys.stderr, flush=True)
+
+
+class Runs:
+    """The batches in FP32, and what choices change in them.
+
+    loss_counts: whether the change of the loss is an error, too. by_hand: the lines where the program itself casts.
+    noise: root mean square distance of the gradient of a batch from the mean of all; loss_noise: the same of losses.
+    losses, gradients: in FP32, by batch.
+    """
+
+    everything = True
+
+    def __init__(self, subject: Subject, progress: Progress, loss_counts: bool) -> None:
+        self.subject, self.loss_counts, self._progress = subject, loss_counts, progress
+        self.by_hand: dict[str, None] = {}
+        self.losses: list[float] = []
+        self.gradients: list[list[Tensor]] = []
+        self.noise = self.loss_noise = math.nan
+        self._sites: dict[tuple, CallSite] = {}
+        self._names = ModuleNames()
+        self._now: Compute | None = None
+        self._batch, self._is_exact = 0, False
+        self._calls: Counter[CallSite] = Counter()
+        # The state of the random generators before each call that draws numbers in FP32, by site and number.
+        self._drawn: dict[tuple[CallSite, tuple[int, int]], Tensor] = {}
+
+    @property
+    def sites(self) -> list[CallSite]:
+        """Return all sites, in the order in which they were met."""
+        return [*self._sites.values()]
+
+    def leaves(self, caller: types.CodeType) -> bool:
+        return False
+
+    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        """Find the site of a call, and let the current run compute it, with the random numbers of FP32."""
+        if self._now is None:
+            return run(*args, **kwargs)
+        user, module = users_frame(frame), next(modules(frame), None)
+        line = (id(user.f_code), user.f_lineno) if user is not None else (0, 0)
+        key = (*line, point.op, point.label, id(module))
+        site = self._sites.get(key)
+        if site is None:
+            site = CallSite(point.op, users_line(frame), self._names.of_module(module, frame))
+            self._sites[key] = site
+        if is_recomputing():
+            return self._now(Asked(site, None, point, run, args, kwargs))
+        self._calls[site] += 1
+        number = self._batch, self._calls[site]
+        drawn = self._drawn.get((site, number))
+        if drawn is not None:
+            run_state.set_state(drawn)
+        before = run_state.get_state() if self._is_exact and drawn is None else None
+        seen = self._now(Asked(site, number, point, run, args, kwargs))
+        if before is not None and not torch.equal(before, run_state.get_state()):
+            self._drawn[site, number] = before
+        if point.op == "to" and dtypes(seen.result) & LOW - dtypes(args):
+            self.by_hand[site.where] = None
+        return seen
+
+    def run(
+        self, compute: Compute, work: Callable[..., Result], number: int, words: str, gradients: bool = True
+    ) -> Result:
+        """Run a batch, its calls by `compute`. work: of the subject, with or without the weights of the lists."""
+        self._now, self._batch = compute, number
+        self._calls.clear()
+        try:
+            return work(self.subject.batches[number], gradients)
+        finally:
+            self._now = None
+            self._progress.step(words)
+
+    def exact(self, number: int, compute: Compute = exactly) -> bool:
+        """Run a batch in FP32, and keep what others are compared with; return whether loss and gradients are finite."""
+        self._is_exact = True
+        try:
+            loss, gradients = self.run(compute, self.subject.wide, number, "FP32")
+        finally:
+            self._is_exact = False
+        self.losses.append(loss)
+        self.gradients.append(gradients)
+        with unobserved():  # no list is about what is computed here
+            return math.isfinite(loss) and math.isfinite(square(gradients))
+
+    def find_noise(self) -> None:
+        """Compute the units of errors, when all batches have run in FP32."""
+        with unobserved():
+            self.noise = noise_of(self.gradients) if self.subject.loss is not None else 1.0
+        self.loss_noise = (statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0) or math.inf
+
+    def check_repeats(self) -> None:
+        """Check that FP32 comes to the same loss twice."""
+        again, _ = self.run(exactly, self.subject.wide, 0, "FP32", False)
+        self.subject.check_repeats(self.losses[0], again)
+
+    def effect(
+        self, compute: Compute, numbers: Sequence[int], words: str, enough: float = math.inf, wide: bool = False
+    ) -> Effect:
+        """Return what other precisions change in the batches of these numbers.
+
+        enough: where the batches so far put the error of all above this size, the others are not run. wide: whether the
+        weights are in FP32, too.
+        """
+        changes = Difference(self, len(numbers))
+        for number in numbers:
+            try:
+                changes.add(number, *self.run(compute, self.subject.wide if wide else self.subject.low, number, words))
+            except Exception as error:  # a choice under which the program does not run does not hold
+                return Effect(*(math.inf,) * 4, in_a_line(error))
+            if changes.so_far > enough:
+                break
+        return changes.effect()
+
+
+class Difference:
+    """Adds up what a choice changes, batch by batch, of `n` batches in all."""
+
+    def __init__(self, runs: Runs, n: int) -> None:
+        self._runs, self._n = runs, n
+        self._total: list[Tensor] = []
+        self._squares: dict[int, float] = {}  # of the changes of gradients and losses, by batch
+        self._losses: dict[int, float] = {}
+
+    def add(self, number: int, loss: float, gradients: list[Tensor]) -> None:
+        """Add the loss and the gradients of one batch."""
+        change = loss - self._runs.losses[number]
+        with unobserved():
+            errors = [b - a for a, b in zip(self._runs.gradients[number], gradients, strict=True)]
+            squares = square(errors)
+            self._total = [a + b for a, b in zip(self._total, errors, strict=True)] if self._total else errors
+        # Without a loss, the number of infinite elements stands in its place.
+        finite = math.isfinite(change) if self._runs.subject.loss is not None else change == 0
+        self._squares[number] = squares if finite else math.inf
+        self._losses[number] = change * change if math.isfinite(change) else math.inf
+
+    def _sizes(self, squares: float, losses: float) -> tuple[float, float]:
+        """Return squared errors of gradients and of losses in their units; the second is 0 where it does not count."""
+        if squares == math.inf:
+            return math.inf, math.inf
+        return squares / self._runs.noise**2, losses / self._runs.loss_noise**2 if self._runs.loss_counts else 0.0
+
+    @property
+    def so_far(self) -> float:
+        """The error of all batches, if the others had none."""
+        return math.sqrt(max(self._sizes(sum(self._squares.values()), sum(self._losses.values()))) / self._n)
+
+    def effect(self) -> Effect:
+        """Return the effect."""
+        n, losses = self._n, sum(self._losses.values())
+        squares, loss_error = self._sizes(sum(self._squares.values()), losses)
+        shared = math.inf if squares == math.inf else 0.0
+        if n > 1 and not shared:  # the mean over pairs of batches
+            with unobserved():
+                shared = max(square(self._total) / self._runs.noise**2 - squares, 0.0) / (n * (n - 1))
+        by_batch = {i: math.sqrt(max(self._sizes(self._squares[i], self._losses[i]))) for i in self._squares}
+        error, bias, change, loss_error = map(math.sqrt, (squares / n, shared, losses / n, loss_error / n))
+        return Effect(error, bias, change, loss_error, by_batch=by_batch)
+
+
+def dtypes(value: object) -> set[torch.dtype]:
+    """Return the dtypes of the floating tensors in `value`."""
+    return {tensor.dtype for tensor in floating((value,))}
