@@ -214,7 +214,7 @@ def _forget_casts(optimizer: Optimizer) -> None:
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        region = region_state.Region(casting, region_state.rounding(), casting is not False, None, region_state.scope())
+        region = region_state.Region(casting, region_state.rounding(), casting is not False, region_state.scope())
         return region_state.run_in(region, closure, args, kwargs)
 
     return evaluate

@@ -75,7 +75,7 @@ def test_a_forward_casts_with_gradients_and_without(model):
         assert model.eval()(x).dtype is BF16
     with torch.inference_mode():
         assert model(x).dtype is BF16
-    assert not process_state.converted or not hmpx.base.region_state.thread.open
+    assert not process_state.converted or not hmpx.base.region_state.open_regions()
 
 
 def test_a_forward_that_raises_leaves_no_region_open(model):

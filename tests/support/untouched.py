@@ -184,8 +184,7 @@ def in_force() -> Iterator[str]:
     """hmpx's own variables that are not empty."""
     yield from (f"process_state.{name}" for name in process_state.in_use())
     variables = {
-        "regions of this thread": region_state.thread.open,
-        "regions of this task": region_state._tasks.get(),
+        "regions of this thread": region_state.open_regions(),
         "process_state.watching_writes": process_state.watching_writes._undo,
         "users of the hooks in optimizers": step_hooks._users,
         "changes of optimizers": step_hooks._changes._undo,
