@@ -184,8 +184,8 @@ class Conversion(Installation):
         wrap_forwards(changes)
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
-        step_hooks.install()  # first: the patch table wraps what it finds
         changes.callback(step_hooks.uninstall)
+        step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
@@ -200,7 +200,6 @@ class Conversion(Installation):
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)
         changes.callback(region_state.set_converted, False)
-        changes.callback(step_hooks.uninstall_for_graphs)
 
 
 def convert(
@@ -313,7 +312,7 @@ def installed() -> Conversion | None:
 
 
 def restore(*optimizers: torch.optim.Optimizer) -> None:
-    """Put torch back exactly as it was. Without a conversion, nothing happens.
+    """Put torch back exactly as it was, optimizer steps too unless a region is open or an optimizer attached.
 
     Args:
         optimizers: optimizers to detach too (`hmpx.detach`), which drops masters and rounds state to the dtype of the
@@ -332,5 +331,4 @@ def restore(*optimizers: torch.optim.Optimizer) -> None:
     installation.end_all()
     for optimizer in optimizers:
         detach(optimizer)
-    step_hooks.uninstall_for_graphs()
-    step_hooks.uninstall_collected()
+    step_hooks.uninstall()

@@ -90,18 +90,14 @@ class disable_casts(_Region):
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
-            comptime(step_hooks.install_for_graphs)
+            comptime(lambda _: step_hooks.install())
         else:
             step_hooks.install()
         self._enter_region(False, self._how)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            self._leave_region()
-        finally:
-            if not torch.compiler.is_dynamo_compiling():
-                step_hooks.uninstall()
+        self._leave_region()
 
 
 class enable_casts(_Region):
@@ -213,17 +209,12 @@ class cached_weights(_Region):
     def __enter__(self) -> cached_weights:
         if not torch.compiler.is_dynamo_compiling():
             step_hooks.install()
-            try:
-                weight_cache.open_cache()
-            except BaseException:
-                step_hooks.uninstall()
-                raise
+            weight_cache.open_cache()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not torch.compiler.is_dynamo_compiling():
             weight_cache.close_cache()
-            step_hooks.uninstall()
 
     @staticmethod
     def clear() -> None:

@@ -68,6 +68,9 @@ examined: list[Any] = []
 # What is to be called when a module is imported, by its name (hmpx.base.awaited).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 
+# What conversions do at the first optimizer step inside them (ops.decision_log).
+first_steps: list[Callable[[], None]] = []
+
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
 # `watching_writes` watches those ways to write to a tensor that leave no trace.
 open_caches: dict[int, Any] = {}
@@ -87,6 +90,7 @@ def in_use() -> dict[str, Any]:
         "observer": observer,
         "observers": observers,
         "awaited": [module for module, waiting in awaited.items() if waiting],
+        "first_steps": first_steps,
         "open_caches": open_caches,
         "module_rules": list(module_rules),
         "learn": learn,

@@ -73,7 +73,10 @@ def _calling(switch: Switch, original: Callable) -> Callable:
                 enter(in_forward)
                 return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
             finally:
-                leave()
+                if nowhere.here is in_forward:
+                    enter(nowhere)
+                else:
+                    leave()
         except BaseException:
             leave()  # in case an interrupt came before the other, or while that ran
             raise
