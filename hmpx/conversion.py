@@ -21,7 +21,7 @@ from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops import compilers
-from hmpx.ops.casts import Casts
+from hmpx.ops.casts import Casts, PatchTable
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
 from hmpx.ops.decision_log import FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
@@ -190,7 +190,7 @@ class Conversion(Installation):
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
         everywhere = self.where == "everywhere"
-        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels, everywhere)
+        self._casts = Casts(PatchTable(self._policies, observer, self.dtype_map, self.kernels, everywhere))
         if log:
             log.apply(changes)
         self._announce()
