@@ -467,6 +467,33 @@ def test_compiled_and_checkpointed_the_same_bits(form):
         assert not torch.equal(trained(model, model, x)[0], plain[0])
 
 
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
+def test_each_way_to_write_a_product_compiles_to_the_bits_of_eager(form):
+    """Operators and `einsum` reach their wrapper when a graph is traced again, with tensors of another class."""
+    torch.manual_seed(0)
+    x, w, y = torch.randn(16, 32), torch.randn(32, 64), torch.randn(2, 16, 32)
+    products = {
+        "@": lambda x, w, y: x @ w,
+        "mm": lambda x, w, y: torch.mm(x, w),
+        "einsum": lambda x, w, y: torch.einsum("bij,jk->bik", y, w),
+        "linear": lambda x, w, y: F.linear(x, w.t()),
+        "addmm": lambda x, w, y: torch.addmm(w.sum(0).bfloat16(), x, w),
+        "bmm": lambda x, w, y: torch.bmm(y, w.expand(2, 32, 64)),
+        "method": lambda x, w, y: y.matmul(w),
+    }
+
+    def gradients(run):
+        given = [each.clone().requires_grad_() for each in (x, w, y)]
+        result = run(*given)
+        result.float().square().sum().backward()
+        return [result.detach(), *[each.grad for each in given if each.grad is not None]]
+
+    with hmpx.convert(fp8=["matmul", "mm", "einsum", "linear", "addmm", "bmm"], fp8_format=form):
+        for name, product in products.items():
+            compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+            assert all(map(torch.equal, gradients(compiled), gradients(product))), name
+
+
 def test_each_product_may_be_the_only_one_in_fp8():
     torch.manual_seed(0)
     x, w, g = torch.randn(8, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True), torch.randn(8, 64)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
@@ -114,6 +115,8 @@ def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str
     )
 
 
+_DENSE = (*PLAIN, FakeTensor, FunctionalTensor)  # the last two: as torch compiles
+
 OPERANDS: dict[str, Callable[..., Operands | str]] = {
     "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
     "baddbmm": _baddbmm, "einsum": _einsum,
@@ -159,7 +162,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
         return True
-    return type(value) in (*PLAIN, FakeTensor) and value.layout is torch.strided and not value.is_nested
+    return type(value) in _DENSE and value.layout is torch.strided and not value.is_nested
 
 
 def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
