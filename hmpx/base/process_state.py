@@ -82,7 +82,7 @@ rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 
 def in_use() -> dict[str, Any]:
-    """What is in force or open, by the name of the variable; empty where torch is as it was made."""
+    """What is in force or open, by the name of the variable; empty where nothing is."""
     states = {
         "installed": installed,
         "converted": converted,

@@ -258,6 +258,7 @@ def leave(region: Region) -> None:
     if region.casting is not True:
         state.off.by.pop(id(region), None)
         _announce()
+    region.casting = None  # in a task that carries it still, wrappers then look further
     if region.around is not None:  # else it was never opened
         enter_region(innermost())
 
@@ -275,11 +276,11 @@ class Opener:
     def _leave_region(self) -> None:
         """Leave the innermost region that this object has entered here."""
         if is_dynamo_compiling():
-            region, *others = self._traced
+            last, *others = self._traced
             self._traced = tuple(others)
-            leave(region)
+            leave(last)
             return
-        region = None
+        region: Region | None = None
         try:
             region = self._entered()
             leave(region)

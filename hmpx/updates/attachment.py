@@ -229,7 +229,7 @@ class Attachment:
         vars(self.optimizer).pop(ATTRIBUTE, None)
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
-        step_hooks.detached(self.optimizer)
+        step_hooks.detached(self._alive)
         end_unused_exchanges()
 
     def sync_parameters(self) -> None:

@@ -308,6 +308,16 @@ def test_threads_and_tasks_do_not_see_each_others_forwards(model):
 
     assert asyncio.run(tasks()) == [(BF16, FP32)] * 2
 
+    async def outliving():
+        async def look():
+            return (torch.rand(3) * 2).dtype
+
+        with hmpx.enable_casts():
+            task, inside = asyncio.create_task(look()), (torch.rand(3) * 2).dtype
+        return inside, await task  # which has begun in the region, and runs after it
+
+    assert asyncio.run(outliving()) == (BF16, FP32)
+
 
 def test_everywhere_is_the_rule_of_convert_and_the_recipes_say_which_they_have():
     with hmpx.convert(**LISTS) as handle:

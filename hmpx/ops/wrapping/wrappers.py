@@ -102,7 +102,7 @@ def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
 
 
 def patch_of(owner: Any, attribute: str, label: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
-    """Do the same for an attribute of a class or module."""
+    """Return the patch of an attribute of a class or module, which messages call `label`."""
     original = wrapt.resolve_path(owner, attribute)[2]  # as it stands in the namespace, or along a class's MRO
     return Patch(attribute, how, None, label, owner, attribute, original, build(original))
 
@@ -199,7 +199,7 @@ def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> t
 
 
 def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
-    public(original)  # looks it up once, while torch is as it was made
+    public(original)  # looks its name up once, before torch is patched
     if entry.signature.python or entry.signature.lead is None:
         return _general(entry, rule, original, run, switch)
     return make_wrapper(entry.signature, rule, entry.attribute, switch.everywhere)(original, run, switch)
