@@ -1,7 +1,7 @@
-"""The regions a user writes: nestable, per thread, exception-safe, decorators.
+"""The regions a user writes: nestable, per thread and task, exception-safe, decorators.
 
-One object may be entered many times, nested and from several threads: what is open is kept by thread, in
-`region_state` and `weight_cache`. torch.compile traces through this code, so it is kept plain.
+One object may be entered many times, nested and from several threads: what is open is kept by context in
+`region_state`, and by thread in `weight_cache`. torch.compile traces through this code, so it is kept plain.
 """
 
 from __future__ import annotations
