@@ -21,7 +21,7 @@ from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops import compilers
-from hmpx.ops.casts import Casts
+from hmpx.ops.casts import Casts, PatchTable
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
 from hmpx.ops.decision_log import FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
@@ -184,13 +184,13 @@ class Conversion(Installation):
         wrap_forwards(changes)
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
-        step_hooks.install()  # first: the patch table wraps what it finds
         changes.callback(step_hooks.uninstall)
+        step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
         everywhere = self.where == "everywhere"
-        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels, everywhere)
+        self._casts = Casts(PatchTable(self._policies, observer, self.dtype_map, self.kernels, everywhere))
         if log:
             log.apply(changes)
         self._announce()
@@ -200,7 +200,6 @@ class Conversion(Installation):
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)
         changes.callback(region_state.set_converted, False)
-        changes.callback(step_hooks.uninstall_for_graphs)
 
 
 def convert(
@@ -313,7 +312,7 @@ def installed() -> Conversion | None:
 
 
 def restore(*optimizers: torch.optim.Optimizer) -> None:
-    """Put torch back exactly as it was. Without a conversion, nothing happens.
+    """Put torch back exactly as it was, optimizer steps too unless a region is open or an optimizer attached.
 
     Args:
         optimizers: optimizers to detach too (`hmpx.detach`), which drops masters and rounds state to the dtype of the
@@ -332,5 +331,4 @@ def restore(*optimizers: torch.optim.Optimizer) -> None:
     installation.end_all()
     for optimizer in optimizers:
         detach(optimizer)
-    step_hooks.uninstall_for_graphs()
-    step_hooks.uninstall_collected()
+    step_hooks.uninstall()

@@ -1,7 +1,7 @@
-"""The regions a user writes: nestable, per thread, exception-safe, decorators.
+"""The regions a user writes: nestable, per thread and task, exception-safe, decorators.
 
-One object may be entered many times, nested and from several threads: what is open is kept by thread, in
-`region_state` and `weight_cache`. torch.compile traces through this code, so it is kept plain.
+One object may be entered many times, nested and from several threads: what is open is kept by context in
+`region_state`, and by thread in `weight_cache`. torch.compile traces through this code, so it is kept plain.
 """
 
 from __future__ import annotations
@@ -29,20 +29,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _UNSEEDED = region_state.StochasticSteps()
 
 
-class _Bare(type):
-    """Lets a class be used without parentheses: ``with hmpx.disable_casts:``.
-
-    An object holds nothing that it was not made with, so one enters and another one leaves. torch.compile leaves a
-    function that says so to Python.
-    """
-
-    def __enter__(cls) -> Any:
-        return cls().__enter__()
-
-    def __exit__(cls, *exception: object) -> None:
-        cls().__exit__(*exception)
-
-
 class _Decorator(contextlib.ContextDecorator):
     """A context manager that also decorates functions, but not generators or coroutines."""
 
@@ -55,8 +41,8 @@ class _Decorator(contextlib.ContextDecorator):
         return super().__call__(func)
 
 
-class _Region(_Decorator, metaclass=_Bare):
-    """A context manager and a decorator, with and without parentheses."""
+class _Region(_Decorator, region_state.Opener):
+    """A context manager, and a decorator with and without parentheses."""
 
     def __new__(cls, function: Callable | None = None, /, **how: Any) -> Any:
         if function is None:
@@ -104,18 +90,14 @@ class disable_casts(_Region):
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
-            comptime(step_hooks.install_for_graphs)
+            comptime(lambda _: step_hooks.install())
         else:
             step_hooks.install()
-        region_state.enter(False, self._how)
+        self._enter_region(False, self._how)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            region_state.leave_last(False, self._how)
-        finally:
-            if not torch.compiler.is_dynamo_compiling():
-                step_hooks.uninstall()
+        self._leave_region()
 
 
 class enable_casts(_Region):
@@ -131,14 +113,14 @@ class enable_casts(_Region):
     """
 
     def __enter__(self) -> enable_casts:
-        region_state.enter(True)
+        self._enter_region(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave_last(True)
+        self._leave_region()
 
 
-class casts(_Decorator):
+class casts(_Decorator, region_state.Opener):
     """Cast by other lists inside. The region nests, holds for one thread, ends on exceptions, and also decorates.
 
     The lists lie over those that hold around the region: they change the ops that they name and leave the others.
@@ -178,12 +160,11 @@ class casts(_Decorator):
         return _CastsAgain(self._overlay)
 
     def __enter__(self) -> casts:
-        scope = scope_inside(region_state.scope(), self._overlay)
-        region_state.enter(True, None, None, scope, self._overlay)
+        self._enter_region(True, None, scope_inside(region_state.scope(), self._overlay))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave_last(True, None, self._overlay)
+        self._leave_region()
 
 
 class _CastsAgain(casts):
@@ -228,17 +209,12 @@ class cached_weights(_Region):
     def __enter__(self) -> cached_weights:
         if not torch.compiler.is_dynamo_compiling():
             step_hooks.install()
-            try:
-                weight_cache.open_cache()
-            except BaseException:
-                step_hooks.uninstall()
-                raise
+            weight_cache.open_cache()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not torch.compiler.is_dynamo_compiling():
             weight_cache.close_cache()
-            step_hooks.uninstall()
 
     @staticmethod
     def clear() -> None:
@@ -257,7 +233,8 @@ class cached_weights(_Region):
 
 
 never_compile_alone(
-    *(region_state.enter, region_state.leave, region_state.leave_last, region_state.run_in, region_state.run_uncast),
+    *(region_state.enter, region_state.leave, region_state.run_in, region_state.run_uncast),
+    *(region_state.Opener._enter_region, region_state.Opener._leave_region),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
     *(region_state.run_at, casts.__enter__, casts.__exit__),
 )

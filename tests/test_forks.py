@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -121,3 +122,33 @@ def test_no_file_makes_a_lock_that_forks_do_not_wait_for():
         if "Lock()" in line and "over_forks(" not in line and path.name != "forks.py"
     }
     assert not made
+
+
+def test_two_threads_that_fork_at_once_both_go_on_and_leave_every_lock_free():
+    """While a third takes and releases one of the locks. In a child, since a lock that stays locked hangs everybody."""
+
+    def both_end():
+        def fork():
+            for _ in range(20):
+                child = os.fork()
+                if not child:
+                    os._exit(0)
+                os.waitpid(child, 0)
+
+        def take():
+            while any(each.is_alive() for each in forking):
+                with lock:
+                    time.sleep(0.01)
+
+        lock, errors = forks.lock(), []
+        sys.unraisablehook = errors.append  # what raises as a process forks is told to nobody else
+        forking = [threading.Thread(target=fork, daemon=True) for _ in range(2)]
+        taking = threading.Thread(target=take, daemon=True)
+        for each in (*forking, taking):
+            each.start()
+        for each in (*forking, taking):
+            each.join(15)
+        ended = not any(each.is_alive() for each in (*forking, taking))
+        return ended and not errors and all(each.acquire(timeout=1) for each in forks._locks)
+
+    assert in_a_child(both_end)

@@ -54,7 +54,7 @@ class Case(NamedTuple):
     of_thread: bool = False
 
     def bare(self):
-        """The region as it is written without parentheses, where it may be."""
+        """The region as a decorator is written without parentheses, where it may be."""
         return self.region if isinstance(self.region, type) else self.region()
 
 
@@ -78,7 +78,7 @@ def case(request):
 
 def test_nested(case):
     with case.region():
-        with case.region(), case.bare() as entered:
+        with case.region(), case.region() as entered:
             assert case.look() == case.inside and type(entered) is type(case.region())
         assert case.look() == case.inside
         with pytest.raises(KeyError), case.region():

@@ -43,7 +43,7 @@ LEFT = [  # what is said of something that is left behind, what leaves it, and w
     ("HMPX_LEFT", lambda: os.environ.update(HMPX_LEFT="1"), lambda: os.environ.pop("HMPX_LEFT")),
     ("process_state.installed", hmpx.convert, hmpx.restore),
     ("regions of this thread", REGION.__enter__, lambda: REGION.__exit__(None, None, None)),
-    ("users of the hooks", lambda: hmpx.attach(OPTIMIZER), lambda: hmpx.detach(OPTIMIZER)),
+    ("attached optimizers", lambda: hmpx.attach(OPTIMIZER), lambda: hmpx.detach(OPTIMIZER)),
 ]
 
 
@@ -75,4 +75,4 @@ def test_after_a_test_that_left_something_the_next_one_starts_clean():
     hmpx.convert()
     assert picture.changed()
     picture.clean_up()
-    assert picture.changed() == [] and step_hooks._users == 0 and not region_state.casts_on()
+    assert picture.changed() == [] and not step_hooks._is_installed and not region_state.casts_on()

@@ -23,8 +23,8 @@ def remember(process_state: ModuleType, step_hooks: ModuleType) -> None:
     """
     state, steps = (REMEMBERED.get(name) for name in ("process_state", "step_hooks"))
     if state is not process_state and state and steps:
-        steps.uninstall_collected()
-        if state.in_use() or steps._users:
+        steps.uninstall()
+        if state.in_use() or steps.is_needed():
             raise HmpxError(
                 "hmpx is imported again, and what an earlier import has put in force stands in torch. End that with "
                 "the earlier module (hmpx.restore(), hmpx.detach(optimizer), rule.remove()), or start a new process"

@@ -22,10 +22,23 @@ from hmpx.base.changes import Changes
 installed: dict[type, Any] = {}
 lock = forks.lock()
 
-# Where casts are on (base.region_state). `converted`: torch is. `off_somewhere`: empty while every thread casts, with
-# an entry for each that does not; exchanged for a new one when a conversion ends, whose wrappers keep the old one.
-converted = False
-off_somewhere: dict[int, bool] = {}
+# Where casts are on (base.region_state). `converted`: torch is; `enabled`, `everywhere`: as `convert` was told. `off`:
+# whether they are off somewhere, and by which regions; exchanged for a new one when a conversion ends, whose wrappers
+# keep the old one.
+converted, enabled, everywhere = False, True, True
+
+
+class Off:
+    """Whether some thread or task does not cast every op, and the regions by which, by identity."""
+
+    __slots__ = ("any", "by")
+
+    def __init__(self) -> None:
+        self.any = False
+        self.by: dict[int, bool] = {}
+
+
+off = Off()
 
 # Lists that lie over others in a module or a region (ops.overlays): `overlays` by number, `scopes` by number as the
 # scope around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
@@ -55,6 +68,9 @@ examined: list[Any] = []
 # What is to be called when a module is imported, by its name (hmpx.base.awaited).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 
+# What conversions do at the first optimizer step inside them (ops.decision_log).
+first_steps: list[Callable[[], None]] = []
+
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
 # `watching_writes` watches those ways to write to a tensor that leave no trace.
 open_caches: dict[int, Any] = {}
@@ -66,14 +82,15 @@ rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 
 def in_use() -> dict[str, Any]:
-    """What is in force or open, by the name of the variable; empty where torch is as it was made."""
+    """What is in force or open, by the name of the variable; empty where nothing is."""
     states = {
         "installed": installed,
         "converted": converted,
-        "off_somewhere": off_somewhere,
+        "off": off.by,
         "observer": observer,
         "observers": observers,
         "awaited": [module for module, waiting in awaited.items() if waiting],
+        "first_steps": first_steps,
         "open_caches": open_caches,
         "module_rules": list(module_rules),
         "learn": learn,

@@ -1,31 +1,34 @@
-"""Says whether casts are on in this thread, and which lists hold.
+"""Says whether casts are on here, and which lists hold.
 
-Three things decide, the innermost first: a region that is open in this thread (`disable_casts`, `enable_casts`, the
-inside of a listed Python function, an optimizer step), the default that `convert(enabled=..., where=...)` set, and
-whether torch is converted at all. This file keeps the first, by thread and task; `process_state` keeps the others.
-Under ``where="model"`` the default is no answer: the forward of a module opens a region that casts, and elsewhere each
-op is asked whether it is the model's (`ops.wrapping.switch`). The lists that hold are named by a *scope*, a number: 0
-for the conversion's own, another one for each nesting of lists that modules and regions lay over them (`ops.overlays`).
+Three things decide, the innermost first: a region that is open here (`disable_casts`, `enable_casts`, the inside of a
+listed Python function, an optimizer step), the default that `convert(enabled=..., where=...)` set, and whether torch is
+converted at all. This file keeps the first, by context (`contextvars`), that is by thread and asyncio task;
+`process_state` keeps the others. Under ``where="model"`` the default is no answer: the forward of a module opens a
+region that casts, and elsewhere each op is asked whether it is the model's (`ops.wrapping.switch`). The lists that hold
+are named by a *scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules and
+regions lay over them (`ops.overlays`).
 
-`process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
-this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
+torch.compile guards on the region around compiled code (`ops.compilers`). What opens inside of the code is a change of
+constants in `traced` to Dynamo, which the wrappers that it traces read back, and which is undone when the region ends:
+so a region may be in a body that is checkpointed too. The graph holds nodes besides that open and close the region
+again, for those ops that meet a wrapper when the graph runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
+import sys
 import threading
-from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from torch._C import _current_graph_task_id, _len_torch_dispatch_stack
+import wrapt
+from torch._C import _current_graph_task_id
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import autocast_state
 from hmpx.base import process_state as state
 
 
@@ -36,67 +39,77 @@ class StochasticSteps:
     seed: int | None = None
 
 
-class Region(NamedTuple):
-    """The settings of one open region.
+class Region:
+    """The settings of one region.
 
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
-    function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
-    those it starts carry; None means everybody in the thread. scope: which lists hold. overlay: the number of those
-    that this region itself has laid over the others, 0 for none; `_OF_MODULE` where a module has its lists,
-    `_OF_FORWARD` and `_OF_BACKWARD` in a forward and a backward pass.
+    function and not in an optimizer step. scope: which lists hold. owner: the `Opener` that has entered it, or the
+    optimizer whose step it is. around: the region around it. left: whether it is closed; a generator or a task may
+    close it while a younger one is open, or from another context.
     """
 
-    casting: bool | None = None
-    rounding: StochasticSteps | None = None
-    maps: bool = True
-    task: object | None = None
-    scope: int = 0
-    overlay: int = 0
-    stepping: int = 0
+    __slots__ = ("around", "casting", "left", "maps", "owner", "rounding", "scope")
+
+    def __init__(self, casting, rounding, maps, scope, owner=None):
+        self.casting, self.rounding, self.maps, self.scope, self.owner = casting, rounding, maps, scope, owner
+        self.around, self.left = None, False
 
 
-class _Thread(threading.local):
-    """The regions that one thread has open. `key` identifies the thread without a system call.
+_innermost: ContextVar[Region] = ContextVar("hmpx regions")
+enter_region = _innermost.set
 
-    Regions are kept in a list because torch.compile replays what a function does to a list, and not what it does to an
-    attribute of a `threading.local`.
+
+class _Nowhere(Region):
+    """What holds where no region is open. `here` is the innermost region, or this object.
+
+    The getter is a method in C, `ContextVar.get` with this object as the default: Dynamo calls such a property and
+    guards on what it returns, where it cannot trace a function that gets a context variable.
     """
+
+    __slots__ = ()
+    here = property(_innermost.get)
+
+
+class _Traced:
+    """What holds where Dynamo traces a region. Outside of traces it is always as it is made, for every thread."""
 
     def __init__(self) -> None:
-        self.key = next(_keys)
-        self.open: list[Region] = []  # the innermost last
+        self.inside, self.casting, self.maps, self.scope = False, None, True, 0
+        self.rounding = None  # no optimizer step is traced
 
 
-_tasks: ContextVar[tuple] = ContextVar("hmpx regions", default=())  # the tokens that this context carries
-_keys = itertools.count(1)
-DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
-_RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
-_MODEL = -2  # the key under which it says "off outside of the model"
-_OF_MODULE, _OF_FORWARD, _OF_BACKWARD = -1, -2, -3  # told apart from the regions that objects of a user's have entered
-_NONE_OPEN = Region()
-IN_FORWARD = Region(True, overlay=_OF_FORWARD)  # of a forward with no region around it; told by its identity
-_GRAPH = Region()  # open while a graph runs that opens regions of its own: what these say is in the autocast state
+class _Graphs(threading.local):
+    """How many graphs that open regions run in this thread."""
 
-thread = _Thread()
+    running = 0
 
 
-def _innermost() -> Region:
-    """The innermost region that is open here: in this thread, and in this task if there is one."""
-    opened = thread.open
-    if not opened:
-        return _NONE_OPEN
-    if is_dynamo_compiling():
-        return opened[-1]
-    if opened[-1] is _GRAPH:
-        around = opened[-2] if len(opened) > 1 else _NONE_OPEN
-        casting = autocast_state.casting()
-        if casting is None and around.overlay == _OF_FORWARD:  # which the autocast state does not say
-            return around
-        return around._replace(casting=casting, scope=autocast_state.scope() if casting else 0)
-    if opened[-1].task is None:
-        return opened[-1]
-    carried = _tasks.get()
-    return next((region for region in reversed(opened) if region.task is None or region.task in carried), _NONE_OPEN)
+nowhere = _Nowhere(None, None, True, 0)
+IN_FORWARD = Region(True, None, True, 0)  # of a forward with no region around it
+IN_FORWARD.around = nowhere
+traced = _Traced()
+_graphs = _Graphs()
+_DEFAULT = 0  # who turns casts off "unless a region turns them on"
+
+
+def innermost() -> Any:
+    """The innermost region that is open here."""
+    if traced.inside:
+        return traced
+    region = nowhere.here
+    while region.left:
+        region = region.around
+    return region
+
+
+def open_regions() -> list[Region]:
+    """The regions that are open here, the innermost first."""
+    found, region = [], nowhere.here
+    while region is not nowhere:
+        if not region.left:
+            found.append(region)
+        region = region.around
+    return found
 
 
 def acts() -> bool | None:
@@ -104,13 +117,12 @@ def acts() -> bool | None:
 
     In a backward pass, hooks run beside the model, whatever the default is.
     """
-    casting = _innermost().casting
+    casting = innermost().casting
     if casting is not None:
         return casting
-    off = state.off_somewhere
-    if DEFAULT in off:
+    if not state.enabled:
         return False
-    return None if _MODEL in off or in_backward() else True
+    return None if not state.everywhere or in_backward() else True
 
 
 def in_backward() -> bool:
@@ -123,65 +135,73 @@ def casts_off() -> bool:
     return acts() is False
 
 
-def casts_off_in_graph() -> bool:
-    """The same for an op of a graph that is being compiled, which may stand in a region of the compiled code."""
-    written = autocast_state.casting()
-    return not written if written is not None else bool(state.off_somewhere) and casts_off()
-
-
 def casts_on() -> bool:
     """Whether torch is converted and ops called from this thread, now, are cast."""
-    return state.converted and not (state.off_somewhere and casts_off())
+    return state.converted and acts() is not False
 
 
 def scope() -> int:
     """The scope (number) of the lists that hold for ops called from here now."""
-    if not is_dynamo_compiling() and _len_torch_dispatch_stack() and autocast_state.casting():
-        return autocast_state.scope()  # perhaps of an op of a graph that is being compiled
-    return _innermost().scope
+    return innermost().scope
 
 
 def casting() -> bool | None:
     """Whether the innermost region casts; None outside of every region."""
-    return _innermost().casting
+    return innermost().casting
 
 
 def usual() -> bool | None:
     """How a region casts that takes back a `disable_casts` around it: where the conversion does."""
-    return None if _MODEL in state.off_somewhere else True
+    return True if state.everywhere else None
 
 
 def rounding() -> StochasticSteps | None:
     """How the innermost `disable_casts` region writes BF16 parameters; None outside of such a region."""
-    return _innermost().rounding
+    return innermost().rounding
 
 
 def is_stepping(optimizer: object) -> bool:
-    """Whether a step of this optimizer runs in this thread."""
-    opened = thread.open
-    return bool(opened) and any(region.stepping == id(optimizer) for region in opened)
+    """Whether a step of this optimizer runs here."""
+    region = nowhere.here
+    while region is not nowhere:
+        if region.owner is optimizer and not region.left:
+            return True
+        region = region.around
+    return False
 
 
 def maps() -> bool:
     """Whether the dtypes that are asked for here are mapped, if a conversion maps any."""
-    return _innermost().maps
+    return innermost().maps
 
 
 def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = True) -> None:
     """Record that a conversion was installed or taken away, and whether and where it casts outside of any region."""
-    state.converted = converted
-    for key, said in ((DEFAULT, not enabled), (_MODEL, not everywhere)):
-        if converted and said:
-            state.off_somewhere[key] = True
-        else:
-            state.off_somewhere.pop(key, None)
+    state.converted, state.enabled, state.everywhere = converted, enabled, everywhere
+    if enabled:
+        state.off.by.pop(_DEFAULT, None)
+    else:
+        state.off.by[_DEFAULT] = True
+    _announce()
 
 
 def retire() -> None:
-    """Turn casts off for good in the wrappers that hold `off_somewhere`, and give everybody else a new one."""
-    old, state.off_somewhere = state.off_somewhere, {}
-    state.off_somewhere.update(old)
-    old[_RETIRED] = True
+    """Turn casts off for good in the wrappers that hold `process_state.off`, and give everybody else a new one."""
+    old, state.off = state.off, state.Off()
+    state.off.by.update(old.by)
+    old.any = True
+    _announce()
+
+
+def _announce() -> None:
+    """Set the flag that wrappers look at. No other thread runs between the last three lines, which call nothing."""
+    off = state.off
+    by = off.by
+    off.any = True
+    if not by:
+        off.any = False
+        if by:
+            off.any = True
 
 
 def enter(
@@ -189,19 +209,15 @@ def enter(
     how: StochasticSteps | None = None,
     maps: bool | None = None,
     scope: int | None = None,
-    overlay: int = 0,
+    owner: Any = None,
 ) -> Region:
-    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave` is given the result.
+    """Turn casts on or off here until `leave` is given the result.
 
     maps: None maps dtypes exactly where casts are not turned off. scope: None is the one that holds already.
     """
-    task = None
-    if not is_dynamo_compiling() and _get_running_loop() is not None:
-        task = object()
-        _tasks.set((*_tasks.get(), task))
     if scope is None:
-        scope = _innermost().scope
-    region = Region(casting, how, casting is not False if maps is None else maps, task, scope, overlay)
+        scope = innermost().scope
+    region = Region(casting, how, casting is not False if maps is None else maps, scope, owner)
     try:
         _open(region)
     except BaseException:
@@ -211,81 +227,74 @@ def enter(
 
 
 def _open(region: Region) -> None:
-    opened = thread.open
-    before = _last(opened)
-    opened.append(region)
-    _announce(before, region)
+    if is_dynamo_compiling():
+        if traced.inside:
+            region.around = Region(traced.casting, None, traced.maps, traced.scope)
+        traced.inside, traced.casting, traced.maps, traced.scope = True, region.casting, region.maps, region.scope
+        _enter_in_graph(region.scope, region.casting, region.maps)
+        return
+    region.around = innermost()
+    if region.casting is not True:
+        state.off.by[id(region)] = True
+        state.off.any = True
+    enter_region(region)
 
 
-def leave_last(casting: bool | None, how: StochasticSteps | None = None, overlay: int = 0) -> None:
-    """Take back the innermost open `enter` of this kind, for callers that cannot keep its result.
-
-    An object that a user enters as a region may be open several times, in several threads and tasks.
-    """
-    token = None
-    try:
-        token = _last_entered(casting, how, overlay)
-        leave(token)
-    except BaseException:
-        leave(_last_entered(casting, how, overlay) if token is None else token)
-        raise
-
-
-def _last_entered(casting: bool | None, how: StochasticSteps | None, overlay: int) -> Region:
-    opened = thread.open
-    if not is_dynamo_compiling():
-        carried = _tasks.get()
-        for region in reversed(opened):
-            same = region.casting is casting and region.rounding is how and region.overlay == overlay
-            if same and (region.task is None or region.task in carried):
-                return region
-    return opened[-1]
-
-
-def leave(token: Region) -> None:
-    """Take back the `enter` that returned `token`. A second call makes sure, if an interrupt has ended the first.
+def leave(region: Region) -> None:
+    """Take back the `enter` that returned `region`. A second call makes sure, if an interrupt has ended the first.
 
     It need not be the last one: a generator or a task may end while a younger region is open.
     """
-    opened = thread.open
-    index = len(opened) - 1
-    if not is_dynamo_compiling() and (index < 0 or opened[index] is not token):
-        index = next((i for i in reversed(range(index)) if opened[i] is token), -1)
-    if index >= 0:
-        opened.pop(index)
-    if token.task is not None:
-        _tasks.set(tuple(other for other in _tasks.get() if other is not token.task))
-    _announce(token, _last(opened))
-
-
-def _last(opened: list[Region]) -> Region:
-    """The region that was opened last and is announced; inside a compiled graph, the graph's own region."""
-    if not opened:
-        return _NONE_OPEN
-    return opened[-1] if is_dynamo_compiling() or opened[-1] is not _GRAPH else _innermost()
-
-
-def _announce(before: Region, now: Region) -> None:
-    """Update the announced state after the innermost region changed from `before` to `now`."""
-    if before.casting is not now.casting or _OF_BACKWARD in (before.overlay, now.overlay):
-        asks = now.casting is False or now.overlay == _OF_BACKWARD
-        if asks or (not is_dynamo_compiling() and _off_for_some_task()):
-            state.off_somewhere[thread.key] = True
+    if is_dynamo_compiling():
+        around = region.around
+        traced.inside = around is not None
+        if around is None:
+            traced.casting, traced.maps, traced.scope = None, True, 0
         else:
-            state.off_somewhere.pop(thread.key, None)
-    autocast_state.write(_written(before), before.scope, _written(now), now.scope)
+            traced.casting, traced.maps, traced.scope = around.casting, around.maps, around.scope
+        _leave_in_graph()
+        return
+    region.left = True
+    if region.casting is not True:
+        state.off.by.pop(id(region), None)
+        _announce()
+    region.casting = None  # in a task that carries it still, wrappers then look further
+    if region.around is not None:  # else it was never opened
+        enter_region(innermost())
 
 
-def _written(region: Region) -> bool | None:
-    """What the autocast state says in a region: nothing of forwards, which are too many to write it in each."""
-    return None if region.overlay == _OF_FORWARD else region.casting
+class Opener:
+    """Enters regions and leaves them, several at a time and in several contexts, as an object of a user's does."""
 
+    _traced: tuple[Region, ...] = ()
 
-def _off_for_some_task() -> bool:
-    opened = thread.open
-    if not opened or any(region is _GRAPH for region in opened):
-        return bool(opened)
-    return any(region.task is not None for region in opened) and any(region.casting is False for region in opened)
+    def _enter_region(self, casting: bool, how: StochasticSteps | None = None, scope: int | None = None) -> None:
+        region = enter(casting, how, None, scope, self)
+        if is_dynamo_compiling():
+            self._traced = (region, *self._traced)
+
+    def _leave_region(self) -> None:
+        """Leave the innermost region that this object has entered here."""
+        if is_dynamo_compiling():
+            last, *others = self._traced
+            self._traced = tuple(others)
+            leave(last)
+            return
+        region: Region | None = None
+        try:
+            region = self._entered()
+            leave(region)
+        except BaseException:
+            leave(self._entered() if region is None else region)
+            raise
+
+    def _entered(self) -> Region:
+        region = nowhere.here
+        while region is not nowhere:
+            if region.owner is self and not region.left:
+                return region
+            region = region.around
+        return Region(None, None, True, 0)  # of another context, or never entered
 
 
 @contextlib.contextmanager
@@ -304,40 +313,6 @@ def region(
         raise
 
 
-def forward_region() -> Region | None:
-    """The region that a forward opens here; None where another one has decided already."""
-    if acts() is not None:
-        return None
-    around = _innermost()
-    region = around._replace(casting=True, task=None, overlay=_OF_FORWARD)
-    return IN_FORWARD if region == IN_FORWARD else region
-
-
-def run_forward(function, args, kwargs):
-    """Call `function` as the forward of a model."""
-    region = None if is_dynamo_compiling() else forward_region()
-    if region is None:
-        return function(*args, **kwargs)
-    opened = thread.open
-    depth = len(opened)
-    try:
-        opened.append(region)
-        return function(*args, **kwargs)
-    finally:
-        del opened[depth : depth + 1]
-
-
-def forward(run: Callable) -> Callable:
-    """A compiled graph, wrapped to run as the forward of a model, whoever calls it."""
-    return lambda *args: run_forward(run, args, {})
-
-
-def run_backward(function, args, kwargs):
-    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
-    here = _innermost()
-    return run_in(Region(None, here.rounding, here.maps, None, here.scope, _OF_BACKWARD), function, args, kwargs)
-
-
 def run_in(region, function, args, kwargs):
     """Call `function` in a new region. After an interrupt at any instruction of this file, the region is not open."""
     try:
@@ -352,66 +327,125 @@ def run_in(region, function, args, kwargs):
         raise
 
 
+def run_forward(function, args, kwargs):
+    """Call `function` as the forward of a model."""
+    if is_dynamo_compiling() or acts() is not None:  # another region has decided already
+        return function(*args, **kwargs)
+    around = innermost()
+    return run_in(Region(True, around.rounding, around.maps, around.scope), function, args, kwargs)
+
+
+def leave_forward() -> None:
+    """Leave `IN_FORWARD`. A region that was opened in the forward by hand, and not closed, stays open."""
+    region = nowhere.here
+    if region is IN_FORWARD:
+        enter_region(nowhere)
+        return
+    while region is not nowhere:
+        if region.around is IN_FORWARD:
+            region.around = nowhere
+        region = region.around
+
+
+def run_backward(function, args, kwargs):
+    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
+    here = innermost()
+    return run_in(Region(None, here.rounding, here.maps, here.scope), function, args, kwargs)
+
+
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    here = _innermost()
-    return run_in(Region(False, here.rounding, here.maps, None, here.scope), function, args, kwargs)
+    here = innermost()
+    return run_in(Region(False, here.rounding, here.maps, here.scope), function, args, kwargs)
 
 
 def run_step(optimizer, how, function, args):
     """Call `function`, a step of this optimizer, with casts off; regions in it round as `how` says."""
-    return run_in(Region(False, how, False, None, _innermost().scope, 0, id(optimizer)), function, args, {})
+    return run_in(Region(False, how, False, innermost().scope, optimizer), function, args, {})
 
 
 def run_plain_step(optimizer, function):
     """Call `function`, a step of this optimizer with which hmpx has nothing to do, with casts off."""
-    here = _innermost()
+    here = innermost()
     if not state.converted or (here.casting is False and not here.maps):
         return function(optimizer)
-    return run_in(Region(False, here.rounding, False, None, here.scope), function, (optimizer,), {})
+    return run_in(Region(False, here.rounding, False, here.scope), function, (optimizer,), {})
 
 
 def run_at(scope, function, args, kwargs):
     """Call `function` in a scope, such as a module's forward under the module's lists."""
-    here = _innermost()
+    here = innermost()
     if here.scope == scope and here.casting:  # a module in another with the same rule
         return function(*args, **kwargs)
-    return run_in(Region(True, here.rounding, here.maps, None, scope, _OF_MODULE), function, args, kwargs)
-
-
-def graph(run: Callable) -> Callable:
-    """A compiled graph that contains regions, wrapped so that the regions take effect when it runs.
-
-    A backend that runs the ops of a graph one by one looks them up in torch, and so finds the wrappers.
-    """
-
-    def running(*args):
-        key, opened, off = thread.key, thread.open, state.off_somewhere
-        around = forward_region()
-        put_back, was_off, depth = autocast_state.saved(), thread.key in off, len(opened)
-        if around is not None:
-            opened.append(around)
-        opened.append(_GRAPH)
-        off[key] = True
-        try:
-            return run(*args)
-        except BaseException:
-            put_back()
-            raise
-        finally:
-            del opened[depth:]
-            if not was_off:
-                off.pop(key, None)
-
-    return running
+    return run_in(Region(True, here.rounding, here.maps, scope), function, args, kwargs)
 
 
 def carrying(function: Callable) -> Callable:
     """`function`, made to run in the region that is open now, whatever is open when it is called."""
-    now, casting = _innermost(), acts()
+    now, casting = innermost(), acts()
+    rounding, maps, scope = now.rounding, now.maps, now.scope
 
     def carried(*args, **kwargs):
-        region = Region(casting, now.rounding, now.maps, None, now.scope)
-        return run_in(region, function, args, kwargs)
+        return run_in(Region(casting, rounding, maps, scope), function, args, kwargs)
 
     return carried
+
+
+# Graphs that open regions
+
+
+def _enter_in_graph(scope: int, casting: bool | None, maps: bool) -> None:
+    """A node of a graph. Dynamo tries it, and the ops after it, as it traces, until it gives up or is done."""
+    around, trace = innermost(), _trace()
+    if trace is None:
+        return _open(Region(casting, around.rounding, maps, scope))
+    region = Region(casting, around.rounding, maps, scope, trace)
+    region.around = around
+    trace.add_cleanup_hook(functools.partial(leave, region))
+    enter_region(region)
+
+
+def _leave_in_graph() -> None:
+    region, trace = innermost(), _trace()
+    if trace is None or region.owner is trace:
+        leave(region)
+
+
+def _trace() -> Any:
+    """What Dynamo traces into here; None while graphs run or are compiled."""
+    tracing = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracer = None if _graphs.running or tracing is None else getattr(tracing.tls, "current_tx", None)
+    return tracer and tracer.output
+
+
+NODES = (_enter_in_graph, _leave_in_graph)
+
+
+def _allow(dynamo: Any) -> None:
+    for each in NODES:
+        dynamo.allow_in_graph(each)
+
+
+wrapt.register_post_import_hook(_allow, "torch._dynamo")
+
+
+def graph(run: Callable, opens: bool, everywhere: bool) -> Callable:
+    """A graph, or the function that compiles it, wrapped to run as the forward of a model, whoever calls it.
+
+    opens: whether it opens regions, which take effect when it runs, and end if it fails. everywhere: whether every op
+    is cast, and not the model's alone.
+    """
+    if not opens:
+        return run if everywhere else lambda *args: run_forward(run, args, {})
+
+    def running(*args):
+        before = innermost()
+        _graphs.running += 1
+        try:
+            return run_forward(run, args, {})
+        finally:
+            _graphs.running -= 1
+            while (left := innermost()) is not before and left is not nowhere:
+                leave(left)
+
+    return running

@@ -118,24 +118,21 @@ class SettingUp:
         """Return whether ops are cast, and the dtypes that code asks for are not mapped."""
         return self._policy is not None and not self.recipe.dtype_map
 
-    def enter(self) -> region_state.Region:
-        """Turn casts on until `region_state.leave` is given the result.
+    def take_over(self) -> None:
+        """Convert anew if another trainer's conversion is in force.
 
         After `hmpx.restore()` there is nothing that casts.
         """
         current = installation.current(Conversion)
         if not torch.compiler.is_compiling() and current is not None and current is not self._conversion:
-            self.install()  # another trainer's was in force
-        return region_state.enter(True)
+            self.install()
 
     @contextlib.contextmanager
     def casts(self) -> Iterator[None]:
         """Return a context in which ops are cast."""
-        region = self.enter()
-        try:
+        self.take_over()
+        with region_state.region(True):
             yield
-        finally:
-            region_state.leave(region)
 
 
 def detach_new(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:

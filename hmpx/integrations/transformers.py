@@ -118,7 +118,7 @@ class HmpxCallback(TrainerCallback):
             )
 
 
-class Forward:
+class Forward(region_state.Opener):
     """Casts around the forward of a model, by hooks on it and on each model inside, which `generate` calls.
 
     Copies of the model share this object; a pickle of it is empty.
@@ -142,12 +142,13 @@ class Forward:
 
     def _enter(self, module: Module, inputs: Any) -> None:
         if self.setting_up is not None:
-            self.setting_up.enter()
+            self.setting_up.take_over()
+            self._enter_region(True)
 
     def _leave(self, module: Module, inputs: Any, outputs: Any) -> Any:
         if self.setting_up is None:
             return None
-        region_state.leave_last(True)
+        self._leave_region()
         inside = region_state.casting() is True
         return outputs if inside or not self.setting_up.casts_ops else convert_to_fp32(outputs)
 

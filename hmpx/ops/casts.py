@@ -48,21 +48,13 @@ _KNOWN_SCOPES = Attribute(process_state, "known_scopes", "the scopes that are kn
 class Casts:
     """All changes that policies need, built from torch as it is now and put in place by `apply`.
 
-    policies: by scope; they may become more. patched: every attribute that is changed.
+    patched: every attribute that is changed.
     """
 
-    def __init__(
-        self,
-        policies: Policies,
-        observer: Observer | None,
-        mapping: DtypeMap | None,
-        kernels: Kernels,
-        everywhere: bool,
-    ) -> None:
-        self._policies, self._mapping, self._kernels = policies, mapping, kernels
-        self._table = PatchTable(policies, observer, mapping, kernels, everywhere)
-        self._functions = UserFunctions(policies, self._table.switch)
-        self._compilers = Compilers(everywhere)
+    def __init__(self, table: PatchTable) -> None:
+        self._table = table
+        self._functions = UserFunctions(table.policies, table.switch)
+        self._compilers = Compilers(table.switch.everywhere)
         self._rebindings: list[Rebinding] = []
 
     @property
@@ -86,15 +78,15 @@ class Casts:
             model_calls.tell_dynamo(changes)
         forget_compiled()
         self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
-        if self._mapping:
-            self._mapping.apply(changes)
+        if self._table.mapping:
+            self._table.mapping.apply(changes)
 
     def extend(self, changes: Changes) -> None:
         """Put in place the changes of policies that were added since, until `changes` are undone."""
         own = Changes()
         try:
-            self._functions.add(self._policies)
-            self._put(self._table.extend(self._policies), own)
+            self._functions.add(self._table.policies)
+            self._put(self._table.extend(), own)
         except BaseException:
             own.close()
             raise
@@ -104,10 +96,10 @@ class Casts:
         """Put patches, and functions that lists name, in place with everything that belongs to them."""
         rebinding = self._functions.rebinding = Rebinding()
         rebinding.around(changes, patches, self._functions)
-        in_words = f"{self._policies}{self._mapping or ''}{self._kernels}"
-        self._compilers.add(patches.originals(), in_words, changes)
-        changes.put(_KNOWN_SCOPES, frozenset(self._policies))
-        if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in self._policies.values()):
+        policies = self._table.policies
+        self._compilers.add(patches.originals(), self._table.in_words(), changes)
+        changes.put(_KNOWN_SCOPES, frozenset(policies))
+        if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
         self._rebindings.append(rebinding)
         self._table.know(*patches.patches)
@@ -117,7 +109,7 @@ class PatchTable(Patches):
     """The patches of one conversion. When they are undone, the wrappers become inert.
 
     Args:
-        policies: by scope, 0 among them.
+        policies: by scope, 0 among them; they may become more.
         observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
         mapping: puts wrappers of its own around those of the policies.
         kernels: computes the ops that run in BF16 or FP16 on a CPU.
@@ -132,6 +124,7 @@ class PatchTable(Patches):
         kernels: Kernels,
         everywhere: bool,
     ) -> None:
+        self.policies, self.mapping = policies, mapping
         self.switch, self._kernels, self._observer = Switch(everywhere), kernels, observer
         self.beside = BesideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
@@ -140,7 +133,7 @@ class PatchTable(Patches):
         self._low = mapping is not None  # whether some op is given low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
         patches = (
-            *self._further(policies),
+            *self._further(),
             *self.beside.patches(),
             *parametrizations(self.switch),
             *model_calls.patches(self.switch),
@@ -151,12 +144,17 @@ class PatchTable(Patches):
         super().apply(changes)
         changes.callback(self.switch.retire)
 
-    def extend(self, policies: Policies) -> Patches:
-        """Return the further patches if these policies hold in more scopes, to be undone before this table."""
-        return Patches(self._further(policies))
+    def in_words(self) -> str:
+        """Say all that the wrappers do."""
+        return f"{self.policies}{self.mapping or ''}{self._kernels}"
 
-    def _further(self, policies: Policies) -> Iterator[Patch]:
+    def extend(self) -> Patches:
+        """Return the further patches of policies that were added since, to be undone before this table."""
+        return Patches(self._further())
+
+    def _further(self) -> Iterator[Patch]:
         """Yield the patches of functions that have none yet, or that need another wrapper."""
+        policies = self.policies
         for policy in policies.values():
             if policy not in self._tables:
                 self._tables[policy] = {name: policy.cases(op) for name, op in catalog().items()}

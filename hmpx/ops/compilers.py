@@ -24,13 +24,12 @@ import torch.jit._builtins
 from torch.compiler import config
 from torch.jit import _recursive
 
-from hmpx.base import autocast_state, region_state
+from hmpx.base import region_state
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 
 _BUILTINS = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
-_STATES = [(device,) for device in autocast_state.DEVICES]
 _RULES = "torch._dynamo.trace_rules"
 
 
@@ -124,8 +123,9 @@ class Compilers:
         compile_graph = output_graph.OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
-            opens = any(map(_opens_regions, module.modules()))  # before a backend changes it
-            wrap = region_state.graph if opens else _untouched if self._everywhere else region_state.forward
+            _guard_on_region(output)
+            opens = any([_opens_regions(each) for each in module.modules()])  # before a backend changes it
+            wrap = functools.partial(region_state.graph, opens=opens, everywhere=self._everywhere)
             return wrap(wrap(compile_graph)(output, module, inputs))
 
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
@@ -143,19 +143,27 @@ class Compilers:
         return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original
 
 
-def _untouched(run: Callable) -> Callable:
-    return run
-
-
 def _skip(eval_frame: ModuleType, codes: Iterable[types.CodeType]) -> None:
     """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
     for code in codes:
         eval_frame.skip_code(code)
 
 
+def _guard_on_region(output: Any) -> None:
+    """Guard a graph by the region around it. Operators (`x @ y`) are nodes that Dynamo takes from no wrapper."""
+    source, guards = sys.modules["torch._dynamo.source"], sys.modules["torch._dynamo.guards"]
+    module = output.root_tx.import_source(region_state.__name__)
+    region = source.AttrSource(source.AttrSource(module, "nowhere"), "here")
+    for name in ("casting", "scope", "left"):
+        output.guards.add(source.AttrSource(region, name).make_guard(guards.GuardBuilder.EQUALS_MATCH))
+
+
 def _opens_regions(module: Any) -> bool:
-    nodes = module.graph.nodes if hasattr(module, "graph") else ()
-    return any(node.op == "call_function" and node.args[:1] in _STATES for node in nodes)
+    found = [node.target for node in module.graph.nodes] if hasattr(module, "graph") else []
+    entered, left = map(found.count, region_state.NODES)
+    if entered != left:  # one that is opened or closed by hand, which holds before or after the graph: Python runs it
+        raise sys.modules["torch._dynamo.exc"].SkipFrame("a region of hmpx is opened here and closed elsewhere")
+    return entered > 0
 
 
 def _other_tables() -> list[Any]:

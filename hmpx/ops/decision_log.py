@@ -17,11 +17,11 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hmpx.base import forks
 from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.process_state import first_steps
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.switch import is_outside
@@ -114,12 +114,17 @@ class FirstStep:
         self._low, self._looked = low, False
 
     def apply(self, changes: Changes) -> None:
-        changes.callback(register_optimizer_step_pre_hook(self._look).remove)
+        if not self._looked:
+            first_steps.append(self._look)
+            changes.callback(self._end)
 
-    def _look(self, *_: Any) -> None:
-        if self._looked or torch.compiler.is_compiling():
-            return
+    def _end(self) -> None:
+        with contextlib.suppress(ValueError):  # it has looked
+            first_steps.remove(self._look)
+
+    def _look(self) -> None:
         self._looked = True
+        self._end()
         if self._low is torch.float16 and not _has_scaler():
             logger.warning(
                 "hmpx: ops run in FP16, and there is no enabled GradScaler: gradients below 6e-8 become 0. Write "

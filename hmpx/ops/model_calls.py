@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import region_state
+from hmpx.base import process_state, region_state
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes
 from hmpx.ops.wrapping.switch import Switch
@@ -56,23 +56,30 @@ def _calling(switch: Switch, original: Callable) -> Callable:
 
     It takes the place of torch's own function, whose two ways on it knows: a frame more would cost a fifth of a call.
     """
-    thread, in_forward, alive, off = region_state.thread, region_state.IN_FORWARD, switch.alive, switch.off
-    is_torchs, default = original is torch.nn.Module._wrapped_call_impl, region_state.DEFAULT
+    nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
+    is_torchs, leave = original is torch.nn.Module._wrapped_call_impl, region_state.leave_forward
 
     @functools.wraps(original)
     def call(self, *args, **kwargs):
-        opened = thread.open
-        if is_torchs and opened and opened[-1] is in_forward:
+        here = nowhere.here
+        if here is in_forward and is_torchs:
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
-        if not alive:
+        if switch.retired:
             return original(self, *args, **kwargs)
-        if opened or default in off or not is_torchs:
+        if here is not nowhere or not (is_torchs and process_state.enabled):
             return region_state.run_forward(original, (self, *args), kwargs)
         try:
-            opened.append(in_forward)
-            return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
-        finally:
-            del opened[:1]
+            try:
+                enter(in_forward)
+                return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+            finally:
+                if nowhere.here is in_forward:
+                    enter(nowhere)
+                else:
+                    leave()
+        except BaseException:
+            leave()  # in case an interrupt came before the other, or while that ran
+            raise
 
     return call
 

@@ -205,7 +205,7 @@ class Attachment:
         methods, own = replaced_methods(optimizer, self._optimizer), vars(optimizer)
         self._counted = step_count.stored(optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
-        step_hooks.install()
+        step_hooks.install(optimizer)
         self._gone = weakref.finalize(optimizer, _optimizer_is_gone, self._undo)
         own.update({ATTRIBUTE: self, **methods})
         try:
@@ -229,7 +229,7 @@ class Attachment:
         vars(self.optimizer).pop(ATTRIBUTE, None)
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
-        step_hooks.uninstall()
+        step_hooks.detached(self._alive)
         end_unused_exchanges()
 
     def sync_parameters(self) -> None:
@@ -323,4 +323,3 @@ def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
 def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
     """Restore the parameters after the optimizer was collected as garbage."""
     undo.close()
-    step_hooks.uninstall_later()

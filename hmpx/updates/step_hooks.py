@@ -8,26 +8,26 @@ not serve:
   shadows instead of parameters, or parameters that are not written back yet;
 - a patch on the class does not reach every LR scheduler, which keeps the bound `step` that it found.
 
-Installed as long as a conversion, a `disable_casts` region or an attached optimizer needs it, then put back exactly.
-Meanwhile `optimizer_hooks` and `released` stand in other functions of torch.
+The first conversion, `disable_casts` region or attachment installs this. It stays until `hmpx.restore()`, or the end of
+a conversion, finds that nobody needs it, and puts everything back exactly. Meanwhile `optimizer_hooks` and `released`
+stand in other functions of torch.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from hmpx.base import forks, region_state
+from hmpx.base import forks, process_state, region_state
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
-from hmpx.base.process_state import open_caches
+from hmpx.base.process_state import first_steps, open_caches
 from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.gradients import unclaimed_step
 from hmpx.updates.holding.settings import Settings
@@ -49,36 +49,45 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 
 _lock = forks.lock()
-_users = 0
-_changes = Changes()  # of torch.optim.Optimizer, while there is a user
+_is_installed = False
+_attached: WeakSet[Optimizer] = WeakSet()
+_changes = Changes()  # of torch.optim.Optimizer, while this is installed
 _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
-_collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
-_for_graphs = False
 _SETTINGS = Settings()  # of regions
 _in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
 
 
-def install() -> None:
-    """Install hmpx in every optimizer step. Calls nest."""
-    global _users
+def install(*attached: Optimizer) -> None:
+    """Install hmpx in every optimizer step, if it is not; attached: an optimizer that needs it from here on."""
+    global _is_installed
     with _lock:
-        uninstall_collected()
-        if _users == 0:
+        _attached.update(attached)
+        if not _is_installed:
             try:
                 _watch()
+                _is_installed = True
             except BaseException:
                 _changes.close()
                 raise
-        _users += 1
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one leaves torch as it was."""
-    global _users
+    """Leave torch as it was, unless a conversion, an open region or an attached optimizer needs hmpx in its steps."""
+    global _is_installed
     with _lock:
-        _users -= 1
-        if _users == 0:
+        if not is_needed():
+            _is_installed = False
             _changes.close()
+
+
+def detached(optimizer: Optimizer) -> None:
+    """Note that an optimizer is attached no more."""
+    _attached.discard(optimizer)
+
+
+def is_needed() -> bool:
+    """Whether a conversion, an open region or an attached optimizer needs hmpx in optimizer steps."""
+    return bool(_attached or open_caches or process_state.converted or process_state.off.by)
 
 
 def _watch() -> None:
@@ -86,37 +95,9 @@ def _watch() -> None:
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     _changes.callback(forget_warnings)
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
-    optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
+    optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_codes)
     released.watch(_changes)
     watch_joins(_changes)
-
-
-def install_for_graphs(_: Any = None) -> None:
-    """Install for good: a compiled function contains a region, which cannot install anything when it runs."""
-    global _for_graphs
-    if not _for_graphs:
-        _for_graphs = True
-        install()
-
-
-def uninstall_for_graphs() -> None:
-    """Undo `install_for_graphs`, when compiled functions are dropped."""
-    global _for_graphs
-    if _for_graphs:
-        _for_graphs = False
-        uninstall()
-
-
-def uninstall_later() -> None:
-    """`uninstall` for the garbage collector, which may run while one of the functions above is running."""
-    _collected.append(None)
-
-
-def uninstall_collected() -> None:
-    """Do the calls that `uninstall_later` has put off."""
-    while _collected:
-        _collected.pop()
-        uninstall()
 
 
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
@@ -154,8 +135,10 @@ def _watched(step: Callable) -> Callable:
     @functools.wraps(step)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass that calls its parent's step, or one that holds this function still.
-        if not _users or region_state.is_stepping(optimizer):
+        if not _is_installed or region_state.is_stepping(optimizer):
             return step(optimizer, *args, **kwargs)
+        for look in list(first_steps):
+            look()
         if not (args or kwargs or open_caches) and _is_plain(optimizer):
             return region_state.run_plain_step(optimizer, step)
         how = region_state.rounding()
@@ -214,7 +197,7 @@ def _forget_casts(optimizer: Optimizer) -> None:
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        region = region_state.Region(casting, region_state.rounding(), casting is not False, None, region_state.scope())
+        region = region_state.Region(casting, region_state.rounding(), casting is not False, region_state.scope())
         return region_state.run_in(region, closure, args, kwargs)
 
     return evaluate
@@ -227,7 +210,7 @@ def _hooking(profile_hook_step: Callable) -> Callable:
         hooked = profile_hook_step(step)
         cell = _cell(hooked)
         with _lock:
-            if cell is not None and _users:
+            if cell is not None and _is_installed:
                 _changes.put(Cell(cell, step.__qualname__), _watched(step))
         return hooked
 

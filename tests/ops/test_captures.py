@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("everything_is_looked_through")
 class Holder:
     attribute = F.linear
     static = staticmethod(F.linear)
+    product = property(F.linear)
 
     def method(self, x, apply=F.linear):
         return apply(x, x)
@@ -101,10 +102,8 @@ def held():
         "a default of a method": Holder.method.__defaults__[0],
         "a default by keyword": Holder.by_keyword.__kwdefaults__["product"],
         "a closure": CLOSURE.__closure__[0].cell_contents,
-        "a cell": CELLS[0].cell_contents,
         "containers in one another": DEEP["a"]["b"][0],
         "a subclass of dict": ORDERED["linear"],
-        "a slot": SLOTTED.function,
         "an attribute of a function": with_attribute.function,
         "a tuple": TUPLE[0],
         "a named tuple": PAIR.function,
@@ -124,7 +123,10 @@ def test_captured_names_are_cast_and_come_back_or_are_reported():
         keys = ("TABLE['linear']", "BY_KIND[Linear]", "BY_KIND[<_VariableFunctionsClass.mm>]", "BY_KIND[(1, 'a')]")
         assert {f"{__name__}.{key} holds linear" for key in keys} <= set(handle.rebound)
         escaped = "\n".join(handle.escaped)
-        assert f"{__name__}.SET holds linear: a set cannot be changed" in escaped
+        assert f"{__name__}.SET holds linear: a set is not changed" in escaped
+        assert "Slotted.function holds linear: a slot is not changed" in escaped
+        assert f"{__name__}.CELLS[0] holds linear: a cell is not changed" in escaped
+        assert f"{__name__}.Holder.product holds linear: a property is not changed" in escaped
         assert f"{__name__}.KEYED[<Keyed>] holds linear: a Keyed as a key runs code of its own" in escaped
         assert "local variable local of" in escaped and "test_captured_names_are_cast_and_come_back" in escaped
         assert original in torch.overrides.get_testing_overrides() and original in overrides  # torch's own tables

@@ -444,21 +444,31 @@ def test_compiled_and_checkpointed_the_same_bits(form):
         assert not torch.equal(trained(model, model, x)[0], plain[0])
 
 
-@pytest.mark.parametrize("op", [lambda x, w: x @ w, lambda x, w: x.mm(w), lambda x, w: torch.einsum("ij,jk->ik", x, w)])
-def test_compiled_methods_and_operators_have_the_bits_of_eager(op):
-    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
-    model = nn.Module()
-    model.forward = op  # type: ignore[method-assign]
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
+def test_each_way_to_write_a_product_compiles_to_the_bits_of_eager(form):
+    """Operators and `einsum` reach their wrapper when a graph is traced again, with tensors of another class."""
+    torch.manual_seed(0)
+    x, w, y = torch.randn(16, 32), torch.randn(32, 64), torch.randn(2, 16, 32)
+    products = {
+        "@": lambda x, w, y: x @ w,
+        "mm": lambda x, w, y: torch.mm(x, w),
+        "einsum": lambda x, w, y: torch.einsum("bij,jk->bik", y, w),
+        "linear": lambda x, w, y: F.linear(x, w.t()),
+        "addmm": lambda x, w, y: torch.addmm(w.sum(0).bfloat16(), x, w),
+        "bmm": lambda x, w, y: torch.bmm(y, w.expand(2, 32, 64)),
+        "method": lambda x, w, y: y.matmul(w),
+    }
 
-    def run(function):
-        y = function(x, w)
-        return [y, *torch.autograd.grad(y.float().square().sum(), (x, w))]
+    def gradients(run):
+        given = [each.clone().requires_grad_() for each in (x, w, y)]
+        result = run(*given)
+        result.float().square().sum().backward()
+        return [result.detach(), *[each.grad for each in given if each.grad is not None]]
 
-    with hmpx.convert():
-        in_bf16 = run(model)
-    with hmpx.convert(fp8=["mm", "matmul", "einsum"]):
-        eager, compiled = run(model), run(torch.compile(model, backend="aot_eager", fullgraph=True))
-    assert all(map(torch.equal, eager, compiled)) and not torch.equal(eager[0], in_bf16[0])
+    with hmpx.convert(fp8=["matmul", "mm", "einsum", "linear", "addmm", "bmm"], fp8_format=form):
+        for name, product in products.items():
+            compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+            assert all(map(torch.equal, gradients(compiled), gradients(product))), name
 
 
 def test_each_product_may_be_the_only_one_in_fp8():

@@ -227,7 +227,7 @@ def test_whatever_raises_the_place_is_left():
         for error in (KeyError, KeyboardInterrupt, SystemExit):
             with pytest.raises(error):
                 module(error)
-            assert product(X) is BF16 and not hmpx.base.region_state.thread.open
+            assert product(X) is BF16 and not hmpx.base.region_state.open_regions()
     rule.remove()
 
 

@@ -74,7 +74,7 @@ def test_a_forward_casts_with_gradients_and_without(model):
         assert model.eval()(x).dtype is BF16
     with torch.inference_mode():
         assert model(x).dtype is BF16
-    assert not process_state.converted or not hmpx.base.region_state.thread.open
+    assert not process_state.converted or not hmpx.base.region_state.open_regions()
 
 
 def test_a_forward_that_raises_leaves_no_region_open(model):
@@ -306,6 +306,16 @@ def test_threads_and_tasks_do_not_see_each_others_forwards(model):
         return await asyncio.gather(one(), one())
 
     assert asyncio.run(tasks()) == [(BF16, FP32)] * 2
+
+    async def outliving():
+        async def look():
+            return (torch.rand(3) * 2).dtype
+
+        with hmpx.enable_casts():
+            task, inside = asyncio.create_task(look()), (torch.rand(3) * 2).dtype
+        return inside, await task  # which has begun in the region, and runs after it
+
+    assert asyncio.run(outliving()) == (BF16, FP32)
 
 
 def test_everywhere_is_the_rule_of_convert_and_the_recipes_say_which_they_have():

@@ -19,7 +19,7 @@ import hmpx
 
 PACKAGE = os.path.dirname(hmpx.__file__)
 UNDOING = {"close", "take_back", "__exit__", "restore", "detach"}
-LAST = {"enter"}  # of a region: it only notes that it is open, and cannot fail
+LAST = {"enter", "_enter_region"}  # of a region: they only note that it is open, and cannot fail
 
 
 class Broken(BaseException):

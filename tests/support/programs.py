@@ -171,8 +171,8 @@ def report(seed: int, patience: float = 60) -> str | None:
 def uninstalled() -> bool:
     """Whether nothing of hmpx is left in torch when every program is gone."""
     gc.collect()
-    step_hooks.uninstall_collected()
-    return step_hooks._users == 0 and torch.optim.Optimizer.profile_hook_step is _profile_hook_step
+    step_hooks.uninstall()
+    return not step_hooks._is_installed and torch.optim.Optimizer.profile_hook_step is _profile_hook_step
 
 
 def main(arguments: list[str] | None = None) -> int:

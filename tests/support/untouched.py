@@ -184,10 +184,9 @@ def in_force() -> Iterator[str]:
     """hmpx's own variables that are not empty."""
     yield from (f"process_state.{name}" for name in process_state.in_use())
     variables = {
-        "regions of this thread": region_state.thread.open,
-        "regions of this task": region_state._tasks.get(),
+        "regions of this thread": region_state.open_regions(),
         "process_state.watching_writes": process_state.watching_writes._undo,
-        "users of the hooks in optimizers": step_hooks._users,
+        "attached optimizers": [*step_hooks._attached],
         "changes of optimizers": step_hooks._changes._undo,
         "released gradients": released._gone,
         "claims on gradients": gradients._claimed,
@@ -220,8 +219,7 @@ class Picture:
         """What is not as it was, in words; what a dead optimizer held counts only if a collection does not free it."""
         if self._in_force() or (found := [*self._namespaces.changed()]):
             gc.collect()
-            with hmpx.disable_casts():  # what was collected is taken away on the next occasion
-                pass
+            step_hooks.uninstall()  # as `hmpx.restore()` does, if nobody needs them
             found = [*self._in_force(), *self._namespaces.changed()]
         return found
 
@@ -239,6 +237,6 @@ class Picture:
         for each in gc.get_objects():
             if issubclass(type(each), torch.optim.Optimizer) and "param_groups" in vars(each):
                 hmpx.detach(each)
-        while step_hooks._users > 0:
-            step_hooks.uninstall()
+        step_hooks._attached.clear()
+        step_hooks.uninstall()
         list(self._namespaces.changed(adopt=True))

@@ -50,8 +50,6 @@ def regions(optimizer: torch.optim.Optimizer, model: torch.nn.Module, x: Tensor)
         optimizer.step()
     with hmpx.disable_casts(seed=3):
         optimizer.step()
-    with hmpx.disable_casts:
-        optimizer.step()
     with hmp.disable_casts(), hmpx.enable_casts(), hmp.enable_casts():
         model(x)
     with hmpx.casts(torch.float32), hmpx.casts("bf16"), hmpx.casts(fp32=["softmax"]) as region:

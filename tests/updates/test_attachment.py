@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from itertools import cycle
 
@@ -75,7 +76,7 @@ def test_detach_leaves_nothing_behind():
     assert not handle.active and "detached" in repr(handle)
     assert (set(vars(optimizer)), set(optimizer.param_groups[0])) == before
     assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
-    assert step_hooks._users == 0
+    assert not step_hooks._attached
 
 
 @needs_grad_dtype
@@ -150,3 +151,36 @@ def test_a_parameter_that_is_cast_to_fp32_takes_bf16_state_of_earlier_along():
     optimizer.step()
     for (_, p), before in zip(named, state, strict=True):
         assert torch.equal(optimizer.state[p]["exp_avg"], before.bfloat16().float().lerp(p.grad, 1 - 0.9))
+
+
+def test_what_stands_in_optimizers_stays_until_restore_finds_that_nobody_needs_it():
+    original = optim.Optimizer.load_state_dict
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    with hmpx.disable_casts():
+        installed = optim.Optimizer.load_state_dict
+        hmpx.restore()
+        assert installed is not original and optim.Optimizer.load_state_dict is installed, "the region needs it"
+    with hmpx.disable_casts():
+        assert optim.Optimizer.load_state_dict is installed, "installed once"
+    hmpx.attach(optimizer)
+    with hmpx.convert():
+        pass
+    hmpx.restore()
+    assert optim.Optimizer.load_state_dict is installed, "the attached optimizer needs it"
+    train(named, optimizer, 0, 2)
+    assert optimizer.param_groups[0]["hmpx_step"] == 2
+    hmpx.detach(optimizer)
+    hmpx.restore()
+    assert optim.Optimizer.load_state_dict is original
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_an_attached_optimizer_that_nobody_holds_any_more_keeps_nothing_installed(converted):
+    original = optim.Optimizer.load_state_dict
+    hmpx.attach(optim.SGD(parameters(), lr=0.1))
+    gc.collect()
+    if converted:
+        hmpx.convert()
+    hmpx.restore()
+    assert optim.Optimizer.load_state_dict is original

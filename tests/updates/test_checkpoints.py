@@ -210,6 +210,7 @@ def test_masters_loaded_before_attach_are_taken_over_or_told_of(way, caplog):
             with hmpx.disable_casts():
                 loaded.load_state_dict(copy.deepcopy(saved))
         else:
+            hmpx.restore()  # torch loads by itself
             loaded.load_state_dict(copy.deepcopy(saved))
         handle = hmpx.attach(loaded, way, use_master_weights_in_ckpt=True)
         now = loaded.state_dict()["state"][0]["hmpx_master"]

@@ -137,7 +137,7 @@ def loaded_by_torch(cls, options, active):
     step({"p": p}, optimizer, 2)
     checkpoint, before = copy.deepcopy(optimizer.state_dict()), widened(optimizer.state[p])
     if not active:
-        hmpx.detach(optimizer)
+        hmpx.restore(optimizer)
     plain.load_state_dict(checkpoint)
     hmpx.detach(optimizer)
     return q, plain, before

@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_attached(options, message):
     before = set(vars(optimizer))
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.attach(optimizer, **options)
-    assert set(vars(optimizer)) == before and step_hooks._users == 0
+    assert set(vars(optimizer)) == before and not step_hooks._attached
 
 
 class OwnStateDict(optim.SGD):

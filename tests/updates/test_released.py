@@ -26,9 +26,9 @@ UNSCALE = {cls: vars(cls)["_unscale_grads_"] for cls in released._scalers("_unsc
 @pytest.fixture(autouse=True)
 def nothing_stays_installed():
     yield
-    hmpx.restore()
     _collect()
-    assert step_hooks._users == 0 and not released._gone and not released._stepped_by
+    hmpx.restore()
+    assert not step_hooks._is_installed and not released._gone and not released._stepped_by
     assert {function: released._cell(function).cell_contents for function in CELLS} == CELLS
     assert {cls: vars(cls)["_unscale_grads_"] for cls in UNSCALE} == UNSCALE
 

@@ -117,8 +117,10 @@ def test_user_hooks_see_the_real_parameters():
     assert all(torch.equal(a, b) for a, b in zip(seen[0], weights, strict=True))
 
 
-@pytest.mark.parametrize("how", ["in a region", "under convert", "outside"])
+@pytest.mark.parametrize("how", ["in a region", "under convert", "after one", "after restore"])
 def test_a_resumed_run_is_the_run(how, caplog):
+    """What keeps FP32 state in a load is installed by the first region, and stays until `restore()`."""
+
     def fresh():
         named = parameters(BF16)
         return named, optim.AdamW(named, lr=1e-2)
@@ -138,13 +140,15 @@ def test_a_resumed_run_is_the_run(how, caplog):
     with torch.no_grad():
         for (_, p), weight in zip(resumed, saved[0], strict=True):
             p.copy_(weight)
-    region = {"in a region": hmpx.disable_casts, "under convert": hmpx.convert, "outside": contextlib.nullcontext}
-    with region[how]():
+    if how == "after restore":
+        hmpx.restore()
+    region = {"in a region": hmpx.disable_casts, "under convert": hmpx.convert}.get(how, contextlib.nullcontext)
+    with region():
         loaded.load_state_dict(saved[1])
     steps_of(resumed, loaded, 3, 6)
     same = all(torch.equal(p, q) for (_, p), (_, q) in zip(named, resumed, strict=True))
-    assert same == (how != "outside")
-    assert ("cast the FP32 optimizer state down" in caplog.text) == (how == "outside")
+    assert same == (how != "after restore")
+    assert ("cast the FP32 optimizer state down" in caplog.text) == (how == "after restore")
 
 
 def test_nothing_of_the_watch_stays_behind():

@@ -175,14 +175,11 @@ def _set_on_class(cls: type, name: str, value: Any) -> None:
     type.__setattr__(cls, name, value)
 
 
-def _index(base: Any) -> Access:
-    def read(sequence: Any, index: int) -> Any:
-        try:
-            return base.__getitem__(sequence, index)
-        except IndexError:
-            return MISSING
-
-    return Access(read, base.__setitem__)
+def _read_index(sequence: list, index: int) -> Any:
+    try:
+        return list.__getitem__(sequence, index)
+    except IndexError:
+        return MISSING
 
 
 def read_slot(thing: Any, slot: Any) -> Any:
@@ -192,13 +189,13 @@ def read_slot(thing: Any, slot: Any) -> Any:
         return MISSING
 
 
-def _cell(holder: Any, index: int) -> types.CellType:
-    return holder if type(holder) is types.CellType else (holder.__closure__ or ())[index]
+def _cell(function: Any, index: int) -> types.CellType:
+    return (function.__closure__ or ())[index]
 
 
-def read_cell(holder: Any, index: int) -> Any:
+def read_cell(function: Any, index: int) -> Any:
     try:
-        return _cell(holder, index).cell_contents
+        return _cell(function, index).cell_contents
     except ValueError:  # not filled yet
         return MISSING
 
@@ -212,9 +209,8 @@ ATTRIBUTE = _attribute(attribute_dict)  # of a module, an object, a function
 GLOBAL = _attribute(globals_of)  # of a function that is in no module
 CLASS_ATTRIBUTE = Access(lambda cls, name: namespace(cls).get(name), _set_on_class)
 ITEM = Access(dict.get, dict.__setitem__)
-INDEX: dict[type, Access] = {list: _index(list), deque: _index(deque)}
-SLOT = Access(read_slot, lambda thing, slot, value: slot.__set__(thing, value))
-CELL = Access(read_cell, lambda holder, index, value: setattr(_cell(holder, index), "cell_contents", value))
+INDEX = Access(_read_index, list.__setitem__)
+CELL = Access(read_cell, lambda function, index, value: setattr(_cell(function, index), "cell_contents", value))
 DEFAULTS = Access(lambda f, _: f.__defaults__, lambda f, _, value: setattr(f, "__defaults__", value))
 FUNC = Access(lambda partial, _: func_of(partial), lambda p, _, func: _set_partial(p, func, args_of(p)))
 ARGS = Access(lambda partial, _: args_of(partial), lambda p, _, args: _set_partial(p, func_of(p), args))

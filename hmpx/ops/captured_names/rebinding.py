@@ -1,11 +1,11 @@
 """Names taken before a patch: `from torch.nn.functional import gelu`, `ACT2FN["gelu"]`, `self.act = F.gelu`.
 
-A pass over everything that is alive (modules, classes, functions, objects with attributes or slots), four containers
-deep, puts the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments,
-in a `functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they
-are held. Places that cannot be changed (a set, a cache, a local variable of a running function) are reported. Keys of
-tables are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When
-torch's functions come back, another pass looks for replacements that were taken in the meantime, there as well.
+A pass over everything that is alive (modules, classes, functions, objects with attributes), four containers deep, puts
+the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments, in a
+`functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they are
+held. Other places (a slot, a set, a property, a cache, a local variable of a running function) are reported. Keys of
+tables are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When a
+conversion ends, another pass puts the originals in the place of replacements that were taken during it, there as well.
 
 No code of the objects runs: no `values()` of a subclass of dict, no `__eq__`, no property. The import of a module that
 is patched then starts no pass: only its package is looked through at once, and the rest when the handle is next asked
@@ -79,8 +79,8 @@ class Rebinding:
     def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
         """Note pairs that are about to be put in place; nobody can have captured a replacement yet.
 
-        The references to each replacement are counted now. If there are no more of them when it is taken back, nobody
-        holds it, and no pass looks for it.
+        The references to each replacement are counted now. If there are as many when it is taken back, nobody kept
+        the replacement, and no pass looks for it.
         """
         self._back |= {new: old for old, new in replacements()}
         known = self._references.keys()
@@ -96,7 +96,7 @@ class Rebinding:
         self._catch_up()
 
     def add_imported(self, pairs: Iterable[tuple[Any, Any]], modules: Iterable[types.ModuleType]) -> None:
-        """Do the same during an import: in these modules now, elsewhere at the next `captures`."""
+        """Put replacements into these modules, which are being imported; elsewhere at the next `captures`."""
         replacements = self._note(pairs)
 
         def look(sweep: Sweep) -> None:

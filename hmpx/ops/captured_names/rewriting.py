@@ -1,8 +1,8 @@
 """Puts replacements into the holders of functions, in the way that fits the holder, without running code of its class.
 
-Dicts, lists, attributes, slots, cells and defaults are written to, and so is a `functools.partial`, which stays the
-same object, so that all who hold it get the replacement. A tuple, a bound method, a staticmethod or a property cannot
-be written to: whatever holds it gets a new one. The rest is reported.
+Dicts, lists, attributes, closures and defaults are written to, and so is a `functools.partial`, which stays the same
+object, so that all who hold it get the replacement. A tuple, a bound method or a staticmethod cannot be written to:
+whatever holds it gets a new one. The rest (slots, sets, properties, caches) is reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import gc
 import operator
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,10 +22,6 @@ from hmpx.ops.captured_names.raw import MISSING, Access
 DEEPEST = 4  # containers within containers
 _BOUND: tuple[type, ...] = (types.MethodType, staticmethod, classmethod)
 HOLDERS = (functools.partial, functools._lru_cache_wrapper, property, types.CellType, *_BOUND)
-_PARTS: dict[type, list[Any]] = {  # of holders that can only be made anew
-    property: [vars(property)[name] for name in ("fget", "fset", "fdel")],
-    **{kind: [vars(kind)["__func__"]] for kind in _BOUND},
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Rewriting:
         where = raw.class_name(type(thing))
         self._attributes(thing, raw.attribute_dict(thing), raw.ATTRIBUTE, where)
         for slot in raw.slots(type(thing)):
-            self._replace(thing, raw.SLOT, slot, raw.read_slot(thing, slot), f"{where}.{slot.__name__}")
+            self._unchangeable(raw.read_slot(thing, slot), f"{where}.{slot.__name__}", 0, "a slot is not changed")
 
     def function(self, function: types.FunctionType) -> None:
         """Look through attributes, default arguments and closure."""
@@ -135,9 +131,9 @@ class Rewriting:
                 self._item(value, key, held, f"{where}[{raw.described(key)}]", depth + 1)
             if self._keys:
                 self._exchange_keys(value, kind, where, depth)
-        elif base is list or base is deque:
-            for index, held in enumerate(list(base.__iter__(value))):
-                self._replace(value, raw.INDEX[base], index, held, f"{where}[{index}]", depth + 1)
+        elif base is list:
+            for index, held in enumerate(list(list.__iter__(value))):
+                self._replace(value, raw.INDEX, index, held, f"{where}[{index}]", depth + 1)
         elif base is tuple:
             return self._tuple(value, kind, where, depth)
         elif base is frozenset and self._keys and kind is frozenset:
@@ -150,17 +146,14 @@ class Rewriting:
                     set.add(value, new)
         elif base is not None:
             for held in list(base.__iter__(value)):
-                self._unchangeable(held, where, depth + 1, f"a {base.__name__} cannot be changed")
+                self._unchangeable(held, where, depth + 1, f"a {base.__name__} is not changed")
         elif issubclass(kind, functools.partial):
             self._partial(value, where, depth)
-        elif kind is functools._lru_cache_wrapper:
-            for held in gc.get_referents(value):
-                if id(held) in self._by_id:
-                    self._unchangeable(held, where, depth, "a functools.lru_cache cannot be changed")
-        elif kind is types.CellType:
-            self._replace(value, raw.CELL, 0, raw.read_cell(value, 0), where, depth)
-        else:
+        elif issubclass(kind, _BOUND):
             return self._made_anew(value, kind, where, depth)
+        else:  # a cache, a property, a cell
+            for held in gc.get_referents(value):
+                self.escaped(held, where, f"a {raw.class_name(kind)} is not changed")
         return value
 
     def _all(self, values: tuple, where: list[str], depth: int) -> tuple:
@@ -214,22 +207,18 @@ class Rewriting:
 
     def _made_anew(self, value: Any, kind: type, where: str, depth: int) -> Any:
         count = len(self.captures)
-        base = next(base for base in _PARTS if issubclass(kind, base))
-        before = tuple([part.__get__(value) for part in _PARTS[base]])
-        after = self._all(before, [where] * len(before), depth)
-        if after is before:
+        base = next(base for base in _BOUND if issubclass(kind, base))
+        before = vars(base)["__func__"].__get__(value)
+        new = self.replaced(before, where, depth)
+        if new is before:
             return value
         if kind is not base:  # to make one is to run code of its class
             self._failed(count, f"a {raw.class_name(kind)} cannot be changed")
             return value
-        if kind is property:
-            fget, fset, fdel = after
-            return property(fget, fset, fdel, value.__doc__)
         if kind is types.MethodType:
-            (new,) = after
             binds = type(new) is types.MethodDescriptorType
             return new.__get__(value.__self__) if binds else types.MethodType(new, value.__self__)
-        return kind(*after)
+        return kind(new)
 
     def _replace(self, holder: Any, access: Access, key: Any, value: Any, where: str, depth: int = 0) -> None:
         """Write the replacement of a value to its place; note it if that fails."""

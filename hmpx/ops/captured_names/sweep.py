@@ -37,9 +37,9 @@ _OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc", "_thread"})
 class Sweep:
     """One pass.
 
-    replacements: by function. put: writes to a place. back: whether torch's functions come
-    back; then functions that were put into torch's own tables, keys of tables and members of sets are exchanged too,
-    since all these were made in the meantime.
+    replacements: by function. put: writes to a place. back: whether a conversion ends, and
+    originals take the place of its wrappers. Then torch's own tables, keys of tables and members of sets are changed
+    too: whatever of these holds a wrapper was made during the conversion.
     """
 
     def __init__(self, replacements: Mapping[Any, Any], put: PlaceWriter, back: bool = False) -> None:

@@ -115,6 +115,8 @@ def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str
     )
 
 
+_DENSE = (*PLAIN, FakeTensor, FunctionalTensor)  # the last two: as torch compiles
+
 OPERANDS: dict[str, Callable[..., Operands | str]] = {
     "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
     "baddbmm": _baddbmm, "einsum": _einsum,
@@ -160,9 +162,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
         return True
-    return (
-        type(value) in (*PLAIN, FakeTensor, FunctionalTensor) and value.layout is torch.strided and not value.is_nested
-    )
+    return type(value) in _DENSE and value.layout is torch.strided and not value.is_nested
 
 
 def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 
 from hmpx.base import process_state as state
-from hmpx.base.autocast_state import SCOPES
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ONLY_FP32, SPARSE_GRADIENTS, Composition
@@ -271,12 +270,9 @@ def _new(scope: int, overlay: int) -> int:
                 state.scope_numbers[key] = scope  # once more the same
             elif scope and state.overlays[overlay].policy is not None:
                 state.scope_numbers[key] = number_inside(0, overlay)  # it hides the lists around it
-            elif len(state.scopes) < SCOPES:
+            else:
                 state.scope_numbers[key] = len(state.scopes)
                 state.scopes.append(key)
-            else:
-                where = state.overlays[overlay].where
-                raise HmpxError(f"{where}: more than {SCOPES} nestings of lists in one process")
         return state.scope_numbers[key]
 
 

@@ -34,7 +34,7 @@ def rule_of(frame: types.FrameType) -> Rule | None:
 
 
 def pass_over(code: types.CodeType) -> None:
-    """Note that this code only forwards a call, so that its caller counts as the caller."""
+    """Note that this code only forwards a call: whoever looks for the caller skips its frame."""
     _passed_over[id(code)] = code
 
 

@@ -5,11 +5,11 @@ their signature; everything else (a subclass, a missing argument, a list, a spar
 `rules.cast_arguments`. What is usual is asked first, by identity: to find it in a set takes twice as long.
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
-before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1,
-`_usual` torch.float32):
+before, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1, `_usual` torch.float32; `_off.any` says
+that casts are off in some thread or task, `_traced.inside` that Dynamo traces a region):
 
     def make(_original, _run, _switch):
-        _off, _casts_off, _alive = _switch.off, _switch.casts_off, _switch.alive
+        _off, _casts_off = _switch.off, _switch.casts_off
 
         def matmul(input=_missing, other=_missing, *args, **kwargs):
             input_type = type(input)
@@ -17,9 +17,11 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
             if (input_type is _Tensor or input_type is _Param) and (other_type is _Tensor or other_type is _Param):
                 input_dtype = input.dtype
                 other_dtype = other.dtype
-                if input_dtype is _target and other_dtype is _target and not (_off or kwargs):
+                if input_dtype is _target and other_dtype is _target and not (_traced.inside or _off.any or kwargs):
                     return _run(input, other, *args) if args else _run(input, other)
-                if _off and _casts_off(_signature, (input, other,), kwargs) or kwargs and _is_stated(kwargs):
+                if (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs) or (
+                    kwargs and _is_stated(kwargs)
+                ):
                     return _original(input, other, *args, **kwargs)
                 input_cast = input
                 if input_dtype is _usual or input_dtype in _castable:
@@ -44,8 +46,8 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
             return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
         return matmul
 
-Where casts belong to the model, `_off` is never empty, and in its place the wrapper asks whether the innermost region
-of its thread is that of a forward: ``not (_alive and (_open := _thread.open) and _open[-1] is _in_forward)``.
+Where casts belong to the model, the wrapper asks whether the innermost region casts, as that of a forward does:
+``_traced.inside or _switch.retired or not _nowhere.here.casting``.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def _unusual(
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
 _HEAD = """\
 def make(_original, _run, _switch):
-    _off, _casts_off, _alive = _switch.off, _switch.casts_off, _switch.alive
+    _off, _casts_off = _switch.off, _switch.casts_off
 
     def {function}({signature}, *args, **kwargs):
 """
@@ -132,7 +134,9 @@ _RIGHT = """\
                 return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
-            if {off} and _casts_off(_signature, ({names},), kwargs) or kwargs and _is_stated(kwargs){dtypes}:
+            if ({off}) and _casts_off(_signature, ({names},), kwargs) or (
+                kwargs and _is_stated(kwargs){dtypes}
+            ):
                 return _original({names}, *args, **kwargs)
 """
 _LEAVE = """\
@@ -170,7 +174,10 @@ def _default(p: Argument) -> str:
     return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
 
 
-_OFF = {True: "_off", False: "not (_alive and (_open := _thread.open) and _open[-1] is _in_forward)"}  # by `everywhere`
+_OFF = {  # by `everywhere`
+    True: "_traced.inside or _off.any",
+    False: "_traced.inside or _switch.retired or not _nowhere.here.casting",
+}
 
 
 @functools.cache
@@ -237,8 +244,8 @@ def make_wrapper(
         "_cast_weight": cast_weight,
         "_Param": torch.nn.Parameter,
         "_unusual": _unusual,
-        "_thread": region_state.thread,
-        "_in_forward": region_state.IN_FORWARD,
+        "_nowhere": region_state.nowhere,
+        "_traced": region_state.traced,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,
     }

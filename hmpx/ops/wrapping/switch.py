@@ -36,29 +36,25 @@ class Switch:
     """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
 
     everywhere: whether every op is cast, and not the model's alone.
-    off: empty while the conversion is alive and every thread casts every op.
-    alive: empty when the conversion is over.
+    off: whether the conversion is over, or casts are off in some thread or task.
+    retired: whether the conversion is over.
     """
 
-    __slots__ = ("alive", "everywhere", "off")
+    __slots__ = ("everywhere", "off", "retired")
 
     def __init__(self, everywhere: bool = True) -> None:
-        self.everywhere, self.alive = everywhere, [True]
-        self.off = process_state.off_somewhere
-
-    @property
-    def retired(self) -> bool:
-        return not self.alive
+        self.everywhere, self.retired = everywhere, False
+        self.off = process_state.off
 
     def retire(self) -> None:
-        self.alive.clear()
+        self.retired = True
         region_state.retire()
 
     def casts_off(self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE) -> bool:
         """Return whether a call is left as it is. Without a signature the call counts as one of the model."""
-        if not self.alive:
+        if self.retired:
             return True
-        if not self.off:
+        if self.everywhere and not (region_state.traced.inside or self.off.any):
             return False
         acts = region_state.acts()
         if acts is not None or signature is None or is_dynamo_compiling():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import wrapt
 
 from hmpx.base import region_state
@@ -28,7 +27,7 @@ from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import make_wrapper
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
-from hmpx.ops.wrapping.overriding import PLAIN, call, called_by_torch, public
+from hmpx.ops.wrapping.overriding import call, called_by_torch, public
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
 from hmpx.ops.wrapping.switch import Switch
 
@@ -103,7 +102,7 @@ def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
 
 
 def patch_of(owner: Any, attribute: str, label: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
-    """Do the same for an attribute of a class or module."""
+    """Return the patch of an attribute of a class or module, which messages call `label`."""
     original = wrapt.resolve_path(owner, attribute)[2]  # as it stands in the namespace, or along a class's MRO
     return Patch(attribute, how, None, label, owner, attribute, original, build(original))
 
@@ -150,11 +149,7 @@ def build_choice(
     signature = entry.signature
 
     def choice(*args, **kwargs):
-        # Dynamo, to which every tensor is a plain one, has no frames.
-        plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if (observer is None and switch.casts_off(signature, args, kwargs)) or (
-            not plain and called_by_torch(args, kwargs, 1)
-        ):
+        if (observer is None and switch.casts_off(signature, args, kwargs)) or called_by_torch(args, kwargs, 1):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
@@ -165,9 +160,11 @@ def build_choice(
 
 
 def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
+    if kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("out", "dtype")}
     try:
-        return when(*args, **{name: value for name, value in kwargs.items() if name not in ("out", "dtype")})
-    except (TypeError, ValueError, AttributeError):  # no legal call: torch says it better
+        return when(*args, **kwargs)
+    except (TypeError, ValueError, AttributeError):  # no legal call, which torch refuses with an error of its own
         return False
 
 
@@ -202,7 +199,7 @@ def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> t
 
 
 def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
-    public(original)  # looks it up once, while torch is as it was made
+    public(original)  # looks its name up once, before torch is patched
     if entry.signature.python or entry.signature.lead is None:
         return _general(entry, rule, original, run, switch)
     return make_wrapper(entry.signature, rule, entry.attribute, switch.everywhere)(original, run, switch)
