@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.errors import HmpxError, kind_of
-from hmpx.rounding.devices import is_lazy, lacks_data
+from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
@@ -262,7 +262,7 @@ def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
     """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
     by_storage: dict[int, dict[Parameter, Tensor]] = {}
     for p in params:
-        held = None if is_lazy(p) or lacks_data(p) else local(p)
+        held = local(p) if shows_values(p) else None
         if held is not None and held.numel():
             by_storage.setdefault(held.untyped_storage().data_ptr(), {})[p] = held
     found: dict[Parameter, Parameter] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hmpx.rounding.devices import is_lazy
+from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
@@ -64,7 +64,7 @@ class Shadow:
 
     def _has_changed(self) -> bool:
         version, seen = self._seen
-        if self.p._version != version or is_lazy(self.p):
+        if self.p._version != version or not shows_values(self.p):
             return self.p._version != version
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
@@ -129,7 +129,7 @@ class Shadow:
         """Whether the step has changed the weights since it got them."""
         shown = torch.empty_like(self.q, requires_grad=False)
         self.store.read(self.segment, local(shown))
-        return is_lazy(self.q) or not torch.equal(local(shown), local(self.q.detach()))
+        return not shows_values(self.q) or not torch.equal(local(shown), local(self.q.detach()))
 
     def undo(self) -> None:
         """Restore weights and gradient, object and values, after the step raised."""
@@ -151,7 +151,7 @@ def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
     """Whether a gradient has the values that it had: a write through `.data` or by a fused kernel has no version."""
     if real is None:
         return False
-    if is_lazy(left) or left.layout is not torch.strided:
+    if not shows_values(left) or left.layout is not torch.strided:
         return True
     return torch.equal(local(left).to(real.dtype), local(real))
 
