@@ -62,8 +62,8 @@ def attach(
             flat partition: by name, the shape of the whole and the first index of each dimension,
             ``{"experts.w1": ((8, 64, 64), (2, 0, 0))}``; of flat elements from i on, ``((numel,), (i,))``. An optimizer
             that works by element then has the bits of the whole parameter in one process.
-        methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. Known without
-            it: `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
+        methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
+            `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
             tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`), but
@@ -144,7 +144,9 @@ def attach(
             "torch.bfloat16 does not have that",
             type(target).__name__,
         )
-    attachment = Attachment(target, settings, given, slices, process_group, methods=writing, are_whole=names is not None)
+    attachment = Attachment(
+        target, settings, given, slices, process_group, methods=writing, are_whole=names is not None
+    )
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
     return attachment

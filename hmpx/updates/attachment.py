@@ -191,13 +191,14 @@ class Attachment:
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """Return the facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
-        settings = {key: str(value) for key, value in vars(self.settings).items()}
+        stated = {**vars(self.settings), "methods": self.methods}
+        settings = {key: str(value) for key, value in stated.items()}
         whole = {name: place.whole for name, place in self.places.items()}
         params = {
             f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(whole.get(name, p.shape))}
             for i, (name, p) in enumerate(named(outer, self.names))
         }
-        counts = {"seed": rounding_key.seed, "step": rounding_key.step, "methods": [*self.methods], "number of parameters": len(params)}
+        counts = {"seed": rounding_key.seed, "step": rounding_key.step, "number of parameters": len(params)}
         return {**settings, **counts, **params}
 
     def install(self, outer: Optimizer | None = None) -> None:

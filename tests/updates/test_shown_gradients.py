@@ -80,7 +80,9 @@ def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way, 
     assert not torch.equal(p, weight)
 
 
-@pytest.mark.parametrize("methods, said", [("clim", "'clim' .* did you mean 'climb'"), (["step"], "'step' is no method")])
+@pytest.mark.parametrize(
+    "methods, said", [("clim", "'clim' .* did you mean 'climb'"), (["step"], "'step' is no method")]
+)
 def test_a_method_that_rewrites_weights_is_one_of_the_optimizers_own(methods, said):
     optimizer = Named([nn.Parameter(torch.ones(3, dtype=BF16))], lr=0.1)
     with pytest.raises(hmpx.HmpxError, match=said):
