@@ -83,8 +83,8 @@ def layout(optimizer: Optimizer) -> tuple | None:
     params = parameters(optimizer)
     if not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
         return None
-    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return membership(optimizer), *places, [p.dtype for p in params]
+    memory = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
+    return membership(optimizer), *memory, [p.dtype for p in params]
 
 
 def inside_zero(optimizer: Optimizer) -> Optimizer | None:
