@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hmpx
 from hmpx.updates.checkpoints import MASTER_KEY
+from tests.support.optimizers import UnlistedAdamW
 
 BF16 = torch.bfloat16
 PLACES = {"FakeTensorMode": FakeTensorMode, "meta": lambda: torch.device("meta")}
@@ -45,10 +46,6 @@ def trained(place, cls=torch.optim.AdamW, options=None, **how):
         return described(optimizer.state_dict()["state"])
 
 
-class Unlisted(torch.optim.AdamW):
-    """Steps whole FP32 copies."""
-
-
 @pytest.mark.parametrize("kernels", ["native", "float32"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
@@ -73,7 +70,7 @@ def test_a_step_without_data_leaves_the_state_of_one_with_data(weights, how):
     """The real steps come last: nothing without data was kept for them."""
     places = {**PLACES, "data": contextlib.nullcontext}
     how = {**how, "weights": weights, "use_master_weights_in_ckpt": weights in MASTERS}
-    for cls in (torch.optim.AdamW, Unlisted):
+    for cls in (torch.optim.AdamW, UnlistedAdamW):
         found = {name: trained(place, cls, **how) for name, place in places.items()}
         assert found["FakeTensorMode"] == found["meta"] == found["data"] and found["data"]
         assert (MASTER_KEY in {key for _, key in found["data"]}) is (weights in MASTERS)
