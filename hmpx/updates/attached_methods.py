@@ -82,15 +82,17 @@ def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     added = {ATTRIBUTE, *attachment._added}
     state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
     stated = attachment.settings, attachment.names, attachment.places
-    made = functools.partial(type(attachment), methods=attachment.methods)
-    return _rebuild, (made, type(optimizer), state, stated, attachment._updates.stores)
+    how = {"methods": attachment.methods}
+    return _rebuild, (type(attachment), type(optimizer), state, stated, how, attachment._updates.stores)
 
 
-def _rebuild(made: Callable, cls: type[Optimizer], state: dict, stated: tuple, stores: Stores) -> Optimizer:
+def _rebuild(
+    kind: type, cls: type[Optimizer], state: dict, stated: tuple, how: dict[str, Any], stores: Stores
+) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     step_count.forget(optimizer)
-    attachment = made(optimizer, *stated)
+    attachment = kind(optimizer, *stated, **how)
     attachment._updates.stores = stores
     attachment.install()
     return optimizer
