@@ -37,6 +37,11 @@ def lacks_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+def shows_values(tensor: Tensor) -> bool:
+    """Return whether it is cheap to look at a tensor's values: a lazy one would have to be computed first."""
+    return not is_lazy(tensor) and not lacks_data(tensor)
+
+
 @functools.cache
 def _constant(value: int, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.int32, device=device)

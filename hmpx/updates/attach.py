@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hmpx.base.dtype_names import dtype_named
 from hmpx.errors import HmpxError
+from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
@@ -34,6 +35,7 @@ def attach(
     model: torch.nn.Module | None = None,
     names: Iterable[str] | None = None,
     places: Places | None = None,
+    methods: Iterable[str] = (),
     seed: int | None = Settings.seed,
     state_dtype: torch.dtype | str = Settings.state_dtype,
     parameters: Mapping[str, Mapping[str, Any]] | Rules = Settings.parameters,
@@ -60,6 +62,8 @@ def attach(
             flat partition: by name, the shape of the whole and the first index of each dimension,
             ``{"experts.w1": ((8, 64, 64), (2, 0, 0))}``; of flat elements from i on, ``((numel,), (i,))``. An optimizer
             that works by element then has the bits of the whole parameter in one process.
+        methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
+            `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
             tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`), but
@@ -113,11 +117,12 @@ def attach(
             release_gradients=release_gradients,
             fused=fused,
         )
-        given = given_names(optimizer, model, names)
+        given, writing = given_names(optimizer, model, names), check_methods(target, methods)
         before = attached(optimizer)
         if before is not None:
             same_names = given in ({}, before.names) or (before.are_whole and names is None)
-            if before.settings == settings and same_names and (places is None or before.places == places):
+            same_places, same_methods = places in (None, before.places), writing in ((), before.methods)
+            if before.settings == settings and same_names and same_places and same_methods:
                 return before
             raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
         if target is not optimizer:
@@ -139,7 +144,9 @@ def attach(
             "torch.bfloat16 does not have that",
             type(target).__name__,
         )
-    attachment = Attachment(target, settings, given, slices, process_group, are_whole=names is not None)
+    attachment = Attachment(
+        target, settings, given, slices, process_group, methods=writing, are_whole=names is not None
+    )
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
     return attachment

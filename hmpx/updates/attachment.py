@@ -43,6 +43,7 @@ class Attachment:
         settings: the arguments of `attach` that say how weights are updated.
         names: the names of parameters that `attach` was given, by parameter.
         places: where parameters stand that are slices of larger ones, by name.
+        methods: the names of its methods that rewrite weights, as `attach` was given them.
         are_whole: whether the names were given one by one, as those of the whole model.
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
         active: whether the optimizer is still attached by this handle.
@@ -71,9 +72,10 @@ class Attachment:
         places: dict[str, Place] | None = None,
         group: Any = None,
         *,
+        methods: tuple[str, ...] = (),
         are_whole: bool = False,
     ) -> None:
-        self.settings, self.are_whole = settings, are_whole
+        self.settings, self.methods, self.are_whole = settings, methods, are_whole
         self._counts = StepCounts(group, warns=not are_whole)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names, places)
@@ -189,7 +191,8 @@ class Attachment:
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """Return the facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
-        settings = {key: str(value) for key, value in vars(self.settings).items()}
+        stated = {**vars(self.settings), "methods": self.methods}
+        settings = {key: str(value) for key, value in stated.items()}
         whole = {name: place.whole for name, place in self.places.items()}
         params = {
             f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(whole.get(name, p.shape))}
@@ -202,7 +205,7 @@ class Attachment:
         """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
         self._outer = weakref.ref(outer or self._alive)
         optimizer = self._alive
-        methods, own = replaced_methods(optimizer, self._optimizer), vars(optimizer)
+        methods, own = replaced_methods(optimizer, self._optimizer, self.methods), vars(optimizer)
         self._counted = step_count.stored(optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
         step_hooks.install(optimizer)

@@ -198,10 +198,9 @@ def _masters_in(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
-    """Whether masters differ from the weights. False for a shard, since its ranks must agree, and where no data is."""
-    if is_sharded(segment.param) or lacks_data(masters):
-        return False
-    return not torch.equal(masters, segment.param.float())
+    """Whether masters differ from the weights. False for a shard, since its ranks must agree, and without data."""
+    p = segment.param
+    return not is_sharded(p) and not lacks_data(p) and not torch.equal(masters, p.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:

@@ -93,9 +93,11 @@ class Claim:
                 if id(p) not in self.params:
                     self.params[id(p)] = p
                     entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
-                    entry.claims.append(self)
-                    if len(entry.claims) > 1:
+                    for earlier in entry.claims:
                         _shared.add(id(p))
+                        if earlier._has_stepped:
+                            earlier._stepped.add(id(p))
+                    entry.claims.append(self)
                     entry.update()
             _reduce_by(modules)
         _remove_ended()

@@ -59,8 +59,8 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
     watch_wrapping(changes, gradients.wrapped)
-    place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
-    changes.put(place, _averaging_in_fp32(AveragedModel.update_parameters))
+    attribute = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
+    changes.put(attribute, _averaging_in_fp32(AveragedModel.update_parameters))
     _watch_trial_steps(changes)
 
 
@@ -68,8 +68,8 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
     """Replace a method of `torch.optim.Optimizer` by ``wrapper(method)``, until `changes` are undone."""
     ours = wrapper(getattr(Optimizer, name))
     is_static = isinstance(vars(Optimizer)[name], staticmethod)
-    place = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")
-    changes.put(place, staticmethod(ours) if is_static else ours)
+    attribute = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")
+    changes.put(attribute, staticmethod(ours) if is_static else ours)
 
 
 def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
@@ -144,8 +144,8 @@ def _watch_trial_steps(changes: Changes) -> None:
     """Wrap torch.distributed.checkpoint's step as soon as its module is imported, until `changes` are undone."""
 
     def patch(module: ModuleType) -> None:
-        place = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
-        changes.put(place, _as_trial(module._init_optim_state))
+        attribute = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
+        changes.put(attribute, _as_trial(module._init_optim_state))
 
     awaited.when_imported(_MODULE, patch, changes)
 

@@ -42,3 +42,11 @@ def forms():
             yield name, {"foreach": True}
         if name in FUSED:
             yield name, {"fused": True}
+
+
+class UnlistedSGD(optim.SGD):
+    """A class that hmpx does not know: it steps on a whole FP32 copy."""
+
+
+class UnlistedAdamW(optim.AdamW):
+    """A class that hmpx does not know, with two moments."""

@@ -204,14 +204,15 @@ def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
     assert gradient_dtype(p) is BF16 and gradient_dtype(q) is FP32
 
 
-def turns(weights, count):
-    """Two optimizers that step one parameter in turn, `count` times."""
+def turns(weights, count, attached_at=(0, 0)):
+    """Two optimizers that step one parameter in turn, `count` times; each is attached before the step with a number."""
     torch.manual_seed(0)
     shared = nn.Parameter(torch.randn(64).bfloat16())
     optimizers = [optim.SGD([("shared", shared)], lr=1e-3), optim.AdamW([("shared", shared)], lr=1e-4)]
-    for optimizer in optimizers:
-        hmpx.attach(optimizer, weights)
     for i in range(count):
+        for optimizer, at in zip(optimizers, attached_at, strict=True):
+            if at == i:
+                hmpx.attach(optimizer, weights)
         shared.grad = torch.ones_like(shared)
         optimizers[i % 2].step()
     return shared, optimizers
@@ -222,6 +223,9 @@ def test_two_optimizers_with_masters_do_not_step_a_parameter_in_turn(weights):
     """Each would lose what the other keeps below BF16's precision: that step is refused, and moves nothing."""
     with pytest.raises(hmpx.HmpxError, match=r"SGD and AdamW|AdamW and SGD step the parameter 'shared' in turn"):
         turns(weights, 6)
+    with pytest.raises(hmpx.HmpxError, match="in turn"):
+        turns(weights, 3, attached_at=(0, 1))
+    turns(weights, 2, attached_at=(0, 1))
     shared, (first, second) = turns(weights, 2)
     second.step()  # one that goes on alone is right
     before = shared.detach().clone()

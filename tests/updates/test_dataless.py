@@ -11,10 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hmpx
+from hmpx.updates.checkpoints import MASTER_KEY
+from tests.support.optimizers import UnlistedAdamW
 
 BF16 = torch.bfloat16
 PLACES = {"FakeTensorMode": FakeTensorMode, "meta": lambda: torch.device("meta")}
 WAYS = ("stochastic", "nearest", "master", "split", "split8")
+MASTERS = WAYS[2:]
 
 
 def model(dtype):
@@ -30,10 +33,10 @@ def described(state):
     }
 
 
-def trained(place, fused=False, **how):
+def trained(place, cls=torch.optim.AdamW, options=None, **how):
     with place():
         it = model(BF16)
-        optimizer = torch.optim.AdamW(it.named_parameters(), lr=1e-2, fused=fused)
+        optimizer = cls(it.named_parameters(), lr=1e-2, **(options or {}))
         hmpx.attach(optimizer, **how)
         for _ in range(2):
             for p in it.parameters():
@@ -66,24 +69,48 @@ def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
 def test_a_step_without_data_leaves_the_state_of_one_with_data(weights, how):
     """The real steps come last: nothing without data was kept for them."""
     places = {**PLACES, "data": contextlib.nullcontext}
-    found = {name: trained(place, weights=weights, **how) for name, place in places.items()}
-    assert found["FakeTensorMode"] == found["meta"] == found["data"] and found["data"]
+    how = {**how, "weights": weights, "use_master_weights_in_ckpt": weights in MASTERS}
+    for cls in (torch.optim.AdamW, UnlistedAdamW):
+        found = {name: trained(place, cls, **how) for name, place in places.items()}
+        assert found["FakeTensorMode"] == found["meta"] == found["data"] and found["data"]
+        assert (MASTER_KEY in {key for _, key in found["data"]}) is (weights in MASTERS)
+
+
+@pytest.mark.parametrize("weights", WAYS)
+def test_a_model_that_gets_its_data_later_trains_as_one_that_had_it(weights):
+    """Parameters that are prepared on the meta device, saved, and stay the same objects when they are filled."""
+    recipe = {"parameter_dtype": "bfloat16", "weights": weights, "use_master_weights_in_ckpt": weights in MASTERS}
+    found = []
+    for place in (PLACES["meta"], contextlib.nullcontext):
+        with place():
+            it = model(torch.float32)
+        optimizer = torch.optim.AdamW(it.parameters(), lr=1e-4)
+        hmpx.prepare(it, optimizer, {"opt_level": "O1", **recipe})
+        optimizer.state_dict()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            it.to_empty(device="cpu")
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.manual_seed(0)
+        for p in it.parameters():
+            p.data.normal_()
+        for _ in range(3):
+            for p in it.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        found.append([*it.parameters(), *(saved[i][MASTER_KEY] for i in saved if weights in MASTERS)])
+        hmpx.restore(optimizer)
+    assert len(found[0]) == 6 * (1 + (weights in MASTERS)) and not found[0][0].is_meta
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("weights", ["stochastic", "split8"])
 def test_a_fused_step_without_data(weights):
     """On the meta device torch refuses fused optimizers."""
-    real = trained(contextlib.nullcontext, fused=True, weights=weights)
-    assert trained(FakeTensorMode, fused=True, weights=weights) == real
+    how = {"options": {"fused": True}, "weights": weights}
+    real = trained(contextlib.nullcontext, **how)
+    assert trained(FakeTensorMode, **how) == real
     with pytest.raises(RuntimeError, match="fused=True"):
-        trained(PLACES["meta"], fused=True, weights=weights)
-
-
-@pytest.mark.parametrize("weights", [*WAYS])
-def test_a_checkpoint_of_masters_without_data(weights):
-    """It is taken at once when an optimizer is attached with masters in its checkpoints."""
-    with torch.device("meta"):
-        model = torch.nn.Linear(8, 8).bfloat16()
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    hmpx.attach(optimizer, weights, use_master_weights_in_ckpt=weights in ("master", "split", "split8"))
-    assert optimizer.state_dict()["param_groups"]
+        trained(PLACES["meta"], **how)

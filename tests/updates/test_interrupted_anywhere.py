@@ -15,6 +15,7 @@ import hmpx
 from hmpx.base import interrupts, region_state
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import step, step_call
+from tests.support.optimizers import UnlistedSGD
 from tests.support.training import same
 
 BF16 = torch.bfloat16
@@ -22,10 +23,6 @@ BF16 = torch.bfloat16
 TAKES = {Path(module.__file__) for module in (interrupts, region_state, step_hooks, step, step_call)}
 EVERY_OTHER, PACKAGE = 31, str(Path(hmpx.__file__).parent)
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-class Unlisted(optim.SGD):
-    """Steps on a whole FP32 copy, since hmpx does not know the class."""
 
 
 class AtInstruction:
@@ -109,7 +106,7 @@ def as_it_was(probe, optimizer, p):
     )
 
 
-@pytest.mark.parametrize("cls", [optim.SGD, Unlisted])
+@pytest.mark.parametrize("cls", [optim.SGD, UnlistedSGD])
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_instruction_of_a_step_leaves_nothing_taken(every, cls, handled):
     """The optimizer refuses to go on only where weights or state were half written."""
@@ -138,7 +135,7 @@ def test_an_interrupt_at_any_instruction_of_a_step_leaves_nothing_taken(every, c
     assert number > 300 and refused < number / every / 2
 
 
-@pytest.mark.parametrize("cls", [optim.SGD, Unlisted])
+@pytest.mark.parametrize("cls", [optim.SGD, UnlistedSGD])
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_signals_at_any_instruction_of_a_step_are_all_handled_and_the_step_is_whole(every, cls, handled):
     probe, p = nn.Linear(4, 4), nn.Parameter(torch.ones(8, dtype=BF16))
@@ -163,7 +160,7 @@ def test_signals_at_any_instruction_of_a_step_are_all_handled_and_the_step_is_wh
     assert 0 < taken < number / every
 
 
-@pytest.mark.parametrize("cls", [optim.SGD, Unlisted])
+@pytest.mark.parametrize("cls", [optim.SGD, UnlistedSGD])
 def test_the_same_signal_twice_in_a_step_is_handled_twice(cls, handled):
     class Sends(cls):
         def step(self):

@@ -17,7 +17,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates.stepping import batching
 from tests.support.numbers import away
-from tests.support.optimizers import CONFIGURATIONS, forms
+from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW, forms
 
 BF16 = torch.bfloat16
 WAYS = ("stochastic", "nearest", "master", "split", "region")
@@ -123,14 +123,11 @@ def test_any_optimizer_in_any_layout_bit_for_bit(layout, floor, monkeypatch):
 def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
     """Such a class steps on whole copies, and its kernel walks all of them as flat arrays all the same."""
 
-    class Mine(optim.AdamW):
-        pass
-
     torch.manual_seed(0)
     weight, gradient = torch.randn(6, 4, 5, 3).bfloat16(), torch.randn(6, 4, 5, 3).bfloat16()
     p = nn.Parameter(weight.to(memory_format=torch.channels_last))
     q = nn.Parameter(weight.float())
-    optimizer, reference = (Mine([("w", each)], lr=0.1, fused=True) for each in (p, q))
+    optimizer, reference = (UnlistedAdamW([("w", each)], lr=0.1, fused=True) for each in (p, q))
     p.grad, q.grad = gradient, gradient.float()
     with hmpx.disable_casts():
         optimizer.step()

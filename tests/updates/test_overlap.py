@@ -11,6 +11,7 @@ from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.fused_batch import FusedBatch
 from hmpx.updates.stepping.names import overlaps
+from tests.support.optimizers import UnlistedSGD
 
 BF16 = torch.bfloat16
 
@@ -68,12 +69,8 @@ def test_shared_elements_are_found_and_all_updates_count_where_parameters_are_st
     assert torch.equal(*results[:2]) and torch.equal(*results[1:])
 
 
-class Whole(optim.SGD):
-    """A class that hmpx does not know."""
-
-
 @pytest.mark.parametrize(
-    "cls, weights", [(Whole, "stochastic"), (optim.SGD, "master"), (optim.SGD, "split"), (Whole, "master")]
+    "cls, weights", [(UnlistedSGD, "stochastic"), (optim.SGD, "master"), (optim.SGD, "split"), (UnlistedSGD, "master")]
 )
 def test_elsewhere_an_error_names_the_two(cls, weights):
     buffer, params, _ = parameters("columns that overlap", BF16)
@@ -89,7 +86,7 @@ def test_elsewhere_an_error_names_the_two(cls, weights):
 
 def test_parameters_that_come_to_share_memory_later_are_found():
     p, q = (nn.Parameter(torch.ones(4, dtype=BF16)) for _ in range(2))
-    optimizer = Whole([p, q], lr=0.25)
+    optimizer = UnlistedSGD([p, q], lr=0.25)
     hmpx.attach(optimizer)
     p.grad = q.grad = torch.ones(4, dtype=BF16)
     optimizer.step()
@@ -105,7 +102,7 @@ def test_parameters_that_come_to_share_memory_where_they_are_are_found(lay):
     p, q = (nn.Parameter(view) for view in (buffer.view(8, 6)[:, :3], buffer.view(8, 6)[:, 3:]))
     if lay == "shape":
         p.data = buffer.view(8, 6)[:2, :3]
-    optimizer = Whole([p, q], lr=0.25)
+    optimizer = UnlistedSGD([p, q], lr=0.25)
     hmpx.attach(optimizer)
     for _ in range(2):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)

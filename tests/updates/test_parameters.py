@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.stepping.optimizer_scope import scope_of
+from tests.support.optimizers import UnlistedSGD
 
 BF16 = torch.bfloat16
 SHAPES = {"a.weight": (40, 130), "a.bias": (40,), "b.weight": (7, 5), "b.bias": (7,), "gate": ()}
@@ -29,10 +30,6 @@ BY_HAND = {
     "gate": {"weights": "nearest"},
 }
 MASTERS = {"a.weight", "a.bias", "b.bias"}
-
-
-class Unknown(optim.SGD):
-    """A class that hmpx does not know, which therefore steps on a whole copy."""
 
 
 def made():
@@ -71,7 +68,7 @@ def assert_same(one, other):
         (lambda named: optim.AdamW(named, lr=1e-3), {}),
         (lambda named: optim.AdamW(named, lr=1e-3), {"fused": True}),
         (lambda named: optim.Adafactor(named, lr=1e-3), {}),
-        (lambda named: Unknown(named, lr=1e-3, momentum=0.9), {}),
+        (lambda named: UnlistedSGD(named, lr=1e-3, momentum=0.9), {}),
     ],
     ids=["sliced", "fused", "by parameter", "whole"],
 )

@@ -14,6 +14,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates.stepping import batching
 from tests.support import ranks
+from tests.support.optimizers import UnlistedAdamW
 
 BF16 = torch.bfloat16
 SHAPES = {"experts": (4, 6, 160), "flat": (1000,), "columns": (8, 30)}
@@ -85,11 +86,7 @@ def test_a_slice_without_a_place_has_other_numbers():
     assert torch.equal(found[0][0], whole[1]) and torch.equal(found[1][0], whole[0])
 
 
-class Unknown(optim.AdamW):
-    """A class that hmpx does not know steps on whole copies."""
-
-
-@pytest.mark.parametrize("cls", [optim.AdamW, Unknown])
+@pytest.mark.parametrize("cls", [optim.AdamW, UnlistedAdamW])
 def test_copies_and_checkpoints_keep_the_place(cls):
     expected = train(*slices(1, {}, cls))
     optimizer, params, cut = slices(1, {}, cls)

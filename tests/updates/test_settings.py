@@ -36,7 +36,7 @@ def in_a_recipe(value):
 
 def test_the_arguments_of_attach_are_the_settings():
     arguments = dict(inspect.signature(hmpx.attach).parameters)
-    for about_the_optimizer in ("optimizer", "model", "names", "places", "process_group"):
+    for about_the_optimizer in ("optimizer", "model", "names", "places", "methods", "process_group"):
         del arguments[about_the_optimizer]
     assert {name: argument.default for name, argument in arguments.items()} == DEFAULTS
     documented = re.findall(r"^    (\w[\w, ]*):", inspect.getdoc(hmpx.attach), re.M)

@@ -20,6 +20,7 @@ from hmpx.rounding.stochastic import round_all
 from hmpx.updates.ranks.sharding import Box
 from hmpx.updates.stepping import batching
 from tests.support import ranks
+from tests.support.optimizers import UnlistedAdamW
 from tests.support.sharded import Small, digest, fixed_gradients, shard
 from tests.support.training import needs_grad_dtype
 
@@ -259,11 +260,8 @@ def test_a_mixed_precision_policy_beside_hmpx():
 
 
 def _whole_and_released(rank):
-    class Mine(optim.AdamW):
-        """A class that hmpx does not know steps on whole copies, which here are DTensors."""
-
     found = []
-    for cls, attached in ((optim.AdamW, {}), (Mine, {}), (optim.AdamW, {"release_gradients": True})):
+    for cls, attached in ((optim.AdamW, {}), (UnlistedAdamW, {}), (optim.AdamW, {"release_gradients": True})):
         model = shard(Small(), "plain")
         optimizer = cls(model.named_parameters(), lr=1e-2)
         hmpx.attach(optimizer, **attached)

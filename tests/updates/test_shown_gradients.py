@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 
 import pytest
@@ -41,22 +42,33 @@ class SAM(optim.Optimizer):
         self.zero_grad()
 
 
+class Named(SAM):
+    """The same under names that hmpx does not know."""
+
+    def climb(self):
+        super().first_step()
+
+    def descend(self):
+        super().second_step()
+
+
 WAYS = ("stochastic", "nearest", "master", "split")
 
 
+@pytest.mark.parametrize("cls, calls", [(SAM, ("first_step", "second_step")), (Named, ("climb", "descend"))])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way):
+def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way, cls, calls):
     """What it keeps in its state is FP32. `test_programs.py` has SAM by a closure."""
     torch.manual_seed(0)
     weight, target = torch.randn(64).bfloat16(), torch.randn(64)
     p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
-    optimizer, reference = (SAM([("w", each)], lr=0.1, momentum=0.9) for each in (p, q))
-    hmpx.attach(optimizer, way)
+    optimizer, reference = (cls([("w", each)], lr=0.1, momentum=0.9) for each in (p, q))
+    hmpx.attach(optimizer, way, methods=() if cls is SAM else calls)
     for number in range(8):
         for each in (p, q):
             each.grad = (p.detach().float() - target).bfloat16().to(each.dtype)
         for each in (optimizer, reference):
-            each.second_step() if number % 2 else each.first_step()
+            getattr(each, calls[number % 2])()
         if way == "stochastic":
             expected = hmpx.stochastic_round(q.detach(), seed=0, step=number, name="w")
         else:
@@ -66,6 +78,17 @@ def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way):
         if way not in ("master", "split"):
             q.data = expected.float()
     assert not torch.equal(p, weight)
+
+
+@pytest.mark.parametrize(
+    "methods, said", [("clim", "'clim' .* did you mean 'climb'"), (["step"], "'step' is no method")]
+)
+def test_a_method_that_rewrites_weights_is_one_of_the_optimizers_own(methods, said):
+    optimizer = Named([nn.Parameter(torch.ones(3, dtype=BF16))], lr=0.1)
+    with pytest.raises(hmpx.HmpxError, match=said):
+        hmpx.attach(optimizer, methods=methods)
+    hmpx.attach(optimizer, methods=("climb", "descend"))
+    assert copy.deepcopy(optimizer)._hmpx_attachment.methods == ("climb", "descend")
 
 
 class Touching(optim.Optimizer):

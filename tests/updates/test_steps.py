@@ -16,18 +16,14 @@ from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.shown import Shown
 from tests.support.models import KeepsLists
-from tests.support.optimizers import CONFIGURATIONS
+from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW
 from tests.support.training import masters_in, parameters, set_gradients
 
 BF16 = torch.bfloat16
 
 
-class Derived(optim.Adam):
-    """A class that hmpx does not know."""
-
-
 @pytest.mark.parametrize(
-    "cls, foreach", [(optim.AdamW, False), (optim.Adagrad, True), (optim.NAdam, True), (Derived, False)]
+    "cls, foreach", [(optim.AdamW, False), (optim.Adagrad, True), (optim.NAdam, True), (UnlistedAdamW, False)]
 )
 def test_a_plain_step_after_steps_in_a_region_is_refused_and_changes_nothing(cls, foreach):
     named = parameters()

@@ -14,6 +14,7 @@ import hmpx
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping import batching
 from tests.support.eight_bits import in_8_bits, read
+from tests.support.optimizers import UnlistedSGD
 from tests.support.oracle import away_from_zero, to_24_bits
 from tests.support.training import masters_in
 
@@ -145,11 +146,7 @@ def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, i
     assert all(torch.equal(params[name], plain[name]) for name in plain)
 
 
-class Unknown(optim.SGD):
-    """A class that steps on whole copies, for hmpx does not know it."""
-
-
-@pytest.mark.parametrize("cls, state_dtype", [(optim.SGD, FP32), (optim.SGD, "8bit"), (Unknown, BF16)])
+@pytest.mark.parametrize("cls, state_dtype", [(optim.SGD, FP32), (optim.SGD, "8bit"), (UnlistedSGD, BF16)])
 def test_whatever_the_default_device_is_the_parameters_decide(cls, state_dtype):
     """Where the default is the meta device, whatever is made without a device holds no numbers."""
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.devices import is_lazy
+from hmpx.rounding.devices import lacks_data, shows_values
 from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
 from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.holding.checksums import BLOCK, block_of, checksums, clear_written
@@ -126,7 +126,7 @@ class Master(Store):
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         master = segment.of(self._here)
-        if is_lazy(master) or master.data_ptr() != x.data_ptr():  # else the step was taken on the master itself
+        if not shows_values(master) or master.data_ptr() != x.data_ptr():  # else the step worked on it
             master.copy_(x)
         segment.of(self.tensor).copy_(x)
 
@@ -172,7 +172,7 @@ class _InHalves(Store):
         if self._loaded is not None:
             self._loaded = _copy_for(held, self._loaded)
             return
-        if self._lower is None or self._lower.shape != held.shape:
+        if self._lower is None or self._lower.shape != held.shape or lacks_data(self._lower) != lacks_data(held):
             self._lower = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
             self._sums = checksums(held)
         elif self._lower.device != held.device:
@@ -253,7 +253,7 @@ class Split8(_InHalves):
 
 def _copy_for(weights: Tensor, masters: Tensor | None) -> Tensor:
     """Return FP32 masters of these weights, on their device and in their layout; from given ones if these fit."""
-    if masters is None or masters.shape != weights.shape:
+    if masters is None or masters.shape != weights.shape or lacks_data(masters) != lacks_data(weights):
         return weights.detach().float()
     if masters.device != weights.device:
         return masters.to(weights.device)

@@ -85,7 +85,7 @@ def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
 
 
 def exchange_of(modules: Iterable[DistributedDataParallel]) -> None:
-    """Let those of the modules reduce in FP32 that hold a parameter of `exchange_in_fp32`.
+    """Make modules reduce in FP32 if they hold a parameter of `exchange_in_fp32`.
 
     Raises:
         HmpxError: one has another communication hook.

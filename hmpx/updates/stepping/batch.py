@@ -58,9 +58,9 @@ class Batch:
             self._lists[each.group].append(each.shadow)
         for group, p in self.others:
             self._lists[group].append(p)
-        copied = [(each.place, each.grad) for each in self._shown if each.grad is not None]
+        copied = [(each.index, each.grad) for each in self._shown if each.grad is not None]
         moved = [piece for each in self._shown for piece in each.pieces if piece.is_moved]
-        self._copied, grads = [place for place, _ in copied], [grad for _, grad in copied]
+        self._copied, grads = [index for index, _ in copied], [grad for _, grad in copied]
         self._transfer: Words | Launches | Operators
         if kernels is None:
             self._transfer = Operators(grads, moved)
@@ -81,9 +81,9 @@ class Batch:
         optimizer, key, counts = call.optimizer, write_back.rounding_key, write_back.counts
         written = write_back.written
         for each in self._ready:
-            grad = gradients[each.place]
+            grad = gradients[each.index]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
-        self._transfer.read([gradients[place] for place in self._copied])
+        self._transfer.read([gradients[index] for index in self._copied])
         shown = [shadow.grad for shadow in self._shadows]
         seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
         blocks = [] if counts is None else [b for each in self._shown for b in each.segment.blocks(each.shadow)]
@@ -135,7 +135,7 @@ class Batch:
         if is_hidden or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
             for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
                 if is_hidden or now is not grad or _version(now) != version:
-                    _hand_back(each.segment, now, gradients, each.place)
+                    _hand_back(each.segment, now, gradients, each.index)
                     each.rest()
         for each in self._ready:
             each.rest()
@@ -164,7 +164,7 @@ class ShownParameters:
         self.hide()
 
 
-def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:
+def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], index: int) -> None:
     """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
     p = segment.param
     if left is None:
@@ -174,9 +174,9 @@ def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], p
     else:
         if not can_be_written(segment.grad):
             p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
-            gradients[place] = local(p.grad)
+            gradients[index] = local(p.grad)
         for block, part in segment.blocks(left):
-            block.of(gradients[place]).copy_(part)
+            block.of(gradients[index]).copy_(part)
 
 
 def _version(grad: Tensor | None) -> int:

@@ -49,8 +49,8 @@ class BatchedStep:
         segments = [members.whole[p] for p in params if p in members.whole]
         for segment in segments:
             self._stores.of(segment).begin()
-        places = {p: i for i, p in enumerate(params)}
-        context = StepContext(optimizer, self._stores, places, self._gradients(), members.group, {})
+        indices = {p: i for i, p in enumerate(params)}
+        context = StepContext(optimizer, self._stores, indices, self._gradients(), members.group, {})
         self._late = context.late
         self._fused = fused_batches(segments, context, write_back) if fused else []
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
@@ -80,7 +80,7 @@ class BatchedStep:
             p, state = segment.param, context.optimizer.state.get(segment.param)
             own = [v for v in state.values() if isinstance(v, Tensor)] if isinstance(state, dict) else []
             kept = [v for v in context.stores.of(segment).beside() if v.shape == local(p).shape]
-            return [context.gradients[context.places[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
+            return [context.gradients[context.indices[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
 
         batches: list[Batch] = []
         for cut in batches_of(segments, context.optimizer, self._members.elements, beside):
@@ -168,7 +168,7 @@ class Fingerprint:
         self._keys, self._values = list(chain(*self._dicts)), _values(self._dicts)
         different: dict[int, Tensor] = {id(each): each for each in (*parameters(optimizer), *self._values, *beside)}
         self._tensors = list(different.values())
-        self._places = list(map(Tensor.data_ptr, self._tensors))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         looks = *self._tensors, *(p.grad for p in params)
         self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
@@ -203,7 +203,7 @@ class Fingerprint:
         grads: list[Any] = [p.grad for p in self._params]
         if not self._guards.check(*self._tensors, *grads):  # None is not what a gradient was, either
             return False
-        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return False
         if not all([grad.data_ptr() or not grad.numel() for grad in grads]):  # the memory is there
             return False

@@ -7,7 +7,7 @@ a training run may change between fused and other steps.
 Parameters that no kernel takes are stepped in other batches:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
-- sharded ones (DTensors), those that have a place, other subclasses of tensors; ones with 2^32 elements or more;
+- sharded ones (DTensors), those under `places=`, other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
@@ -88,7 +88,7 @@ class _Taken:
     """One parameter in the form that a kernel takes.
 
     Attributes:
-        place: the place of the gradient in the list of all.
+        index: of the gradient in the list of all gradients.
         group: the index of the group, where somebody may put another dict of options.
         keys: the keys of the state tensors, in the kernel's order.
         known: the state by the optimizer's own keys, new entries included.
@@ -97,7 +97,7 @@ class _Taken:
     """
 
     segment: Segment
-    place: int
+    index: int
     group: int
     keys: tuple[str | None, ...]
     known: Mapping[str, Any]
@@ -136,7 +136,7 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
-        weight, grad = context.stores.of(segment).for_kernels(segment, name_id(segment.name)), context.places[p]
+        weight, grad = context.stores.of(segment).for_kernels(segment, name_id(segment.name)), context.indices[p]
         assert weight is not None, "the store is settled"
         states = tuple([_stored(segment, key, {**state, **new}) for key in keys])
         stepped = native.StepArguments(weight, StoredTensor.of(context.gradients[grad]), states)
@@ -178,15 +178,15 @@ class FusedBatch:
         write_back.written.extend([each.segment.name for each in self._taken])
         if counts is not None:
             for each, scalars in zip(self._taken, self._scalars, strict=True):
-                old, x = self._exact(each, gradients[each.place], scalars, step_key)
+                old, x = self._exact(each, gradients[each.index], scalars, step_key)
                 exact.append((before_step(each.segment, old), x))
         if self._words is not None:
             padded = array("f", [number for each in self._scalars for number in native.scalars_of(each)])
-            native.gradients_at(self._words, [gradients[each.place].data_ptr() for each in self._taken])
+            native.gradients_at(self._words, [gradients[each.index].data_ptr() for each in self._taken])
             native.step_words(self._formula.kernel, self._words, padded, step_key)
         else:
             pairs = zip(self._taken, self._scalars, strict=True)
-            stepped = [each.with_gradient(gradients[each.place], scalars) for each, scalars in pairs]
+            stepped = [each.with_gradient(gradients[each.index], scalars) for each, scalars in pairs]
             self._kernels.step_list(self._formula.kernel, stepped, step_key)
         if self._counts:
             torch._foreach_add_(self._counts, 1)

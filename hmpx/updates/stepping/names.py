@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.errors import HmpxError, kind_of
-from hmpx.rounding.devices import is_lazy, lacks_data
+from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
@@ -83,8 +83,8 @@ def layout(optimizer: Optimizer) -> tuple | None:
     params = parameters(optimizer)
     if not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
         return None
-    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return membership(optimizer), *places, [p.dtype for p in params]
+    memory = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
+    return membership(optimizer), *memory, [p.dtype for p in params]
 
 
 def inside_zero(optimizer: Optimizer) -> Optimizer | None:
@@ -262,7 +262,7 @@ def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
     """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
     by_storage: dict[int, dict[Parameter, Tensor]] = {}
     for p in params:
-        held = None if is_lazy(p) or lacks_data(p) else local(p)
+        held = local(p) if shows_values(p) else None
         if held is not None and held.numel():
             by_storage.setdefault(held.untyped_storage().data_ptr(), {})[p] = held
     found: dict[Parameter, Parameter] = {}

@@ -1,4 +1,4 @@
-"""The FP32 shadows of whole parameters, with their gradients and state.
+"""The FP32 shadows of whole parameters, with their gradients, and the state that is shown for them.
 
 A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
 parameter, in its own dtype. A gradient that the step leaves alone is not touched. State moves to the key of the shadow
@@ -7,20 +7,17 @@ for the length of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from hmpx.rounding.devices import is_lazy
-from hmpx.updates.holding.held import RoundingKey
+from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, laid_as
-from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
-from hmpx.updates.holding.state_forms import form_of, written
+from hmpx.updates.holding.state_dtypes import as_fp32, is_moment
+from hmpx.updates.holding.state_forms import StateForm
 from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import PLAIN, held_part, is_sharded, like, local
-from hmpx.updates.stepping.step_call import hides_writes
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -64,7 +61,7 @@ class Shadow:
 
     def _has_changed(self) -> bool:
         version, seen = self._seen
-        if self.p._version != version or is_lazy(self.p):
+        if self.p._version != version or not shows_values(self.p):
             return self.p._version != version
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
@@ -129,7 +126,7 @@ class Shadow:
         """Whether the step has changed the weights since it got them."""
         shown = torch.empty_like(self.q, requires_grad=False)
         self.store.read(self.segment, local(shown))
-        return is_lazy(self.q) or not torch.equal(local(shown), local(self.q.detach()))
+        return not shows_values(self.q) or not torch.equal(local(shown), local(self.q.detach()))
 
     def undo(self) -> None:
         """Restore weights and gradient, object and values, after the step raised."""
@@ -151,91 +148,33 @@ def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
     """Whether a gradient has the values that it had: a write through `.data` or by a fused kernel has no version."""
     if real is None:
         return False
-    if is_lazy(left) or left.layout is not torch.strided:
+    if not shows_values(left) or left.layout is not torch.strided:
         return True
     return torch.equal(local(left).to(real.dtype), local(real))
 
 
-class ShadowState:
-    """The state of one whole parameter, under the key of its shadow from `show` until `finish` or `undo`.
+def seen_state(shadow: Shadow, form: StateForm, own: Any) -> dict[str, Any] | None:
+    """Return copies of a parameter's state for its shadow; None if the step can see `own` itself.
 
     Where the shadow is gathered, state of its shape is, too. State of another shape, such as factored moments, is whole
     on every rank, and the same.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, shadow: Shadow, key: RoundingKey) -> None:
-        segment = shadow.segment
-        self._optimizer, self._segment, self._shadow, self._key = optimizer, segment, shadow.q, key
-        self._one_layout, self._gathers = shadow.one_layout, shadow.gathers
-        self._form = form_of(segment)
-        self._as_left = self._form.as_left and not self._gathers  # whether state is kept as the step leaves it
-        self._states = optimizer.state
-        self._before = self._states.get(segment.param)
-        self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
-        tensors = [] if self._gathers else [t for _, value in _items(self._before) for t in _tensors(value)]
-        self._versions = [(tensor, tensor._version) for tensor in tensors]  # of what the step may write to
-
-    def show(self) -> None:
-        """Give the state to the shadow. If that raises, for want of memory, `undo` finds it where it was."""
-        if self._before is not None:
-            shown = self._shown(self._before)
-            self._states.pop(self._segment.param)
-            self._states[self._shadow] = shown
-
-    def _shown(self, before: Any) -> Any:
-        """Return the state that the step sees; the same object if nothing has to be copied."""
-        if not isinstance(before, dict):
-            return before
-        if self._gathers:
-            return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
-        laid = self._shadow if self._one_layout else None
-        if self._as_left and not is_coded(before) and (laid is None or _are_contiguous(laid, *before.values())):
-            return before
-        seen = held(before, self._segment.param) if is_coded(before) else before
-        shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
-        if not self._as_left:
-            shown = {key: as_fp32(value) for key, value in shown.items()}
-        if laid is not None:
-            for key, value in shown.items():
-                if is_moment(value) and value.shape == laid.shape and local(value).stride() != local(laid).stride():
-                    shown[key] = laid_as(value, laid, value.dtype)
-        return before if seen is before and all(shown[k] is v for k, v in before.items()) else shown
-
-    def finish(self) -> None:
-        """Give the state that the step left to the parameter."""
-        left = self._states.pop(self._shadow, None)
-        if left is None:
-            return
-        if isinstance(left, dict) and not self._as_left:
-            before = held(self._before or {}, self._segment.param)
-            after: dict[str, Any] = {}
-            for key, value in left.items():
-                after.update(written(self._form, self._segment, key, value, before.get(key), self._key))
-            left.clear()
-            left.update(after)
-        elif self._before is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
-            keeps_bf16(self._optimizer)
-        self._states[self._segment.param] = left
-
-    def undo(self) -> str | None:
-        """Give the parameter its old state again after the step raised.
-
-        Returns:
-            The parameter's name if the step has written to that state in place, which cannot be undone.
-        """
-        self._states.pop(self._shadow, None)
-        if self._before is None:
-            return None
-        if isinstance(self._before, dict):
-            self._before.clear()
-            self._before.update(self._kept)
-        self._states[self._segment.param] = self._before
-        return self._segment.name if self.is_written() else None
-
-    def is_written(self) -> bool:
-        """Whether the step has written to the parameter's state in place."""
-        is_blind = hides_writes(self._optimizer)
-        return any(is_blind or tensor._version != version for tensor, version in self._versions)
+    if not isinstance(own, dict):
+        return None
+    p, laid = shadow.p, shadow.q if shadow.one_layout else None
+    if shadow.gathers:
+        return {key: _gathered(value) for key, value in held(own, p).items()}
+    if form.as_left and not is_coded(own) and (laid is None or _are_contiguous(laid, *own.values())):
+        return None
+    seen = held(own, p) if is_coded(own) else own
+    shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
+    if not form.as_left:
+        shown = {key: as_fp32(value) for key, value in shown.items()}
+    if laid is not None:
+        for key, value in shown.items():
+            if is_moment(value) and value.shape == laid.shape and local(value).stride() != local(laid).stride():
+                shown[key] = laid_as(value, laid, value.dtype)
+    return None if seen is own and all(shown[key] is value for key, value in own.items()) else shown
 
 
 def _are_contiguous(*values: Any) -> bool:
@@ -244,16 +183,6 @@ def _are_contiguous(*values: Any) -> bool:
         if isinstance(value, Tensor) and not (type(value) in PLAIN and value.is_contiguous()):
             return False
     return True
-
-
-def _items(state: Any) -> Iterable[tuple[str, Any]]:
-    return state.items() if isinstance(state, dict) else ()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
 
 
 def _gathered(value: Any) -> Any:

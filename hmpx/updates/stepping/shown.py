@@ -11,12 +11,12 @@ from hmpx.rounding import native
 from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
-from hmpx.updates.holding.state_forms import form_of, written
+from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_tensors import HeldState, entries, held
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.shown_state import ShownState
 from hmpx.updates.stepping.transfers import Piece, kernels_that_move
 
 Tensor = torch.Tensor
@@ -28,7 +28,7 @@ class StepContext(NamedTuple):
     """Facts that all segments of a step share.
 
     Attributes:
-        places: of each stepped parameter, the place of its gradient in `gradients`.
+        indices: of each stepped parameter, the index of its gradient in `gradients`.
         gradients: as this rank holds them.
         group: of each parameter, the index of its group.
         late: new state of parameters that are cut and whose last segment is still to come.
@@ -36,7 +36,7 @@ class StepContext(NamedTuple):
 
     optimizer: Optimizer
     stores: Stores
-    places: dict[Parameter, int]
+    indices: dict[Parameter, int]
     gradients: list[Tensor]
     group: dict[Parameter, int]
     late: dict[Parameter, dict[str, Any]]
@@ -66,7 +66,7 @@ class Shown:
     """One segment; under `torch.no_grad()`.
 
     Attributes:
-        place: the place of the gradient in the list of all.
+        index: of the gradient in the list of all gradients.
         group: the index of the parameter's group.
         end: where its copies end in the room; `begin` is where they begin.
         weight: the weights; their FP32 form is the `shadow`.
@@ -75,14 +75,14 @@ class Shown:
     """
 
     def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
-        p, form = segment.param, form_of(segment)
-        self.segment, self.place, self.group = segment, context.places[p], context.group[p]
+        p, state = segment.param, ShownState(context.optimizer, segment)
+        form, own = state.form, state.own
+        self.segment, self.index, self.group = segment, context.indices[p], context.group[p]
         self.end = begin
         self.counts: list[CountClone] = []
-        self._states, self._late, self._form = context.optimizer.state, context.late, form
+        self._state, self._late, self._form = state, context.late, form
         self._by_memory = by_memory(context.optimizer)
-        own = self._states.get(p)
-        store, grad = context.stores.of(segment), context.gradients[self.place]
+        store, grad = context.stores.of(segment), context.gradients[self.index]
         # A step on masters themselves cannot be taken back unseen: Lion writes to ``p.data``, which has no version.
         of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
@@ -91,21 +91,16 @@ class Shown:
         self._of_gradient = kernels_for(p if self.grad is None else grad)
         if self.grad is not None and not is_bf16(grad):
             self._of_gradient = None  # it is something else than a copy
-        self._own: Any = None  # the parameter's state, if the optimizer is shown that itself
-        self._content: dict[str, Any] = {}  # its entries
-        self._state: dict[str, Any] | None = None  # the state that is shown in its place
         self._pieces: dict[str, Piece] = {}
         self._is_cast = False  # whether some shown tensor is neither a piece nor the parameter's own
-        if not isinstance(own, dict) or (segment.start is None and form.as_left and self._lies_as_weights(own)):
-            self._own, self._content = own, dict(own) if isinstance(own, dict) else {}
-        else:
-            self._show_state(own)
+        if isinstance(own, dict) and not (segment.start is None and form.as_left and self._lies_as_weights(own)):
+            self._show_copies(own)
 
-    def _show_state(self, own: dict[str, Any]) -> None:
-        self._state = {}
+    def _show_copies(self, own: dict[str, Any]) -> None:
+        self._state.shown, self._state.keeps_left = (shown := dict[str, Any]()), False
         for key, value in held(own, self.segment.param).items():
             if isinstance(value, HeldState) and (value.tensor.dim() or not is_bf16(value.tensor)):
-                self._state[key] = None
+                shown[key] = None
                 self._pieces[key] = self._piece(value, f"{self.segment.name}.{key}")
                 continue
             value = value.tensor if isinstance(value, HeldState) else value
@@ -114,7 +109,7 @@ class Shown:
             elif self.segment.start is not None and isinstance(value, Tensor):
                 self.counts.append(CountClone(value.clone(), value, self.segment.is_last))
                 value = self.counts[-1].clone
-            self._state[key] = value
+            shown[key] = value
 
     def _piece(self, held: Held, name: str, *, itself: bool = True) -> Piece:
         if itself and held.itself(self.segment) is not None and self._fits(held.tensor):
@@ -164,12 +159,12 @@ class Shown:
     @property
     def state(self) -> Any:
         """The state that the optimizer finds for the shadow, a copy that it may change; None for none."""
-        return self._own if self._state is None else self._state.copy()
+        return self._state.own if self._state.shown is None else self._state.shown.copy()
 
     @property
     def versioned(self) -> list[Tensor]:
         """Tensors whose versions show whether a step that raised has written to held memory."""
-        state = self._content if self._state is None else self._state
+        state = self._state.content if self._state.shown is None else self._state.shown
         found = [value for value in state.values() if isinstance(value, Tensor)]
         return [*found, self.shadow] if self.weight.at is None else found
 
@@ -186,8 +181,8 @@ class Shown:
             self.grad.show(room, p if self._by_memory else self.segment.grad)
         for key, piece in self._pieces.items():
             piece.show(room, p if self._by_memory else piece.held.tensor)
-            assert self._state is not None, "pieces are shown in it"
-            self._state[key] = piece.x
+            assert self._state.shown is not None, "pieces are shown in it"
+            self._state.shown[key] = piece.x
         self.rest()
 
     def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
@@ -198,42 +193,23 @@ class Shown:
         Returns:
             Whether there was anything else.
         """
-        p, shown = self.segment.param, self._state
-        if self.segment.start is None:
-            if left is self._own and shown is None:
-                return False
-            if left is None:
-                self._states.pop(p, None)
-            elif not isinstance(left, dict) or (shown is None and self._form.as_left):
-                if self._own is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
-                    keeps_bf16(optimizer)
-                self._states[p] = left
-            elif not self._is_cast and shown is not None and _is_same(left, shown):
-                return False
-            else:
-                self._keep(self._whole(left, rounding_key))
-            return True
-        is_same = not left if shown is None else left is not None and _is_same(left, shown)
-        if p not in self._late and is_same and not self._is_cast:
+        shown, is_part = self._state.shown, self.segment.start is not None
+        if shown is not None:
+            is_same = isinstance(left, dict) and not self._is_cast and _is_same(left, shown)
+        else:
+            is_same = not left if is_part else left is self._state.own
+        if is_same and self.segment.param not in self._late:
             return False
-        self._take_part(left or {}, rounding_key)
+        if is_part:
+            self._take_part(left or {}, rounding_key)
+        else:
+            self._state.take(left, optimizer, rounding_key, {key: piece.x for key, piece in self._pieces.items()})
         return True
-
-    def _whole(self, left: dict[str, Any], rounding_key: RoundingKey) -> dict[str, Any]:
-        """Return the held state of a parameter that the optimizer saw the whole of."""
-        before = held(self._states.get(self.segment.param) or {}, self.segment.param)
-        after: dict[str, Any] = {}
-        for key, value in left.items():
-            if key in self._pieces and value is self._pieces[key].x:
-                after.update(before[key].entries(key))
-            else:
-                after.update(written(self._form, self.segment, key, value, before.get(key), rounding_key))
-        return after
 
     def _take_part(self, left: dict[str, Any], rounding_key: RoundingKey) -> None:
         """Take over the state of one segment. State without the parameter's shape is that of the last segment."""
-        segment, p, shown = self.segment, self.segment.param, self._state or {}
-        after = self._late.setdefault(p, held(self._states.get(p) or {}, p))
+        segment, p, shown = self.segment, self.segment.param, self._state.shown or {}
+        after = self._late.setdefault(p, held(self._state.own or {}, p))
         clones = {id(count.clone) for count in self.counts}
         for key, value in left.items():
             if value is shown.get(key) and (key in self._pieces or id(value) in clones):
@@ -245,21 +221,11 @@ class Shown:
             for block, x in holder.blocks(segment, value):
                 holder.write(block, x, f"{segment.name}.{key}", rounding_key)
         if segment.is_last:
-            self._keep(entries(self._late.pop(p)))
-
-    def _keep(self, after: dict[str, Any]) -> None:
-        if not after and self.segment.param not in self._states:
-            return
-        state = self._states.setdefault(self.segment.param, {})
-        state.clear()
-        state.update(after)
+            self._state.keep(entries(self._late.pop(p)))
 
     def undo(self) -> None:
         """Restore the state after the step raised."""
-        self._states.pop(self.shadow, None)
-        if isinstance(self._own, dict):
-            self._own.clear()
-            self._own.update(self._content)
+        self._state.undo(self.shadow)
         self.rest()
 
     def rest(self) -> None:
@@ -268,7 +234,8 @@ class Shown:
 
     def is_as_made(self) -> bool:
         """Whether the state is in the tensors that were shown, under the same keys."""
-        return not self._is_cast and (not isinstance(self._own, dict) or _is_same(self._own, self._content))
+        state = self._state
+        return not self._is_cast and (not isinstance(state.own, dict) or _is_same(state.own, state.content))
 
 
 def _is_same(left: dict[str, Any], state: dict[str, Any]) -> bool:

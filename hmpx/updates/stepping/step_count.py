@@ -18,7 +18,7 @@ STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
 _KEYS = (STEP_KEY, SEED_KEY)
 _trial = threading.local()  # runs: whether a trial step is running in this thread
 
-# By optimizer: its list of groups when they were stored, the group that carries both, and both by their keys.
+# By optimizer: its list of groups at that time, the group that has step number and seed, and these two by their keys.
 # `load_state_dict` makes a new list; whoever removes or inserts groups does not. ZeRO-1 writes what it loads into the
 # groups that are there.
 _known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict | None, dict[str, int]]] = WeakKeyDictionary()

@@ -77,13 +77,13 @@ class Words:
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece], room: Tensor) -> None:
         self._words, self._first, self._room, self._address = array("Q"), len(grads), room, -1
-        self._places: list[tuple[int, int]] = []  # bytes from the address of the room on, or from 0
+        self._addresses: list[tuple[int, int]] = []  # bytes from the address of the room on, or from 0
         for piece in (*grads, *pieces):
             held = piece.held.for_kernels(piece.segment, name_id(piece.name))
             assert held is not None, "the kernels can move it"
             self._words.extend(native.shown_words(held, piece.segment.offset, piece.segment.count))
             in_room = piece.at is not None
-            self._places.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
+            self._addresses.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
         self._written = [piece.held.tensor for piece in pieces]
 
     def read(self, grads: Sequence[Tensor]) -> None:
@@ -91,7 +91,7 @@ class Words:
         address = self._room.data_ptr()
         if address != self._address:
             self._address = address
-            native.show_at(self._words, [address * in_room + at for in_room, at in self._places])
+            native.show_at(self._words, [address * in_room + at for in_room, at in self._addresses])
         native.hold_at(self._words, list(map(Tensor.data_ptr, grads)))
         native.read_words(self._words)
 

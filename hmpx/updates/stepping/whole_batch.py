@@ -17,7 +17,8 @@ from hmpx.errors import HmpxError
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.stepping.batch import ShownParameters
 from hmpx.updates.stepping.optimizer_scope import by_memory
-from hmpx.updates.stepping.shadows import Shadow, ShadowState
+from hmpx.updates.stepping.shadows import Shadow, seen_state
+from hmpx.updates.stepping.shown_state import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 from hmpx.updates.stepping.update_counts import OldValues, before_step
 
@@ -34,7 +35,7 @@ class WholeBatch:
     def __init__(self, segments: list[Segment], *, gathers: bool = False) -> None:
         self.segments, self._gathers = segments, gathers
         self._shadows: list[Shadow] = []
-        self._states: list[ShadowState] = []
+        self._states: list[tuple[Shadow, ShownState]] = []
         self._old: list[OldValues] = []  # while updates are watched
         self._shown = ShownParameters([], [])
 
@@ -43,7 +44,7 @@ class WholeBatch:
 
         State that the step has written to in place cannot be restored.
         """
-        on_real = functools.partial(self._on_real_parameters, write_back.signals)
+        on_real = functools.partial(self._on_real_parameters, call.optimizer, write_back.signals)
         try:
             with torch.no_grad():
                 self._show(call.optimizer, write_back)
@@ -53,10 +54,13 @@ class WholeBatch:
                 self._refuse_bypass(call.optimizer)
                 for shadow in self._shadows:
                     shadow.hand_back()
-                self._write(write_back)
+                self._write(call.optimizer, write_back)
         except BaseException as error:
             self._shown.hide()  # an interrupt may have come while they were shown or hidden
-            write_back.written.extend([name for state in self._states if (name := state.undo()) is not None])
+            for shadow, state in self._states:
+                state.undo(shadow.q)
+                if state.is_written(call.optimizer):
+                    write_back.written.append(shadow.segment.name)
             with torch.no_grad():
                 for shadow in self._shadows:
                     shadow.undo()
@@ -84,8 +88,11 @@ class WholeBatch:
         self._shown = ShownParameters(lists, shown)
         for member in members:
             for shadow in self._shadows:
-                self._states.append(ShadowState(member, shadow, write_back.rounding_key))
-                self._states[-1].show()
+                state = ShownState(member, shadow.segment)
+                state.shown = seen_state(shadow, state.form, state.own)
+                state.keeps_left &= not self._gathers
+                self._states.append((shadow, state))
+                state.move_to(shadow.q, watched=not self._gathers)
 
     def _refuse_bypass(self, optimizer: Optimizer) -> None:
         """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""
@@ -95,7 +102,7 @@ class WholeBatch:
                 "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
             )
 
-    def _write(self, write_back: WriteBack) -> None:
+    def _write(self, optimizer: Optimizer, write_back: WriteBack) -> None:
         results = [shadow.held() for shadow in self._shadows]
         for shadow, x in zip(self._shadows, results, strict=True):
             write_back.written.append(shadow.segment.name)
@@ -105,11 +112,11 @@ class WholeBatch:
         for old, x in zip(self._old, results, strict=False):
             assert write_back.counts is not None
             write_back.counts.compare(old, x)
-        for state in self._states:
-            state.finish()
+        for shadow, state in self._states:
+            state.take_from(shadow.q, optimizer, write_back.rounding_key)
         write_back.rounding_key.flush()
 
-    def _on_real_parameters(self, signals: DeferredSignals, closure: Callable) -> Callable:
+    def _on_real_parameters(self, optimizer: Optimizer, signals: DeferredSignals, closure: Callable) -> Callable:
         """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step.
 
         A signal that comes in it does not wait, unless the step has written to state by then.
@@ -122,7 +129,7 @@ class WholeBatch:
             self._shown.hide()
             try:
                 with torch.enable_grad():
-                    if any(state.is_written() for state in self._states):
+                    if any(state.is_written(optimizer) for _, state in self._states):
                         return closure(*args, **kwargs)
                     return signals.let_through(closure, args, kwargs)
             finally:
