@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
 from hmpx.insight.doctor.findings import LIMIT
-from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot, few, memory
+from hmpx.insight.doctor.notes import Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import few, memory
 from hmpx.insight.tensors import LOW, Tensor
 
 _LOST = 0.5  # of an average: below it, it does not follow
