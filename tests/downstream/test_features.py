@@ -34,24 +34,6 @@ def test_copies_of_a_converted_model_are_the_model(name):
     assert not any(differences(plain, run(each, inputs)) for each in [*copies, fresh])
 
 
-# Reentrant checkpointing loses gradients of BART's encoder in plain torch as well: the decoder takes it by keyword.
-@pytest.mark.parametrize("name, reentrant", [("llama", True), ("bart", False)])
-def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant):
-    model, inputs = made(name)
-    model.config.use_cache = False
-    expected = run(model, inputs, under_its_lists)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    torch.manual_seed(1)
-    with under_its_lists():  # the layers run again in backward
-        outputs = model(**inputs)
-        loss = sum(value.float().square().mean() for value in outputs.values() if isinstance(value, torch.Tensor))
-        loss.backward()
-    got = {f"gradient of {key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
-    assert got.keys() == expected.gradients.keys()
-    assert all(torch.equal(got[key], expected.gradients[key]) for key in got)
-
-
 def test_generate_gives_autocasts_tokens_and_scores():
     model, inputs = made("t5")
     model.eval()

@@ -19,7 +19,7 @@ def tensor(*shape, dtype=FP32):
 
 
 X, IMAGE, QUERY = tensor(4, 4), tensor(2, 3, 4, 4), tensor(5, 1, 8)
-LOW, HALF, DOUBLE, SPARSE = X.bfloat16(), X.half(), X.double(), torch.eye(4).to_sparse()
+LOW, HALF, SPARSE = X.bfloat16(), X.half(), torch.eye(4).to_sparse()
 WEIGHT, BIAS, CLASSES = tensor(3, 4), tensor(3), torch.tensor([0, 1, 2, 3])
 ATTENTION = nn.MultiheadAttention(8, 2)
 
@@ -75,10 +75,12 @@ def test_the_dtype_of_a_call_under_lists(lists, sides, dtype, calls):
     assert found == dict.fromkeys(found, dtype)
 
 
+SOFTMAXES = "torch.softmax", "F.softmax", "torch.Tensor.softmax"
 # What is computed: the op on inputs that were cast by hand
 CAST_BY_HAND = [
-    ({"fp32": "softmax"}, "torch.softmax(LOW, 1)", "torch.softmax(LOW.float(), 1)"),
-    ({"bf16": "matmul"}, "SPARSE @ X", "X"),
+    *(({"fp32": "softmax"}, f"{softmax}(LOW, dim=1)", "torch.softmax(LOW.float(), 1)") for softmax in SOFTMAXES),
+    ({"bf16": "matmul mm"}, "SPARSE @ X", "X"),
+    ({"bf16": "matmul mm"}, "torch.mm(SPARSE, X)", "X"),
     ({"promote": "dot"}, "torch.dot(LOW[0], X[0])", "torch.dot(LOW[0].float(), X[0])"),
     ({}, "F.linear(LOW, WEIGHT, BIAS)", "F.linear(LOW, WEIGHT.bfloat16(), BIAS.bfloat16())"),
     ({}, "WEIGHT @ LOW", "WEIGHT @ LOW.float()"),

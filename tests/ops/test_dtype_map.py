@@ -161,32 +161,6 @@ def test_a_checkpoint_that_was_saved_in_fp32(mapped, tmp_path):
     assert torch.load(tmp_path / "checkpoint", weights_only=False)["double"].dtype is FP64
 
 
-@both
-def test_census_of_a_model_its_gradients_its_state_and_its_activations(mapping):
-    seen = []
-    with hmpx.activate("xla-use-bf16" if mapping is USE else "xla-downcast-bf16"):
-        model = nn.Sequential(
-            nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.GELU(), nn.Flatten(), nn.Linear(24, 8), nn.LayerNorm(8),
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3),
-        )  # fmt: skip
-        for module in model.modules():
-            module.register_forward_hook(
-                lambda module, inputs, out: seen.append((out[0] if isinstance(out, tuple) else out).dtype)
-            )
-        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(3):
-            x = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 2, 8)))
-            loss = F.cross_entropy(model(x.float()), torch.tensor([0, 1, 2, 0, 1]))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), loss]
-    assert {t.dtype for t in held if t.is_floating_point()} == {BF16} and set(seen) == {BF16}
-    state = [v for values in optimizer.state.values() for k, v in values.items() if k != "step"]
-    assert {v.dtype for v in state} == {BF16} and len(state) == 2 * len(list(model.parameters()))
-    assert torch.zeros(1).dtype is FP32
-
-
 def test_steps_compute_and_count_in_fp32(mapped):
     """A step is what it is without a map: of the same gradients, the same bits."""
     results = []

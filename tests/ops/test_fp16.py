@@ -32,22 +32,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IN_FP16 = {"low_precision": FP16}
 
 
-def test_a_listed_op_equals_the_op_on_inputs_cast_by_hand(lists):
-    x, weight, bias = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5)
-    expected, product = F.linear(x.half(), weight.half(), bias.half()), x.half() @ weight.half().T
-    with hmpx.convert(**lists(bf16="linear matmul", fp32="softmax"), **IN_FP16):
-        for dtypes in itertools.product((FP32, FP16), repeat=3):  # any mixture, by position and by name
-            given = [t.to(dtype) for t, dtype in zip((x, weight, bias), dtypes, strict=True)]
-            assert torch.equal(F.linear(*given), expected)
-            assert torch.equal(F.linear(given[0], weight=given[1], bias=given[2]), expected)
-        assert torch.equal(x @ weight.T, product) and torch.equal(torch.matmul(x, weight.T), product)
-        assert F.linear(x, weight).softmax(-1).dtype is FP32 and torch.exp(x.half()).dtype is FP16
-        assert (x.double() @ x.double().T).dtype is torch.float64
-        with hmpx.disable_casts():
-            assert (x @ x.T).dtype is FP32
-    assert (x @ x.T).dtype is FP32
-
-
 def test_bf16_tensors_beside_fp16_ops_follow_the_lists(lists):
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with hmpx.convert(**lists(bf16="mm", fp32="log_softmax", promote="dot"), **IN_FP16):

@@ -1,7 +1,8 @@
 """Each recipe beside the system that it names, where that system runs on a CPU.
 
-Elsewhere: autocast's CPU lists over torch's sample database (`test_opinfo`), NxD's gradients by hand (`test_recipe`), a
-census of dtypes under the XLA modes (`test_dtype_map`), `torch.autocast("xla")` on an XLA device (`test_xla`).
+Elsewhere: autocast's CPU lists over torch's sample database (`test_opinfo`) and on real models (`downstream/test_zoo`),
+FP32 masters and gradients beside FP32 copies (`updates/test_programs`), dtypes under the XLA modes (`test_dtype_map`),
+`torch.autocast("xla")` on an XLA device (`test_xla`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn, optim
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
@@ -68,46 +68,6 @@ def test_autocasts_own_test_lists(recipe, lists, count, low):
                 if out.dtype is not expected:
                     wrong.append(f"{owner.__name__}.{name}: {out.dtype}, not {expected}")
     assert not wrong and seen >= count
-
-
-class Mixed(nn.Module):
-    """Convolutions, norms, attention, losses, and promotions between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.bn(self.conv(x))), 2)
-        x = self.layer(x.flatten(2).transpose(1, 2)) * 0.5 + x.mean((2, 3))[:, None]
-        return self.head(self.norm(x).mean(1)).softmax(-1).log()
-
-
-@pytest.mark.parametrize("low", [BF16, FP16])
-def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits(low):
-    results = []
-    recipe = {**asdict(read_recipe("autocast-cpu")), "low_precision": low}
-    for region in (lambda: torch.autocast("cpu", dtype=low), lambda: hmpx.activate(recipe)):
-        torch.manual_seed(0)
-        model, seen = Mixed(), []
-        for module in model.modules():
-            module.register_forward_hook(
-                lambda m, args, out, to=seen: to.append((type(m), getattr(out, "dtype", None)))
-            )
-        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(3):
-            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-            with region():
-                loss = F.nll_loss(model(x), torch.tensor([0, 1, 2, 3]))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        results.append((seen, [loss, *model.parameters()]))
-    (dtypes, expected), (given, got) = results
-    assert given == dtypes and (nn.Conv2d, low) in dtypes and expected[0].dtype is got[0].dtype is FP32
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():

@@ -43,15 +43,6 @@ def kernels(name):
         yield
 
 
-def check_one_tensor():
-    x = torch.cat([torch.randn(1100), special_values(), torch.randn(3)])
-    for offset in (0, 1, 2, 255, 2**31 - 3, 2**32 - 1200):
-        one, other = (torch.empty(x.shape, dtype=torch.bfloat16) for _ in range(2))
-        eager.round_(one, x, derive_key(2**64 - 1, 3, "w"), offset)
-        triton.round_list([native.Rounding(other, x, "w", offset)], step_key(2**64 - 1, 3))
-        assert same(one, other), offset
-
-
 def check_a_list_of_tensors():
     """Of all sizes around a block, in rows too, past 2^32 elements, and where memory is aligned or not."""
     pieces = [(size, f"p{i}", 7 * i, size, 0) for i, size in enumerate((1, 127, 128, 129, 2100, 0, 1024, 1025))]
@@ -117,13 +108,6 @@ def check_codes_of_special_values():
         assert_codes_of(tiny, Rows.of(1000))
 
 
-def check_zeros_and_positive_numbers_in_8_bits():
-    """Worked out by hand: the least number is 2^-18 beside a 1; zero stays zero."""
-    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
-    back = coded("Triton", x, Rows.of(7), 0, [Span(0, 7, 0, 7, 0)], False)[2]
-    assert back.tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
-
-
 def check_ties_below_the_least_exponent():
     spans = [Span(0, 128, 0, 128, 0)]
     for signed in (False, True):
@@ -158,22 +142,6 @@ def check_steps_are_those_in_c():
                         assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
                     p = one.weight.tensor
                     assert p.numel() == 1 or not torch.equal(p, before.weight.tensor)
-
-
-def check_a_step_of_fp32_weights_is_what_one_of_bf16_weights_rounds():
-    for kernel in STEPS:
-        scalars, dtypes = STEPS[kernel][0], (torch.bfloat16, torch.float32)
-        low, wide = (stepped(kernel, scalars, dtype, torch.float32, dtype) for dtype in dtypes)
-        grads = [StoredTensor.of(each.grad.tensor.float()) for each in low]
-        wide = [one._replace(grad=grad) for one, grad in zip(wide, grads, strict=True)]
-        for each in (low, wide):
-            triton.step_list(kernel, each, 77)
-        for one, exact in zip(low, wide, strict=True):
-            p, x = one.weight.tensor, exact.weight.tensor
-            rounded = torch.empty_like(p)
-            eager.round_(rounded, x, key_of(77, one.weight.name), 0)
-            assert same(rounded, p)
-            assert p.numel() == 1 or not torch.equal(rounded.float(), x)
 
 
 def read_by_the_specification(held):
