@@ -26,7 +26,9 @@ VIEWS = frozenset(
 )
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
 _WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
-_WRITES |= {"index_add_", "scatter_add_"}
+INDEXED = frozenset(("index_add_", "scatter_add_", "index_put_"))
+_WRITES |= INDEXED
+NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
 _node = torch._C._current_autograd_node
 
 
@@ -78,9 +80,10 @@ class OpWatch(DispatchWatch):
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before, graphed = None, torch.is_grad_enabled()
-        if name in _WRITES and not self.setting_up and not self.stepping:
+        if (name in _WRITES or name in NORMS) and not self.setting_up and not self.stepping:
             with aside(self._trouble):
-                before = self._before(args[0] if name.startswith("_foreach_") else [args[0]])
+                targets = args[0] if name.startswith("_foreach_") else [args[4 if name in NORMS else 0]]
+                before = self._before(targets, few if name not in INDEXED else torch.Tensor.detach)
         result = func(*args, **kwargs)
         with aside(self._trouble):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
@@ -93,13 +96,13 @@ class OpWatch(DispatchWatch):
                 self._look(OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed))
         return result
 
-    def _before(self, targets: Sequence[Any]) -> list[Tensor] | None:
+    def _before(self, targets: Sequence[Any], part: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
         """Keep what an op is about to write to: gradients, and what lives on between iterations, in low precision."""
         if not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
             return None
         if not targets or (_node() is None and any(memory(t) in self._notes.born for t in targets)):
             return None
-        return [few(t).clone() for t in targets]
+        return [part(t).clone() for t in targets]
 
     def _trace(self, name: str, stage: str, given: list[Tensor], results: list[Tensor]) -> None:
         """Note which memory is of this iteration, and which holds weights. given: what autograd looks at."""
