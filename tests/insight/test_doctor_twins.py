@@ -76,10 +76,10 @@ def attached(weights, model):
     return optimizer
 
 
-@pytest.mark.parametrize("kept, deviation, is_below", [(0.87, 0.012, True), (0.895, 0.01, False), (0.5, 0.2, False)])
-def test_weights_are_behind_if_neither_the_limit_nor_health_is_within_the_accidents_of_rounding(
-    kept, deviation, is_below
-):
+@pytest.mark.parametrize(
+    "kept, deviation, is_below", [(0.87, 0.012, True), (0.895, 0.01, False), (0.17, 0.23, True), (0.17, 0.25, False)]
+)
+def test_weights_are_behind_beyond_the_accidents_of_rounding(kept, deviation, is_below):
     """BF16 rounded to nearest keeps .87 of the way of Muon and AdamW, with a gap of 5 % after 60 steps of GPT-2."""
     moves = Moves(kept, 1.0, deviation**2, 1000.0, 1000.0, 1000.0, 0.0, 1000.0)
     assert moves.is_below(0.9) == is_below

@@ -65,10 +65,11 @@ class Moves:
         return self.noise**0.5 / self.size if self.size else 0.0
 
     def is_below(self, limit: float) -> bool:
-        """Whether the weights have kept less than this, and healthy weights would not by accident."""
+        """Whether the weights have kept less than this: surely, or likely and healthy weights would not by accident."""
         if not self.moved and self.moves > 8:  # e^-8
             return True
-        return self.kept + self.error < limit and self.kept + 3 * self.error < 1
+        surely = self.kept + 3 * self.error < limit
+        return surely or (self.kept + self.error < limit and 3 * self.error < 1 - limit)
 
     @property
     def is_known(self) -> bool:
