@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from hmpx.base.awaited import when_imported
+from hmpx.base.changes import Changes
+
 _cat, _cpu = torch.cat, torch.default_generator  # torch's own: an observer asks for the state while ops are patched
 
 
@@ -56,7 +59,11 @@ def kept(model: Any) -> Iterator[None]:
                             buffer.copy_(values[id(buffer)])
 
 
-def eager() -> contextlib.AbstractContextManager:
-    """Run compiled functions as they are written; before Dynamo is imported there are none."""
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled functions as they are written, also where Dynamo is imported only meanwhile."""
+    with contextlib.ExitStack() as stack:
+        changes = Changes()
+        stack.callback(changes.close)
+        when_imported("torch._dynamo", lambda _: stack.enter_context(torch.compiler.set_stance("force_eager")), changes)
+        yield

@@ -11,6 +11,12 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+PACKAGES = os.path.join(
+    os.path.dirname(os.path.dirname(str(torch.__file__))), ""
+)  # the folder that torch is installed in
+
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
@@ -93,9 +99,8 @@ def dtype_steps(*steps: Iterable[str]) -> str:
 def short_place(where: str) -> str:
     """Shorten file:line to the path from the folder of the program or of its packages, or else to the file's name."""
     path, _, line = where.rpartition(":")
-    packages = path.rpartition(f"site-packages{os.sep}")
     inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
-    inside = packages[2] if packages[1] else inside
+    inside = path.removeprefix(PACKAGES) if path.startswith(PACKAGES) else inside
     return f"{inside}:{line}" if path else where
 
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import random
+import subprocess
+import sys
+import textwrap
 
 import numpy
 import pytest
@@ -51,3 +54,19 @@ def test_what_a_run_changes_beside_its_results_is_put_back(error):
     assert (random.random(), numpy.random.rand()) == numbers[:2] and torch.equal(torch_again, numbers[2])
     assert torch.equal(model[0].running_mean, before) and model.nothing is None
     assert all(model[0].get_buffer(name) is buffer for name, buffer in buffers.items())
+
+
+@pytest.mark.slow
+def test_what_is_compiled_with_a_dynamo_that_is_loaded_meanwhile_runs_as_it_is_written():
+    code = """
+        import sys, torch, hmpx
+        linear, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+        with hmpx.convert(), hmpx.record() as log:
+            assert "torch._dynamo" not in sys.modules
+            torch.compile(linear, fullgraph=True, backend="eager")(x)
+        assert [site.op for site in log.sites] == ["linear"], log
+        graphs = []
+        torch.compile(linear, backend=lambda module, _: graphs.append(module) or module)(x)
+        assert len(graphs) == 1  # it compiles again
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)

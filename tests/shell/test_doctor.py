@@ -195,3 +195,24 @@ def test_ranks_whose_weights_differ(sick, tmp_path):
     done = python.run(*command, "train.py", cwd=tmp_path, env=python.environment())
     assert ("began equal on 2 ranks and differ now" in done.stderr) == sick, done.stderr
     assert (done.returncode == 0) == (not sick)
+
+
+def test_ranks_write_the_recipe_once_under_the_name_that_was_asked_for(script, tmp_path):
+    begins = "torch.distributed.init_process_group('gloo')"
+    script(source=SCRIPT.replace("torch.manual_seed(0)", f"{begins}; torch.manual_seed(0)"))
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "hmpx", "doctor")
+    done = python.run(*command, "--fix", "recipe.yaml", "train.py", cwd=tmp_path, env=python.environment())
+    assert done.stderr.count("hmpx: wrote ") == 1, done.stderr
+    assert {each.name for each in tmp_path.iterdir()} == {"train.py", "recipe.yaml"}
+    assert read_recipe(tmp_path / "recipe.yaml").weights == "stochastic"
+
+
+def test_a_script_that_saves_while_it_is_ended_is_told_so_once(script, tmp_path):
+    body, _, last = SCRIPT.partition("for i in range(60):")
+    saved = "    torch.save(model.state_dict(), 'model.pt')\n    torch.save(optimizer.state_dict(), 'optimizer.pt')\n"
+    script(source=f"{body}try:\n  for i in range(60):" + last.replace("\n", "\n  ").rstrip() + f"\nfinally:\n{saved}")
+    done = doctor(tmp_path, "train.py")
+    lines = [line for line in done.stderr.splitlines() if "is ending the script" in line]
+    place = len((tmp_path / "train.py").read_text().splitlines()) - 1
+    assert len(lines) == 1 and f"train.py:{place} calls torch.nn.Module.state_dict" in lines[0], done.stderr
+    assert (tmp_path / "optimizer.pt").exists()

@@ -11,9 +11,10 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
-from hmpx.insight.doctor.op_watch import VIEWS, Notes, OpCall, Spot, in_autocast
+from hmpx.insight.doctor.notes import Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import VIEWS, in_autocast
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.insight.text_table import number, short_place
+from hmpx.insight.text_table import PACKAGES, number, short_place
 
 Parameter = torch.nn.Parameter
 _WIDE = torch.float32
@@ -63,7 +64,7 @@ def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
             yield Problem("upcast", True, said, "x = x.float(); it does not work in place", spot.where, weight=0.3)
         elif up and numbers["autocast"]:
             said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
-            wrong = "site-packages" not in spot.where  # a library casts to the dtype of its weights
+            wrong = not spot.where.startswith(PACKAGES)  # a library casts to the dtype of its weights
             do = "leave autocast there: with torch.autocast(device, enabled=False)"
             yield Problem("upcast", wrong, said, do, spot.where, weight=0.3)
         elif numbers["same_line"]:

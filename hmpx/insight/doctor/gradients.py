@@ -9,7 +9,8 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
-from hmpx.insight.doctor.op_watch import FEW, Notes, OpCall, few
+from hmpx.insight.doctor.notes import Notes, OpCall
+from hmpx.insight.doctor.op_watch import FEW, few
 from hmpx.insight.doctor.twin import sample
 from hmpx.insight.tensors import Tensor
 

@@ -61,19 +61,20 @@ class Moves:
 
     @property
     def error(self) -> float:
-        """What `kept` may be off by, by accident of rounding: three standard deviations."""
-        return 3 * self.noise**0.5 / self.size if self.size else 0.0
+        """The standard deviation of `kept`, if weights are rounded stochastically."""
+        return self.noise**0.5 / self.size if self.size else 0.0
 
     def is_below(self, limit: float) -> bool:
-        """Whether the weights have kept less than this, beyond accident."""
+        """Whether the weights have kept less than this: surely, or likely and healthy weights would not by accident."""
         if not self.moved and self.moves > 8:  # e^-8
             return True
-        return self.kept + self.error < limit
+        surely = self.kept + 3 * self.error < limit
+        return surely or (self.kept + self.error < limit and 3 * self.error < 1 - limit)
 
     @property
     def is_known(self) -> bool:
         """Whether it can be told at all."""
-        return self.error < 0.5 or self.moves > 8
+        return 3 * self.error < 0.5 or self.moves > 8
 
 
 def total(moves: Sequence[Moves]) -> Moves:

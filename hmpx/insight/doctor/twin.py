@@ -8,6 +8,7 @@ state, if these fit into `BOUND` bytes.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -197,6 +198,9 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
     Raises:
         NotChecked: they cannot be copied.
     """
+    closure = inspect.signature(own_step(type(optimizer))).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise NotChecked("its step runs the model several times, by a closure")
     every = [p for p in parameters(optimizer) if p.grad is not None and local(p.detach()).numel()]
     low = [p for p in every if p.dtype in LOW]
     odd = next((p for p in low if type(p) not in PLAIN and not is_sharded(p)), None)

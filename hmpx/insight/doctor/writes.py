@@ -6,7 +6,7 @@ itself>.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,22 +15,27 @@ from torch.utils._pytree import tree_map_only
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
 from hmpx.insight.doctor.findings import LIMIT
-from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot, few, memory
+from hmpx.insight.doctor.notes import Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import INDEXED, NORMS, few, memory
 from hmpx.insight.tensors import LOW, Tensor
 
+_ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
 _LOST = 0.5  # of an average: below it, it does not follow
 _HARMLESS = 2e-5  # a decay by less than this is seen by nobody
+_SETTLES = 5  # in last digits: with a larger share, running statistics stop within a tenth of where they belong
 
 
 def look_at_writes(notes: Notes, op: OpCall) -> None:
     """Follow tensors in low precision that live on between iterations and that this op updates."""
-    if op.stage != "forward" or op.is_beside or not op.args:
+    if op.stage != "forward" or op.is_beside or not op.args or not op.given:
+        return
+    if _is_by_index(notes, op):
         return
     if op.before is not None:
-        _in_place(notes, op, op.before)
+        (_statistics if op.name in NORMS else _in_place)(notes, op, op.before)
         return
     is_named = not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame))
-    if op.name in ("add", "sub", "mul", "div", "lerp") and op.results and is_named:
+    if op.name in _ARITHMETIC and op.results and is_named:
         _out_of_place(notes, op)
 
 
@@ -41,10 +46,36 @@ def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
     factor = op.args[1] if len(op.args) > 1 and "mul" in op.name else None
     if isinstance(factor, int | float) and abs(1 - factor) < _HARMLESS:
         return
-    exact = [each.float() for each in before]  # copies
-    op.func(exact if targets is op.args[0] else exact[0], *_in_fp32(op.args[1:]), **_in_fp32(op.kwargs))
+    exact, part = [each.float() for each in before], Tensor.detach if op.name in INDEXED else few
+    op.func(exact if targets is op.args[0] else exact[0], *_in_fp32(op.args[1:], part), **_in_fp32(op.kwargs, part))
     for target, old, x in zip(targets, before, exact, strict=True):
-        _count(notes, op, target, old, few(target), x, memory(target))
+        _count(notes, op, target, old, part(target), x, memory(target))
+
+
+def _is_by_index(notes: Notes, op: OpCall) -> bool:
+    """Follow what is read by an index, changed and written back, as by `count[i] += 1`; return whether it is that."""
+    first = op.args[0]
+    if op.name == "index" and not first.requires_grad and first.dtype in LOW and memory(first) not in notes.born:
+        notes.add(op.out, read=(op.out.clone(), op.out.float()))
+    elif op.name == "index_put_" and not (len(op.args) > 3 and op.args[3]):
+        old, exact = notes.facts(op.args[2]).get("read", (None, None))
+        if old is not None and op.before is not None:
+            _count(notes, op, first, old, op.args[2], exact, memory(first))
+    elif op.name.rstrip("_") in _ARITHMETIC and (read := notes.facts(first).get("read")) is not None:
+        if read[1].shape == first.shape == op.out.shape:
+            notes.add(op.out, read=(read[0], op.func(read[1], *_in_fp32(op.args[1:], Tensor.detach))))
+    else:
+        return False
+    return True
+
+
+def _statistics(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
+    """Look at the running variance of a norm over batches, which moves part of the way to the batch's variance."""
+    running, is_training, share, eps = op.args[4:8]
+    if is_training and share < _SETTLES * torch.finfo(running.dtype).eps:
+        count = op.given[0].numel() / running.numel()
+        variance = (few(op.results[2]).float() ** -2 - eps) * count / max(count - 1, 1)
+        _count(notes, op, running, before[0], few(running), before[0].float().lerp(variance, share), memory(running))
 
 
 def _out_of_place(notes: Notes, op: OpCall) -> None:
@@ -97,6 +128,7 @@ def are_steps(notes: Notes) -> bool:
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
+    stepped = {memory(p.detach()) for p in names if p.layout is torch.strided}
     lines: dict[str, list[Spot]] = {}
     for spot in notes.spots("write"):
         lines.setdefault(spot.where, []).append(spot)
@@ -105,11 +137,17 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
         numbers, op, kept = worst.numbers, worst.name, max(_kept(worst), 0)
         move = f"{percent(min(kept, 1))} of the way that it moves a float32 copy"
         if notes.are_weights(worst.places):
-            if kept < LIMIT:
-                said = f"{op} moves weights in {worst.said}, which no torch optimizer steps, {move}"
+            is_stepped = not worst.places.isdisjoint(stepped)
+            if kept < (_LOST if is_stepped else LIMIT):  # of a step aside, that is taken back, much may be lost
+                whose = "an optimizer steps too" if is_stepped else "no torch optimizer steps"
+                said = f"{op} moves weights in {worst.said}, which {whose}, {move}"
                 do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
                 do += "torch.optim.Optimizer, with hmpx.attach(optimizer)"
                 yield Problem("lost updates", True, said, do, where, (), (op,), 0.5 + 0.45 * (1 - kept))
+        elif kept < _LOST and worst.op in NORMS:
+            said = f"the running variance of a norm in {worst.said} moves {move}"
+            do = f"keep the norm in float32, which takes inputs in {worst.said} as well: norm.float()"
+            yield Problem("running statistics", True, said, do, where, (worst.module,), (op,), 0.6)
         elif kept < _LOST and numbers["elements"] == numbers["tensors"]:
             said = f"{op} moves a number in {worst.said} {move}: a rate, a scale or a running sum that stands still"
             do = "keep it in a Python float, or in float32"
@@ -127,11 +165,11 @@ def _kept(spot: Spot) -> float:
     return spot.numbers["dot"] / spot.numbers["tensors"]
 
 
-def _in_fp32(values: Any) -> Any:
-    """Return the arguments of an op with few of their elements, in FP32, in the place of tensors."""
+def _in_fp32(values: Any, part: Callable[[Tensor], Tensor] = few) -> Any:
+    """Return the arguments of an op with parts of tensors, in FP32, in the place of these."""
 
     def of(tensor: Tensor) -> Tensor:
-        part = few(tensor)
-        return part.float() if part.dtype in LOW else part
+        taken = part(tensor)
+        return taken.float() if taken.dtype in LOW else taken
 
     return tree_map_only(Tensor, of, values)
