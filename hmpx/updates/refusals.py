@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,9 +19,6 @@ Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 
 _hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
-_stepped: WeakSet[Optimizer] = WeakSet()  # once at least, with nothing around them that does not fit
-# What is no `torch.optim.Optimizer`, and keeps tensors of its own in the state of the one that it steps.
-_WRAPPERS = {"ScheduleFreeWrapper": "the optimizers of schedulefree's own (SGDScheduleFree, AdamWScheduleFree)"}
 _warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
 
 
@@ -35,21 +31,6 @@ def refuse_plain_steps(optimizer: Optimizer) -> None:
         _hooks[optimizer] = [optimizer.register_step_pre_hook(_refuse)]
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not every class that wraps another has these
             _hooks[optimizer].append(optimizer.register_state_dict_pre_hook(_carry_number))
-
-
-def refuse_wrappers(optimizer: Optimizer) -> None:
-    """Before the first step, refuse wrappers that step this optimizer and write BF16 tensors into its state."""
-    frame = None if optimizer in _stepped or not has_bf16(optimizer) else sys._getframe(1)
-    _stepped.add(optimizer)
-    while frame is not None:
-        name = type(frame.f_locals.get("self")).__name__ if frame.f_code.co_name == "step" else ""
-        if name in _WRAPPERS:
-            _stepped.discard(optimizer)
-            raise HmpxError(
-                f"{name} keeps BF16 tensors in the state of {type(optimizer).__name__}, which hmpx holds in FP32: use "
-                f"{_WRAPPERS[name]}, or FP32 weights"
-            )
-        frame = frame.f_back
 
 
 def _carry_number(optimizer: Optimizer) -> None:

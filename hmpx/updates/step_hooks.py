@@ -38,7 +38,6 @@ from hmpx.updates.refusals import (
     refuse_codes,
     refuse_plain_steps,
     refuse_steps_on_codes,
-    refuse_wrappers,
     warn_of_nearest,
 )
 from hmpx.updates.stepping import step_count
@@ -171,8 +170,6 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
         return call.run()
     released.refuse_stolen(optimizer)
     attachment = attachment_of(optimizer)
-    if attachment is not None or how is not None:
-        refuse_wrappers(optimizer)
     if attachment is not None:
         return attachment.step(call)
     if how is not None and has_bf16(optimizer):
