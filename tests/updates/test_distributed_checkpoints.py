@@ -106,7 +106,7 @@ def never_interrupted():
         model, optimizer = _made(case, "one")
         _train(model, optimizer, 0, 8)
         found[case] = _found(model, optimizer)
-        hmpx.detach(optimizer)
+        hmpx.restore(optimizer)
     return found
 
 

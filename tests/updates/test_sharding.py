@@ -228,6 +228,7 @@ def one_process():
             optimizer.step()
         found[weights] = digest(dict(model.named_parameters()))
         handle.detach()
+    hmpx.restore()
     return found
 
 
