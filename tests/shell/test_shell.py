@@ -155,7 +155,7 @@ def test_bench_insight_says_what_looking_costs_and_that_off_is_off(capsys, tmp_p
         *("hmpx ms", "torch ms", "begin ms", "off/hmpx", "record/hmpx", "compare/hmpx", "compare/torch"),
         *("runs", "changed"),
     ]
-    assert row["figures"]["runs"] == 3 + 1 / 12  # healthy: three of each batch, and one to see that it repeats
+    assert row["figures"]["runs"] == 2 + 1 / 12  # healthy: FP32 and the lists, and one run to see that it repeats
     assert row["figures"]["changed"] == 0 and row["name"] == "mlp" and "record/hmpx" in out
 
 
