@@ -11,20 +11,10 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from tests.support.compiling import nothing_compiled, recent  # noqa: F401
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
-recent = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="Dynamo traces through regions from torch 2.13 on"
-)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    hmpx.restore()
-    torch._dynamo.reset()
 
 
 @pytest.fixture

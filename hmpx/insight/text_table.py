@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import site
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-PACKAGES = os.path.join(
-    os.path.dirname(os.path.dirname(str(torch.__file__))), ""
-)  # the folder that torch is installed in
+# The folders of packages: of this interpreter, of its user, and the one that torch is in.
+PACKAGES = tuple(
+    os.path.join(folder, "")
+    for folder in (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(torch.__file__)))
+)
 
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
@@ -100,7 +103,7 @@ def short_place(where: str) -> str:
     """Shorten file:line to the path from the folder of the program or of its packages, or else to the file's name."""
     path, _, line = where.rpartition(":")
     inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
-    inside = path.removeprefix(PACKAGES) if path.startswith(PACKAGES) else inside
+    inside = next((path.removeprefix(folder) for folder in PACKAGES if path.startswith(folder)), inside)
     return f"{inside}:{line}" if path else where
 
 

@@ -19,19 +19,9 @@ import hmpx
 from hmpx.base import region_state
 from hmpx.updates import step_hooks
 from tests.support.blocks import same
+from tests.support.compiling import nothing_compiled, recent  # noqa: F401
 
 BF16, FP32 = torch.bfloat16, torch.float32
-recent = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="Dynamo traces through regions from torch 2.13 on"
-)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    hmpx.restore()
-    torch._dynamo.reset()
 
 
 class Operators(nn.Module):
