@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.base.compiling import never_compile_alone
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
@@ -41,7 +41,7 @@ class _Decorator(contextlib.ContextDecorator):
         return super().__call__(func)
 
 
-class _Region(_Decorator, region_state.Opener):
+class _Region(_Decorator, run_in_region.Opener):
     """A context manager, and a decorator with and without parentheses."""
 
     def __new__(cls, function: Callable | None = None, /, **how: Any) -> Any:
@@ -120,7 +120,7 @@ class enable_casts(_Region):
         self._leave_region()
 
 
-class casts(_Decorator, region_state.Opener):
+class casts(_Decorator, run_in_region.Opener):
     """Cast by other lists inside. The region nests, holds for one thread, ends on exceptions, and also decorates.
 
     The lists lie over those that hold around the region: they change the ops that they name and leave the others.
@@ -233,8 +233,8 @@ class cached_weights(_Region):
 
 
 never_compile_alone(
-    *(region_state.enter, region_state.leave, region_state.run_in, region_state.run_uncast),
-    *(region_state.Opener._enter_region, region_state.Opener._leave_region),
+    *(region_state.enter, region_state.leave, run_in_region.run_in, run_in_region.run_uncast),
+    *(run_in_region.Opener._enter_region, run_in_region.Opener._leave_region),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
-    *(region_state.run_at, casts.__enter__, casts.__exit__),
+    *(run_in_region.run_at, casts.__enter__, casts.__exit__),
 )

@@ -16,11 +16,9 @@ again, for those ops that meet a wrapper when the graph runs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -78,17 +76,17 @@ class _Traced:
         self.rounding = None  # no optimizer step is traced
 
 
-class _Graphs(threading.local):
+class _RunningGraphs(threading.local):
     """How many graphs that open regions run in this thread."""
 
-    running = 0
+    count = 0
 
 
 nowhere = _Nowhere(None, None, True, 0)
 IN_FORWARD = Region(True, None, True, 0)  # of a forward with no region around it
 IN_FORWARD.around = nowhere
 traced = _Traced()
-_graphs = _Graphs()
+running_graphs = _RunningGraphs()
 _DEFAULT = 0  # who turns casts off "unless a region turns them on"
 
 
@@ -219,14 +217,15 @@ def enter(
         scope = innermost().scope
     region = Region(casting, how, casting is not False if maps is None else maps, scope, owner)
     try:
-        _open(region)
+        open_region(region)
     except BaseException:
         leave(region)
         raise
     return region
 
 
-def _open(region: Region) -> None:
+def open_region(region: Region) -> None:
+    """Turn casts on or off here, as a region says, until `leave` is given it."""
     if is_dynamo_compiling():
         if traced.inside:
             region.around = Region(traced.casting, None, traced.maps, traced.scope)
@@ -263,134 +262,6 @@ def leave(region: Region) -> None:
         enter_region(innermost())
 
 
-class Opener:
-    """Enters regions and leaves them, several at a time and in several contexts, as an object of a user's does."""
-
-    _traced: tuple[Region, ...] = ()
-
-    def _enter_region(self, casting: bool, how: StochasticSteps | None = None, scope: int | None = None) -> None:
-        region = enter(casting, how, None, scope, self)
-        if is_dynamo_compiling():
-            self._traced = (region, *self._traced)
-
-    def _leave_region(self) -> None:
-        """Leave the innermost region that this object has entered here."""
-        if is_dynamo_compiling():
-            last, *others = self._traced
-            self._traced = tuple(others)
-            leave(last)
-            return
-        region: Region | None = None
-        try:
-            region = self._entered()
-            leave(region)
-        except BaseException:
-            leave(self._entered() if region is None else region)
-            raise
-
-    def _entered(self) -> Region:
-        region = nowhere.here
-        while region is not nowhere:
-            if region.owner is self and not region.left:
-                return region
-            region = region.around
-        return Region(None, None, True, 0)  # of another context, or never entered
-
-
-@contextlib.contextmanager
-def region(
-    casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None, scope: int | None = None
-) -> Iterator[None]:
-    """`enter` and `leave` around a block."""
-    token = enter(casting, how, maps, scope)
-    try:
-        try:
-            yield
-        finally:
-            leave(token)
-    except BaseException:
-        leave(token)
-        raise
-
-
-def run_in(region, function, args, kwargs):
-    """Call `function` in a new region. After an interrupt at any instruction of this file, the region is not open."""
-    try:
-        try:
-            _open(region)
-            return function(*args, **kwargs)
-        finally:
-            leave(region)
-    except BaseException:
-        if not is_dynamo_compiling():  # what is compiled is not interrupted
-            leave(region)  # in case the interrupt came before the other, or while that ran
-        raise
-
-
-def run_forward(function, args, kwargs):
-    """Call `function` as the forward of a model."""
-    if is_dynamo_compiling() or acts() is not None:  # another region has decided already
-        return function(*args, **kwargs)
-    around = innermost()
-    return run_in(Region(True, around.rounding, around.maps, around.scope), function, args, kwargs)
-
-
-def leave_forward() -> None:
-    """Leave `IN_FORWARD`. A region that was opened in the forward by hand, and not closed, stays open."""
-    region = nowhere.here
-    if region is IN_FORWARD:
-        enter_region(nowhere)
-        return
-    while region is not nowhere:
-        if region.around is IN_FORWARD:
-            region.around = nowhere
-        region = region.around
-
-
-def run_backward(function, args, kwargs):
-    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
-    here = innermost()
-    return run_in(Region(None, here.rounding, here.maps, here.scope), function, args, kwargs)
-
-
-def run_uncast(function, args, kwargs):
-    """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    here = innermost()
-    return run_in(Region(False, here.rounding, here.maps, here.scope), function, args, kwargs)
-
-
-def run_step(optimizer, how, function, args):
-    """Call `function`, a step of this optimizer, with casts off; regions in it round as `how` says."""
-    return run_in(Region(False, how, False, innermost().scope, optimizer), function, args, {})
-
-
-def run_plain_step(optimizer, function):
-    """Call `function`, a step of this optimizer with which hmpx has nothing to do, with casts off."""
-    here = innermost()
-    if not state.converted or (here.casting is False and not here.maps):
-        return function(optimizer)
-    return run_in(Region(False, here.rounding, False, here.scope), function, (optimizer,), {})
-
-
-def run_at(scope, function, args, kwargs):
-    """Call `function` in a scope, such as a module's forward under the module's lists."""
-    here = innermost()
-    if here.scope == scope and here.casting:  # a module in another with the same rule
-        return function(*args, **kwargs)
-    return run_in(Region(True, here.rounding, here.maps, scope), function, args, kwargs)
-
-
-def carrying(function: Callable) -> Callable:
-    """`function`, made to run in the region that is open now, whatever is open when it is called."""
-    now, casting = innermost(), acts()
-    rounding, maps, scope = now.rounding, now.maps, now.scope
-
-    def carried(*args, **kwargs):
-        return run_in(Region(casting, rounding, maps, scope), function, args, kwargs)
-
-    return carried
-
-
 # Graphs that open regions
 
 
@@ -398,7 +269,7 @@ def _enter_in_graph(scope: int, casting: bool | None, maps: bool) -> None:
     """A node of a graph. Dynamo tries it, and the ops after it, as it traces, until it gives up or is done."""
     around, trace = innermost(), _trace()
     if trace is None:
-        return _open(Region(casting, around.rounding, maps, scope))
+        return open_region(Region(casting, around.rounding, maps, scope))
     region = Region(casting, around.rounding, maps, scope, trace)
     region.around = around
     trace.add_cleanup_hook(functools.partial(leave, region))
@@ -414,7 +285,7 @@ def _leave_in_graph() -> None:
 def _trace() -> Any:
     """What Dynamo traces into here; None while graphs run or are compiled."""
     tracing = sys.modules.get("torch._dynamo.symbolic_convert")
-    tracer = None if _graphs.running or tracing is None else getattr(tracing.tls, "current_tx", None)
+    tracer = None if running_graphs.count or tracing is None else getattr(tracing.tls, "current_tx", None)
     return tracer and tracer.output
 
 
@@ -427,25 +298,3 @@ def _allow(dynamo: Any) -> None:
 
 
 wrapt.register_post_import_hook(_allow, "torch._dynamo")
-
-
-def graph(run: Callable, opens: bool, everywhere: bool) -> Callable:
-    """A graph, or the function that compiles it, wrapped to run as the forward of a model, whoever calls it.
-
-    opens: whether it opens regions, which take effect when it runs, and end if it fails. everywhere: whether every op
-    is cast, and not the model's alone.
-    """
-    if not opens:
-        return run if everywhere else lambda *args: run_forward(run, args, {})
-
-    def running(*args):
-        before = innermost()
-        _graphs.running += 1
-        try:
-            return run_forward(run, args, {})
-        finally:
-            _graphs.running -= 1
-            while (left := innermost()) is not before and left is not nowhere:
-                leave(left)
-
-    return running

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.ops.wrapping.overriding import PLAIN
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ _WRITE_CONSTANTS = frozenset(
 
 def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
     """Return whether the only non-finite values of a result are -inf from a mask."""
-    with _unseen(), torch.no_grad(), region_state.region(False):
+    with _unseen(), torch.no_grad(), run_in_region.region(False):
         odd = result[~torch.isfinite(result)]
         if not bool((odd == -math.inf).all()):
             return False

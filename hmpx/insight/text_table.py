@@ -17,7 +17,11 @@ import torch
 # The folders of packages: of this interpreter, of its user, and the one that torch is in.
 PACKAGES = tuple(
     os.path.join(folder, "")
-    for folder in (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(torch.__file__)))
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+    )
 )
 
 _GAP = 2

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from hmpx.base import installation, region_state
+from hmpx.base import installation, run_in_region
 from hmpx.base.changes import Changes
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
@@ -131,7 +131,7 @@ class SettingUp:
     def casts(self) -> Iterator[None]:
         """Return a context in which ops are cast."""
         self.take_over()
-        with region_state.region(True):
+        with run_in_region.region(True):
             yield
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import convert_to_fp32
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.errors import HmpxError
 from hmpx.integrations.setting_up import SettingUp, Stated
 from hmpx.recipes import frameworks
@@ -118,7 +118,7 @@ class HmpxCallback(TrainerCallback):
             )
 
 
-class Forward(region_state.Opener):
+class Forward(run_in_region.Opener):
     """Casts around the forward of a model, by hooks on it and on each model inside, which `generate` calls.
 
     Copies of the model share this object; a pickle of it is empty.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from hmpx.base import awaited, region_state
+from hmpx.base import awaited, run_in_region
 from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
@@ -106,7 +106,7 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
     @functools.wraps(function)
     def carrier(*args, **kwargs):
         if len(args) > position and not switch.retired:
-            args = (*args[:position], region_state.carrying(args[position]), *args[position + 1 :])
+            args = (*args[:position], run_in_region.carrying(args[position]), *args[position + 1 :])
         return function(*args, **kwargs)
 
     return staticmethod(carrier) if isinstance(original, staticmethod) else carrier

@@ -24,7 +24,7 @@ import torch.jit._builtins
 from torch.compiler import config
 from torch.jit import _recursive
 
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 
@@ -125,7 +125,7 @@ class Compilers:
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
             _guard_on_region(output)
             opens = any([_opens_regions(each) for each in module.modules()])  # before a backend changes it
-            wrap = functools.partial(region_state.graph, opens=opens, everywhere=self._everywhere)
+            wrap = functools.partial(run_in_region.graph, opens=opens, everywhere=self._everywhere)
             return wrap(wrap(compile_graph)(output, module, inputs))
 
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"

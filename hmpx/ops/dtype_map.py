@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
 from hmpx.ops.beside_model import functions_in, places
@@ -178,7 +178,7 @@ class DtypeMap:
         def wrapper(*args, **kwargs):
             if not _acts(switch):
                 return inner(*args, **kwargs)
-            with region_state.region(region_state.casting(), region_state.rounding(), maps=False):
+            with run_in_region.region(region_state.casting(), region_state.rounding(), maps=False):
                 loaded = inner(*args, **kwargs)
                 return self._tree(loaded, {})
 

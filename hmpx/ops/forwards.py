@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state as state
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
@@ -91,7 +91,7 @@ def _run(rules, function, args, kwargs):
     if casting is not None:
         args = tuple([_cast_once(value, casting) for value in args])
         kwargs = {key: _cast_once(value, casting) for key, value in kwargs.items()}
-    result = region_state.run_at(scope, function, args, kwargs)
+    result = run_in_region.run_at(scope, function, args, kwargs)
     if overlay is not None and isinstance(result, _LAZY):
         raise HmpxError(
             f"{overlay.where}: the forward returned a {type(result).__name__}, whose ops run after the call, where the "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import process_state, region_state
+from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes
 from hmpx.ops.wrapping.switch import Switch
@@ -34,10 +34,10 @@ _DYNAMO = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 def patches(switch: Switch) -> Iterator[Patch]:
     """Yield the patches of one conversion."""
-    yield patch_at(_BACKWARD, Patching.BACKWARD, functools.partial(_running, region_state.run_backward, switch))
+    yield patch_at(_BACKWARD, Patching.BACKWARD, functools.partial(_running, run_in_region.run_backward, switch))
     if switch.everywhere:
         return
-    yield patch_at(_CHECKPOINT, Patching.FORWARD, functools.partial(_running, region_state.run_forward, switch))
+    yield patch_at(_CHECKPOINT, Patching.FORWARD, functools.partial(_running, run_in_region.run_forward, switch))
     yield patch_at(_CALL, Patching.FORWARD, functools.partial(_calling, switch))
 
 
@@ -52,12 +52,12 @@ def tell_dynamo(changes: Changes) -> None:
 
 
 def _calling(switch: Switch, original: Callable) -> Callable:
-    """Return `Module.__call__` opening a region, as `region_state.run_forward` does, which is slower.
+    """Return `Module.__call__` opening a region, as `run_in_region.run_forward` does, which is slower.
 
     It takes the place of torch's own function, whose two ways on it knows: a frame more would cost a fifth of a call.
     """
     nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
-    is_torchs, leave = original is torch.nn.Module._wrapped_call_impl, region_state.leave_forward
+    is_torchs, leave = original is torch.nn.Module._wrapped_call_impl, run_in_region.leave_forward
 
     @functools.wraps(original)
     def call(self, *args, **kwargs):
@@ -67,7 +67,7 @@ def _calling(switch: Switch, original: Callable) -> Callable:
         if switch.retired:
             return original(self, *args, **kwargs)
         if here is not nowhere or not (is_torchs and process_state.enabled):
-            return region_state.run_forward(original, (self, *args), kwargs)
+            return run_in_region.run_forward(original, (self, *args), kwargs)
         try:
             try:
                 enter(in_forward)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import wrapt
 
-from hmpx.base import process_state, region_state
+from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
@@ -146,7 +146,7 @@ def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool], wh
 def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
     if rule is None or not active():
         return function(*args, **kwargs)
-    return region_state.run_uncast(function, *cast_arguments(rule, _SIGNATURE, args, kwargs))
+    return run_in_region.run_uncast(function, *cast_arguments(rule, _SIGNATURE, args, kwargs))
 
 
 def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
@@ -154,7 +154,7 @@ def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any
     if casting:
         args, kwargs = cast_arguments(rule, _SIGNATURE, args, kwargs)
     began = perf_counter()
-    result = region_state.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
+    result = run_in_region.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
     return Seen(args, kwargs, result, casting, began, perf_counter())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
@@ -60,7 +60,7 @@ def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: A
     if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
         return method(optimizer, *args, **kwargs)
     call = StepCall(optimizer, method, args, kwargs)
-    return region_state.run_step(optimizer, None, attachment_of(optimizer).step, (call,))
+    return run_in_region.run_step(optimizer, None, attachment_of(optimizer).step, (call,))
 
 
 def attach_copy(optimizer: Optimizer, original: Any) -> Any:

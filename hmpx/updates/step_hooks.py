@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from hmpx.base import forks, process_state, region_state
+from hmpx.base import forks, process_state, region_state, run_in_region
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
@@ -102,7 +102,7 @@ def _watch() -> None:
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
     call = StepCall(optimizer, own_step(type(optimizer)))
-    region_state.run_step(optimizer, None, updates.step_alone, (call, p))
+    run_in_region.run_step(optimizer, None, updates.step_alone, (call, p))
 
 
 def own_step(cls: type[Optimizer]) -> Callable:
@@ -139,14 +139,14 @@ def _watched(step: Callable) -> Callable:
         for look in list(first_steps):
             look()
         if not (args or kwargs or open_caches) and _is_plain(optimizer):
-            return region_state.run_plain_step(optimizer, step)
+            return run_in_region.run_plain_step(optimizer, step)
         how = region_state.rounding()
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         casting = region_state.casting() if how is None else region_state.usual()
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
         forget = functools.partial(_forget_casts, optimizer)
-        return giving_back(forget, region_state.run_step, optimizer, how, _step, (call, how))
+        return giving_back(forget, run_in_region.run_step, optimizer, how, _step, (call, how))
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
@@ -195,7 +195,7 @@ def _forget_casts(optimizer: Optimizer) -> None:
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         region = region_state.Region(casting, region_state.rounding(), casting is not False, region_state.scope())
-        return region_state.run_in(region, closure, args, kwargs)
+        return run_in_region.run_in(region, closure, args, kwargs)
 
     return evaluate
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
 from hmpx.ops.computing.fp8_product import spills_of
@@ -62,7 +62,7 @@ class DeviceSide:
         """
         if type(tensor) not in PLAIN or tensor.device.type in ("cpu", "meta") or tensor.layout is not torch.strided:
             return
-        with torch.no_grad(), region_state.region(False):
+        with torch.no_grad(), run_in_region.region(False):
             key = id(site), tensor.device
             if key not in self._first:
                 self._first[key] = site, torch.full((), _NEVER, dtype=torch.int64, device=tensor.device)

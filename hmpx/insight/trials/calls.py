@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.conversion import installed
 from hmpx.insight.reasons import in_a_line, reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, differentiable, floating
@@ -120,7 +120,7 @@ def lowly(asked: Asked) -> Seen:
         args, kwargs = _in_dtypes(asked, saw)
         if asked.point.in_place:
             args = (args[0].clone(), *args[1:])
-    with region_state.region(True):
+    with run_in_region.region(True):
         result = asked.run(*args, **kwargs).result
     with unobserved():
         return asked.answer(asked.args[0].copy_(result) if asked.point.in_place else result)

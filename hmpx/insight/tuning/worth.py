@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.insight import run_state
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
@@ -146,7 +146,7 @@ def worth_of(asked: Asked) -> Worth | None:
         Exception: whatever the op raises in low precision, in its forward or its backward pass.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):  # unseen by a checkpoint around the call
-        with region_state.region(True):
+        with run_in_region.region(True):
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
@@ -167,7 +167,7 @@ def _forward_and_backward(asked: Asked, seen: Seen) -> None:
 
     args, kwargs = tree_map(leaf, (seen.args, seen.kwargs))
     needed = [tensor for tensor in floating((args, kwargs)) if tensor.requires_grad]
-    with region_state.region(True):
+    with run_in_region.region(True):
         result = asked.run(*args, **kwargs).result
     results = [each for each in floating((result,)) if each.requires_grad]
     if needed and results:

@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
@@ -148,7 +148,7 @@ def _computing(
                 found = "a call of an old form"
         if refuse(found) or isinstance(found, str):
             # What the class of a tensor calls in turn is a part of this op.
-            return instead(args, kwargs) if plain else region_state.run_uncast(instead, (args, kwargs), {})
+            return instead(args, kwargs) if plain else run_in_region.run_uncast(instead, (args, kwargs), {})
         made = _multiplied(found.a, found.b, multiply)
         return made if found.finish is None else found.finish(made)
 

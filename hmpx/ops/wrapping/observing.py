@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.overriding import call
 
@@ -120,7 +120,7 @@ def unobserved() -> Iterator[None]:
     """Open a region without observation and without casts, for an observer's own computations."""
     before, _thread.inside = _thread.inside, True
     try:
-        with region_state.region(False):
+        with run_in_region.region(False):
             yield
     finally:
         _thread.inside = before

@@ -19,7 +19,7 @@ from typing import Any
 
 import wrapt
 
-from hmpx.base import region_state
+from hmpx.base import run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
@@ -234,7 +234,7 @@ def uncast_inside(function: Callable) -> Callable:
     """Return `function` with casts off inside."""
 
     def inner(*args, **kwargs):
-        return region_state.run_uncast(call, (function, args, kwargs), {})
+        return run_in_region.run_uncast(call, (function, args, kwargs), {})
 
     vars(inner)["hands_on"] = function
     return inner

@@ -1,0 +1,173 @@
+"""Runs functions, blocks and graphs in a region: a forward, a backward pass, a step, what a listed op calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.base import process_state as state
+from hmpx.base.region_state import (
+    IN_FORWARD,
+    Region,
+    StochasticSteps,
+    acts,
+    enter,
+    enter_region,
+    innermost,
+    leave,
+    nowhere,
+    open_region,
+    running_graphs,
+)
+
+
+class Opener:
+    """Enters regions and leaves them, several at a time and in several contexts, as an object of a user's does."""
+
+    _traced: tuple[Region, ...] = ()
+
+    def _enter_region(self, casting: bool, how: StochasticSteps | None = None, scope: int | None = None) -> None:
+        region = enter(casting, how, None, scope, self)
+        if is_dynamo_compiling():
+            self._traced = (region, *self._traced)
+
+    def _leave_region(self) -> None:
+        """Leave the innermost region that this object has entered here."""
+        if is_dynamo_compiling():
+            last, *others = self._traced
+            self._traced = tuple(others)
+            leave(last)
+            return
+        region: Region | None = None
+        try:
+            region = self._entered()
+            leave(region)
+        except BaseException:
+            leave(self._entered() if region is None else region)
+            raise
+
+    def _entered(self) -> Region:
+        region = nowhere.here
+        while region is not nowhere:
+            if region.owner is self and not region.left:
+                return region
+            region = region.around
+        return Region(None, None, True, 0)  # of another context, or never entered
+
+
+@contextlib.contextmanager
+def region(
+    casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None, scope: int | None = None
+) -> Iterator[None]:
+    """`enter` and `leave` around a block."""
+    token = enter(casting, how, maps, scope)
+    try:
+        try:
+            yield
+        finally:
+            leave(token)
+    except BaseException:
+        leave(token)
+        raise
+
+
+def run_in(region, function, args, kwargs):
+    """Call `function` in a new region. After an interrupt at any instruction of this file, the region is not open."""
+    try:
+        try:
+            open_region(region)
+            return function(*args, **kwargs)
+        finally:
+            leave(region)
+    except BaseException:
+        if not is_dynamo_compiling():  # what is compiled is not interrupted
+            leave(region)  # in case the interrupt came before the other, or while that ran
+        raise
+
+
+def run_forward(function, args, kwargs):
+    """Call `function` as the forward of a model."""
+    if is_dynamo_compiling() or acts() is not None:  # another region has decided already
+        return function(*args, **kwargs)
+    around = innermost()
+    return run_in(Region(True, around.rounding, around.maps, around.scope), function, args, kwargs)
+
+
+def leave_forward() -> None:
+    """Leave `IN_FORWARD`. A region that was opened in the forward by hand, and not closed, stays open."""
+    region = nowhere.here
+    if region is IN_FORWARD:
+        enter_region(nowhere)
+        return
+    while region is not nowhere:
+        if region.around is IN_FORWARD:
+            region.around = nowhere
+        region = region.around
+
+
+def run_backward(function, args, kwargs):
+    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
+    here = innermost()
+    return run_in(Region(None, here.rounding, here.maps, here.scope), function, args, kwargs)
+
+
+def run_uncast(function, args, kwargs):
+    """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
+    here = innermost()
+    return run_in(Region(False, here.rounding, here.maps, here.scope), function, args, kwargs)
+
+
+def run_step(optimizer, how, function, args):
+    """Call `function`, a step of this optimizer, with casts off; regions in it round as `how` says."""
+    return run_in(Region(False, how, False, innermost().scope, optimizer), function, args, {})
+
+
+def run_plain_step(optimizer, function):
+    """Call `function`, a step of this optimizer with which hmpx has nothing to do, with casts off."""
+    here = innermost()
+    if not state.converted or (here.casting is False and not here.maps):
+        return function(optimizer)
+    return run_in(Region(False, here.rounding, False, here.scope), function, (optimizer,), {})
+
+
+def run_at(scope, function, args, kwargs):
+    """Call `function` in a scope, such as a module's forward under the module's lists."""
+    here = innermost()
+    if here.scope == scope and here.casting:  # a module in another with the same rule
+        return function(*args, **kwargs)
+    return run_in(Region(True, here.rounding, here.maps, scope), function, args, kwargs)
+
+
+def carrying(function: Callable) -> Callable:
+    """`function`, made to run in the region that is open now, whatever is open when it is called."""
+    now, casting = innermost(), acts()
+    rounding, maps, scope = now.rounding, now.maps, now.scope
+
+    def carried(*args, **kwargs):
+        return run_in(Region(casting, rounding, maps, scope), function, args, kwargs)
+
+    return carried
+
+
+def graph(run: Callable, opens: bool, everywhere: bool) -> Callable:
+    """A graph, or the function that compiles it, wrapped to run as the forward of a model, whoever calls it.
+
+    opens: whether it opens regions, which take effect when it runs, and end if it fails. everywhere: whether every op
+    is cast, and not the model's alone.
+    """
+    if not opens:
+        return run if everywhere else lambda *args: run_forward(run, args, {})
+
+    def running(*args):
+        before = innermost()
+        running_graphs.count += 1
+        try:
+            return run_forward(run, args, {})
+        finally:
+            running_graphs.count -= 1
+            while (left := innermost()) is not before and left is not nowhere:
+                leave(left)
+
+    return running
