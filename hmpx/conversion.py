@@ -23,7 +23,7 @@ from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops import compilers
 from hmpx.ops.casts import Casts, PatchTable
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
-from hmpx.ops.decision_log import FirstStep, VerboseLog
+from hmpx.ops.decision_log import AutocastInside, FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.forwards import replaced_forwards, wrap_forwards
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
@@ -87,7 +87,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
-        self._first_step = FirstStep(policy.low_precision)
+        self._first_step, self._autocast = FirstStep(policy.low_precision), AutocastInside()
 
     def _scopes(self) -> set[int]:
         """Return every scope that can occur: those of module rules, and of regions inside such modules."""
@@ -196,6 +196,7 @@ class Conversion(Installation):
         self._announce()
         if self.policy.bf16:
             self._first_step.apply(changes)
+        self._autocast.apply(changes)
         changes.put(_OBSERVER, observer)
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)

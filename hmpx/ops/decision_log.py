@@ -2,13 +2,15 @@
 
 `isVerbose=True` logs each distinct decision once, and how often it was taken at the end. At the first step of an
 optimizer, a conversion warns once of FP16 without a `GradScaler`, which loses gradients below 6e-8, and of BF16 on a
-GPU that has no instructions for it (T4, V100), where torch computes it slowly.
+GPU that has no instructions for it (T4, V100), where torch computes it slowly. It also warns once of a `torch.autocast`
+region in it, whose own lists have the last word.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import logging
 import sys
@@ -19,9 +21,10 @@ from typing import Any
 import torch
 
 from hmpx.base import forks
-from hmpx.base.changes import Changes, Flag
+from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import first_steps
+from hmpx.base.region_state import casts_on
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.switch import is_outside
@@ -137,6 +140,29 @@ class FirstStep:
                 "recipe apex-o1, or convert(low_precision=torch.float16), runs them in FP16; scale the loss then",
                 torch.cuda.get_device_name(),
             )
+
+
+class AutocastInside:
+    """Warns once of a `torch.autocast` region that opens while ops are cast: it casts after hmpx does."""
+
+    _said = False
+
+    def apply(self, changes: Changes) -> None:
+        enter = torch.autocast.__enter__
+
+        @functools.wraps(enter)
+        def entering(region: torch.autocast) -> object:
+            entered = enter(region)
+            if not self._said and torch.is_autocast_enabled(region.device) and casts_on():
+                self._said = True
+                logger.warning(
+                    "hmpx: %s: torch.autocast casts after the op lists, by lists of its own, and so decides for the "
+                    "ops in these; leave it out: the op lists say which op runs in which precision",
+                    users_line(sys._getframe(1)),
+                )
+            return entered
+
+        changes.put(Attribute(torch.autocast, "__enter__", "torch.autocast.__enter__"), entering)
 
 
 def _has_scaler() -> bool:

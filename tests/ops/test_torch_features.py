@@ -303,6 +303,22 @@ def test_torch_autocast_has_the_last_word_on_its_own_ops(model, x, dtype):
         assert model(x).dtype is FP32
 
 
+def test_an_autocast_that_is_left_in_a_script_is_said_once_with_its_line(x, caplog):
+    """The user's list says FP32, and has no effect there. Nothing is said where one of the two is off."""
+    layer = nn.Linear(x.shape[-1], 4)
+    with hmpx.convert(bf16=[], fp32=["linear"]):
+        with torch.autocast("cpu", enabled=False):
+            layer(x)
+        with hmpx.disable_casts(), torch.autocast("cpu"):
+            layer(x)
+        assert not caplog.text
+        for _ in range(2):
+            with torch.autocast("cpu"):
+                assert layer(x).dtype is BF16
+    (said,) = caplog.messages
+    assert "test_torch_features.py:" in said and "torch.autocast casts after the op lists" in said
+
+
 class Captured(nn.Module):
     def __init__(self):
         super().__init__()
