@@ -196,7 +196,8 @@ class Conversion(Installation):
         self._announce()
         if self.policy.bf16:
             self._first_step.apply(changes)
-        self._autocast.apply(changes)
+        if any(getattr(self.policy, side) for side in SIDES):
+            self._autocast.apply(changes)
         changes.put(_OBSERVER, observer)
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -47,28 +48,40 @@ def test_every_block_is_run_by_a_test():
     assert sum(text.count("```") for text in READMES.values()) == 2 * len(BLOCKS)
 
 
-def test_the_front_page_names_every_recipe():
-    assert {*recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
+def test_the_reference_names_every_recipe():
+    assert {*recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("oplists/README.md", 0))}
 
 
-def _rows(head, column):
-    """A column of the table whose first cell is `head`."""
-    table = re.search(rf"^\| {head} \|.*\n\|[-|]*\n((?:\|.*\n)*)", README, re.MULTILINE).group(1)
+def _rows(page, column):
+    """A column of the page's table of recipes."""
+    table = re.search(r"^\| recipe \|.*\n\|[-|]*\n((?:\|.*\n)*)", READMES[page], re.MULTILINE).group(1)
     return "\n".join(line.split("|")[1 + column] for line in table.splitlines())
 
 
-def test_bytes_a_parameter_are_those_of_the_recipes():
-    for names, given in zip(_rows("recipe", 0).splitlines(), _rows("recipe", 2).splitlines(), strict=True):
+@pytest.mark.parametrize("page", ["README.md", "oplists/README.md"])
+def test_bytes_a_parameter_are_those_of_the_recipes(page):
+    for names, given in zip(_rows(page, 0).splitlines(), _rows(page, 2).splitlines(), strict=True):
         sums = [sum(read_recipe(name).bytes_per_parameter().values()) for name in re.findall(r"`([^`]*)`", names)]
         assert [f"{each:.3g}" for each in sums if each != sums[0]] == given.strip().split(", ")[1:], names
         assert f"{sums[0]:.3g}" == given.strip().split(", ")[0], names
 
 
 def test_bytes_of_each_way_are_those_that_it_holds():
-    text = (ROOT / "hmpx" / "updates" / "README.md").read_text()
+    text = READMES["examples/README.md"]
     ways = dict(re.findall(r'^\| `"(\w+)"` \|.*\| ([\d.]+)(?:\[.*\])? \|$', text, re.MULTILINE))
     assert ways.pop("8bit") == f"{STATE_FORMS['8bit'].bytes_each:.4g}"
     assert ways == {name: f"{8 + way.bytes_beside:.3g}" for name, way in WAYS.items()}  # with two FP32 tensors of state
+
+
+def test_troubleshooting_has_the_texts_of_the_code():
+    table = READMES["examples/README.md"].partition("## Troubleshooting")[2].partition("\n## ")[0]
+    shown = [re.findall("`([^`]*)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "hmpx").rglob("*.py")]
+    texts = [each.value for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+    said = [text for text in texts if isinstance(text, str)]
+    assert len(shown) > 12
+    for parts in shown:
+        assert all(any(part in text for text in said) for part in parts), parts
 
 
 def test_links_lead_somewhere():
@@ -93,7 +106,7 @@ def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
     printed = ""
     for kind, block in re.findall(r"```(python|text)\n(.*?)```", READMES[name], re.DOTALL):
         if kind == "python":
-            assert not printed or name == "hmpx/ops/README.md", "a snippet prints what the README does not show"
+            assert not printed, "a snippet prints what the README does not show"
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile(block, "model.py", "exec"), namespace)
@@ -148,7 +161,6 @@ def test_every_other_command_runs(command, tmp_path):
 
 PAIR = r"\n```(\w+) before\n(.*?)```\n\n```\w+ after\n(.*?)```"
 PAIRS = re.findall(r"### ([^\n]*)\n\n[^\n]*\n" + PAIR, READMES["examples/README.md"], re.DOTALL)
-PAIRS += [("a training loop", *pair) for pair in re.findall(PAIR, README, re.DOTALL)]
 
 
 def _world():

@@ -1,4 +1,4 @@
-"""What the README of the integrations shows runs as it stands there, and so do the examples in docstrings."""
+"""What the guide shows of trainers runs as it stands there, and so do the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.downstream.lightning_net import Net
 from tests.downstream.trainer import arguments, gpt2, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-README = (Path(hmpx.__file__).parent / "integrations" / "README.md").read_text()
+GUIDE = (Path(hmpx.__file__).parent.parent / "examples" / "GUIDE.md").read_text()
 BLOCK = re.compile(r"^```python with (\w+)\n((?s:.*?))^```$", re.MULTILINE)
 
 
@@ -38,9 +38,9 @@ def world(tmp_path, monkeypatch):
     return {"torch": torch, "hmpx": hmpx, "pl": pl, "module": Net(), "batches": loader(), **of_trainer, **of_accelerate}
 
 
-@pytest.mark.parametrize("framework", sorted({framework for framework, _ in BLOCK.findall(README)}))
-def test_the_lines_of_the_readme_run(framework, world):
-    for found, block in BLOCK.findall(README):
+@pytest.mark.parametrize("framework", sorted({framework for framework, _ in BLOCK.findall(GUIDE)}))
+def test_the_lines_of_the_guide_run(framework, world):
+    for found, block in BLOCK.findall(GUIDE):
         if found == framework:
             exec(compile(block, "train.py", "exec"), world)
 

@@ -286,7 +286,9 @@ class _Comparing:
     def _rows_to_blame(self, culprits: Sequence[Unit]) -> list[Row]:
         """Return a row for each name in each module, as rules say it; the first of them with what each does alone."""
         units: dict[tuple[str, str], list[CallSite]] = {}
-        for site in sorted(Unit().union(*culprits), key=lambda site: -self._looks.get(site, 0.0)):
+        blamed = Unit().union(*culprits)
+        met = [site for site in self._runs.sites if site in blamed]  # a set has another order in each process
+        for site in sorted(met, key=lambda site: -self._looks.get(site, 0.0)):
             units.setdefault((site.op, site.module), []).append(site)
         rows = []
         for i, sites in enumerate(units.values()):
