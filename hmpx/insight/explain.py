@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -222,15 +221,15 @@ def _seed(recipe: Recipe) -> str:
 
 
 def recipes_table() -> str:
-    """Return a table of the recipes that come with hmpx: their bytes per parameter, weights, updates, and use."""
-    rows = []
+    """Return a table of the recipes that come with hmpx, by kind: their bytes per parameter, and for whom each is."""
+    kinds: dict[str, list[tuple[str, str, str]]] = {"BF16 weights": [], "FP32 weights": [], "FP32 weights, FP8": []}
     for name in recipe_names():
         recipe = read_recipe(name)
-        narrow = recipe.parameter_dtype == "bfloat16"
-        size = f"{sum(recipe.bytes_per_parameter().values()):g}"
-        rows.append((name, size, recipe.parameter_dtype, recipe.weights if narrow else "plain", _what_it_is(name)))
-    titles = ("recipe", "bytes", "weights", "updates", "what it is")
-    columns = [Column(title, cells) for title, *cells in zip(titles, *rows, strict=True)]
+        kind = "BF16 weights" if recipe.parameter_dtype == "bfloat16" else "FP32 weights"
+        size = sum(recipe.bytes_per_parameter().values())
+        kinds[f"{kind}, FP8" if recipe.fp8 else kind].append((f"  {name}", f"{size:.3g}", _for_whom(name)))
+    rows = [row for kind, recipes in kinds.items() for row in ((kind, "", ""), *recipes)]
+    columns = [Column(*each) for each in zip(("recipe", "bytes", "for whom"), zip(*rows, strict=True), strict=True)]
     return "\n".join([*table(columns, sys.maxsize), "", _FOOTNOTE])
 
 
@@ -239,8 +238,7 @@ bytes: of a parameter, with weights, gradients, masters and two state tensors as
 recipes NAME prints one as a file, explain NAME says what it does, run --recipe NAME SCRIPT runs a script under it."""
 
 
-def _what_it_is(name: str) -> str:
-    """Return the first clause of the comment that a recipe's file begins with."""
-    lines = Path(recipe_path(name)).read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    return re.split(r"[.:;](?= )|\.$", comment)[0]
+def _for_whom(name: str) -> str:
+    """Return the line that a recipe's file begins with."""
+    first = Path(recipe_path(name)).read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# For: ").removesuffix(".")

@@ -27,6 +27,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())
         return subparsers.add_parser(name, help=words, description=description, epilog=f"examples:\n{lines}")
 
+    doctor.add(add)
     run = add(
         "run",
         "run an unmodified training script under a recipe",
@@ -79,7 +80,6 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.add_argument("files", nargs="+", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
     check.set_defaults(run=_check)
 
-    doctor.add(add)
     record.add(add)
     compare.add(add)
     tune.add(add)

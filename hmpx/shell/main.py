@@ -18,13 +18,20 @@ from hmpx.version import __version__
 _DESCRIPTION = """\
 Mixed precision for PyTorch that you can read, edit and undo. These commands show which precision each op and each
 weight update has, check lists and recipes, and run a training script under one."""
-_EXAMPLES = """\
+_MORE = """\
+exit status:
+  0    done: nothing is wrong
+  1    doctor, check, compare, report --diff: something was found; tune, bench gpu: the aim was missed
+  2    an error, which is said; doctor: nothing is wrong in what it could look at, but some of it it could not
+  run, record and doctor hand on the status of a script that ends with another one
+
 examples:
+  {prog} doctor train.py                             what is wrong with the precision of a training
+  {prog} run --recipe bf16-sr train.py               run your script under a recipe
   {prog} recipes                                     which recipes there are
-  {prog} explain neuron-bf16-sr                      what one of them does
-  {prog} run --recipe neuron-bf16-sr train.py        run your script under it
-  {prog} record --recipe autocast-cpu train.py       which op ran in which precision, and where
-  {prog} explain softmax --recipe neuron-bf16-sr     which precision an op has there, and why
+  {prog} explain bf16-sr                             what one of them does
+  {prog} record --recipe autocast-cuda train.py      which op ran in which precision, and where
+  {prog} explain softmax --recipe bf16-sr            which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
 _GONE = {  # commands of earlier versions
@@ -52,13 +59,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command, and return its exit status.
-
-    0: done. 1: `check`, `compare` or `report --diff` has found something. 2: an error.
-    """
+    """Run one command, and return its exit status, as `--help` says it."""
     as_script = Path(sys.argv[0]).stem == "hmpx"
     prog = "hmpx" if as_script else "python -m hmpx"
-    parser = Parser(prog=prog, description=_DESCRIPTION, epilog=_EXAMPLES.format(prog=prog))
+    parser = Parser(prog=prog, description=_DESCRIPTION, epilog=_MORE.format(prog=prog))
     parser.add_argument("--version", action="version", version=f"hmpx {__version__}, torch {torch.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
     commands.add_all(subparsers, prog)

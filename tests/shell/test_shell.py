@@ -203,7 +203,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
 
 
-COMMANDS = ["run", "recipes", "explain", "check", "doctor", "record", "report", "compare", "tune"]
+COMMANDS = ["doctor", "run", "recipes", "explain", "check", "record", "report", "compare", "tune"]
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
@@ -249,12 +249,15 @@ def test_hmpx_is_a_console_script_too(tmp_path):
 
 
 def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
+    """By kind: name, bytes a parameter, for whom; and it fits into 100 columns."""
     status, out, _ = run(capsys, "recipes")
-    rows = {line.split()[0]: line for line in out.split("\n\n")[0].splitlines()[1:]}
-    assert status == 0 and list(rows) == recipe_names()
-    for name, line in rows.items():
-        assert float(line.split()[1]) == sum(read_recipe(name).bytes_per_parameter().values())
-    assert rows["lean8"].endswith("The least memory")
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines() if line.startswith("  ")}
+    assert status == 0 and sorted(rows) == recipe_names()
+    assert max(map(len, out.split("\n\n")[0].splitlines())) <= 100
+    for name, (size, _for_whom) in rows.items():
+        assert size == f"{sum(read_recipe(name).bytes_per_parameter().values()):.3g}"
+    assert rows["autocast-cuda"] == ["16", "training under torch.autocast on a GPU"]
+    assert out.index("  lean8 ") < out.index("FP32 weights\n") < out.index("  hmp-o1 ") < out.index("  deepseek-v3 ")
     status, out, _ = run(capsys, "recipes", "nxd-standard")
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0 and read_recipe(tmp_path / "mine.yaml") == read_recipe("nxd-standard").inlined()
