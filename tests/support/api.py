@@ -1,0 +1,92 @@
+"""Writes the reference of the public names, `hmpx/API.md`, from their docstrings."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import hmpx
+
+GROUPS = {
+    "A whole run": "prepare activate restore Recipe Activation",
+    "Which op runs in what": """convert policy_for policies_of casts bf16 fp16 fp32 promote cached_weights Conversion
+        ModuleRule Policy Rule""",
+    "Updates": "disable_casts enable_casts attach detach stochastic_round stochastic_round_ Attachment",
+    "What happened, and why": """doctor record compare tune explain Diagnosis Problem Log Comparison Row Tuned
+        Choice""",
+    "Habana's names": "hmp",
+    "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
+}
+_HEAD = """\
+# API
+
+Written from the docstrings by `python -m pytest tests/test_api.py --update`; edit those. The
+[guide](../examples/README.md) shows how the parts go together. What stands here is public: a change of it is named in
+the [changelog](CHANGELOG.md). Classes are what functions return; they are for annotations and `isinstance`.
+
+"""
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):\n", re.MULTILINE)
+
+
+def reference() -> str:
+    """Return the text of the reference."""
+    contents = [f"**{group}**: {', '.join(map(_link, names.split()))}" for group, names in GROUPS.items()]
+    parts = [_HEAD + "\\\n".join(contents)]
+    for group, names in GROUPS.items():
+        parts.append(f"## {group}")
+        for name in names.split():
+            parts += _entry(f"hmpx.{name}", getattr(hmpx, name), "###")
+    return "\n\n".join(parts) + "\n"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](#hmpx{name.lower()})"
+
+
+def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
+    """Yield the paragraphs of one name, and of the methods of a class or the functions of a module."""
+    yield f"{heading} `{name}`"
+    if inspect.isfunction(thing):
+        yield f"`{_signature(name.rpartition('.')[2], thing)}`"
+    yield from _prose(inspect.getdoc(thing) or "")
+    if inspect.ismodule(thing):
+        for each in thing.__all__:
+            yield from _entry(f"{name}.{each}", getattr(thing, each), "####")
+    elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, Exception)):
+        for each, method in sorted(inspect.getmembers(thing)):
+            if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or ""):  # the others are for hmpx itself
+                said = (part for part in _prose(inspect.getdoc(method) or "") if not part.startswith("```"))
+                yield f"**`{_signature(each, method)}`** " + " ".join(said).replace("\n- ", " ")
+
+
+def _signature(name: str, function: Any) -> str:
+    """Return a call with its parameters and their defaults; their types stand in the words."""
+    parameters = [each.replace(annotation=each.empty) for each in inspect.signature(function).parameters.values()]
+    shown = [each for each in parameters if each.name not in ("self", "cls")]
+    return f"{name}{inspect.Signature(shown)}"
+
+
+def _prose(docstring: str) -> Iterator[str]:
+    """Yield a docstring as paragraphs of Markdown: arguments as a list, examples as code."""
+    first, *rest = _SECTION.split(docstring)
+    yield from _paragraphs(first)
+    for section, text in zip(rest[::2], rest[1::2], strict=True):
+        indented = re.match(r"(?: .*\n?|\n)*", text).group()
+        block = textwrap.dedent(indented)
+        if section == "Example":
+            yield f"```pycon\n{block.strip()}\n```"
+        elif section == "Returns":
+            yield f"Returns: {' '.join(block.split())}"
+        else:
+            items = [" ".join(item.split()) for item in re.split(r"\n(?! )", block.strip())]
+            named = [re.sub(r"^([\w, ]+): ", lambda found: f"`{found[1]}`: ", item) for item in items]
+            yield "\n".join((f"{section}:", *(f"- {item}" for item in named)))
+        yield from _paragraphs(text[len(indented) :])
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    yield from (" ".join(each.split()) for each in re.split(r"\n\s*\n", text) if each.strip())
