@@ -27,7 +27,18 @@ moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of
 the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the largest of their
 block, the second moment is larger than it should be, and their updates are smaller than with FP32 state.
 
-Why the code is this one, measured beside others: ``hmpx/bench/README.md``.
+Measured with the transformer of ``examples/charlm.py`` (400 steps, three seeds): the validation loss less that with FP32
+state, in thousandths. To nearest, small numbers become 0 for good; linear codes have too few small numbers::
+
+                                  AdamW   Lion  RMSprop  Adagrad  AdEMAMix
+    this code                      -0.5   -1.5     -0.5     -0.2      -0.5
+    linear int8                    -4.0   -0.1     -2.1     -0.8       NaN
+    companded, FlashOptim's        -6.3   +3.7     -0.6     -0.2     +15.3
+    4 and 5 bits of exponent       -1.8   -4.6     -1.3     -1.2      -1.9
+
+Muon brings all singular values of its momentum to one size, so the noise of 4 bits is as large in the update as the
+small ones. Its loss was 2.3645 with FP32 state, 2.3694 in 8 bits, and 2.3641 with the momentum in BF16, which is why
+that is what `state_dtype="8bit"` does.
 
 What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
 RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
