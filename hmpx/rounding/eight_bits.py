@@ -27,8 +27,8 @@ moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of
 the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the largest of their
 block, the second moment is larger than it should be, and their updates are smaller than with FP32 state.
 
-Measured with the transformer of ``examples/charlm.py`` (400 steps, three seeds): the validation loss less that with FP32
-state, in thousandths. To nearest, small numbers become 0 for good; linear codes have too few small numbers::
+Measured with the transformer of ``examples/charlm.py`` (400 steps, three seeds): the validation loss less that with
+FP32 state, in thousandths. To nearest, small numbers become 0 for good; linear codes have too few small numbers::
 
                                   AdamW   Lion  RMSprop  Adagrad  AdEMAMix
     this code                      -0.5   -1.5     -0.5     -0.2      -0.5
