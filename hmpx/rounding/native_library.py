@@ -4,8 +4,8 @@ A wheel that is built where there is a C compiler carries a library for each lev
 is named after the source and the flags, so one that was made of another source is not loaded. The build reads this file
 alone (`wheel_hook.py`), so it imports neither torch nor hmpx.
 
-A library compiled on first use is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, under a name made of
-the source, the compiler and the CPU. Without either, or with ``HMPX_NATIVE=0``, the eager kernel is used instead; the
+A library compiled on first use is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``,
+under a name made of the source, the compiler and the CPU. Without either, or with ``HMPX_NATIVE=0``, the eager kernel is used instead; the
 log (level INFO) says why.
 
 A library that another user could have put there is not loaded: the folder and the file must belong to this user, and
@@ -89,9 +89,9 @@ def expect_kernels(parameters: int) -> None:
 def _warn_of_slow_steps() -> None:
     if library() is None:
         warnings.warn(
-            "hmpx: there are no C kernels here, so steps of BF16 weights on the CPU take about twice as long, with the "
-            "same results. Install a C compiler (`apt-get install gcc libc6-dev`), or a wheel of hmpx that was built on "
-            "Linux where there is one. HMPX_NATIVE=0 takes the slow way without this warning",
+            "hmpx: there are no C kernels here, so steps of BF16 weights on the CPU take about twice as long. Install a "
+            "C compiler (`apt-get install gcc libc6-dev`), or a wheel of hmpx that was built on Linux where there is "
+            "one. HMPX_NATIVE=0 takes the slow way without this warning",
             stacklevel=2,
         )
 
@@ -113,7 +113,7 @@ def libraries_of_wheel() -> Iterator[tuple[str, bytes]]:
 
 
 def _of_wheel() -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Yield level, needs, file name and flags of each library that a wheel for this platform carries, the best first."""
+    """Yield level, needs, file name and flags of each library that a wheel carries, the best first."""
     for level, (more, needs) in _LEVELS.get(sysconfig.get_platform(), {}).items():
         for variant in _VARIANTS:
             flags = (f"-march={level}", *more.split(), *_FLAGS, *variant)
