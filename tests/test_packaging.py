@@ -1,4 +1,4 @@
-"""The op lists are found in a wheel, in an editable install and in a plain checkout; a wheel may carry the C kernels."""
+"""The op lists are found in a wheel, in an editable install and in a checkout; a wheel may carry the C kernels."""
 
 from __future__ import annotations
 
