@@ -5,8 +5,8 @@ is named after the source and the flags, so one that was made of another source 
 alone (`wheel_hook.py`), so it imports neither torch nor hmpx.
 
 A library compiled on first use is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``,
-under a name made of the source, the compiler and the CPU. Without either, or with ``HMPX_NATIVE=0``, the eager kernel is
-used instead; the log (level INFO) says why.
+under a name made of the source, the compiler and the CPU. Without either, or with ``HMPX_NATIVE=0``, the eager kernel
+is used instead; the log (level INFO) says why.
 
 A library that another user could have put there is not loaded: the folder and the file must belong to this user, and
 nobody else may write to them. A symbolic link may lead to the folder, but not to a library. A file ends in the SHA-256
