@@ -1,4 +1,4 @@
-/* The C kernels for CPUs, compiled on first use by native_library.py: stochastic rounding FP32 -> BF16, and what the
+/* The C kernels for CPUs, compiled by native_library.py: stochastic rounding FP32 -> BF16, and what the
    files at the end have. No contraction into fused multiply-adds (-ffp-contract=off), so that every CPU gives the same
    bits. */
 

@@ -1,8 +1,12 @@
-"""The C kernels as a library, compiled on first use where a C compiler is found.
+"""The C kernels as a library: one that came in the wheel, else compiled on first use where a C compiler is found.
 
-The library is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, under a name made of
-the source, the compiler and the CPU. Without a compiler, or with ``HMPX_NATIVE=0``, the eager kernel is used instead;
-the log (level INFO) says why.
+A wheel that is built where there is a C compiler carries a library for each level of `_LEVELS`, beside the source. It
+is named after the source and the flags, so one that was made of another source is not loaded. The build reads this file
+alone (`wheel_hook.py`), so it imports neither torch nor hmpx.
+
+A library compiled on first use is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``,
+under a name made of the source, the compiler and the CPU. Without either, or with ``HMPX_NATIVE=0``, the eager kernel
+is used instead; the log (level INFO) says why.
 
 A library that another user could have put there is not loaded: the folder and the file must belong to this user, and
 nobody else may write to them. A symbolic link may lead to the folder, but not to a library. A file ends in the SHA-256
@@ -22,8 +26,10 @@ import secrets
 import shutil
 import stat
 import subprocess
+import sysconfig
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 logger = logging.getLogger("hmpx")
@@ -34,6 +40,16 @@ _FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-cont
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
+# What a wheel for a platform carries, the best first: flags beside -march, and what the CPU must have of /proc/cpuinfo.
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
+_LEVELS = {
+    "linux-x86_64": {
+        "x86-64-v4": ("-mavx512bf16", f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16"),
+        "x86-64-v3": ("", _V3),
+    },
+    "linux-aarch64": {"armv8-a": ("", "")},
+}
+_MANY = 1_000_000  # parameters of a step: from here on, the kernels save milliseconds
 _DIGEST = hashlib.sha256().digest_size
 _POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
 
@@ -55,12 +71,29 @@ def library() -> ctypes.CDLL | None:
         logger.info("hmpx: no C kernels: HMPX_NATIVE=0; rounding runs in eager torch")
         return None
     try:
-        return _build()
-    except _NoCompiler as error:
+        return _carried() or _build()
+    except NoCompiler as error:
         logger.info("hmpx: no C kernels: %s; rounding runs in eager torch", error)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("hmpx: no C kernels: %s; rounding runs in eager torch", error)
     return None
+
+
+def expect_kernels(parameters: int) -> None:
+    """Warn, once, where a step of many parameters on a CPU has no kernels. HMPX_NATIVE=0 asked for that."""
+    if parameters > _MANY and os.environ.get("HMPX_NATIVE", "1") != "0":
+        _warn_of_slow_steps()
+
+
+@functools.cache
+def _warn_of_slow_steps() -> None:
+    if library() is None:
+        warnings.warn(
+            "hmpx: there are no C kernels here, so steps of BF16 weights on the CPU take up to 1.8 times as long. Install "
+            "a C compiler (`apt-get install gcc libc6-dev`), or a wheel of hmpx that was built on Linux where there is "
+            "one. HMPX_NATIVE=0 takes the slow way without this warning",
+            stacklevel=2,
+        )
 
 
 def architecture() -> str:
@@ -68,10 +101,53 @@ def architecture() -> str:
     return os.environ.get("HMPX_NATIVE_ARCH") or "native"
 
 
+def libraries_of_wheel() -> Iterator[tuple[str, bytes]]:
+    """Compile what a wheel for this platform carries: the name of each library, and its content.
+
+    Raises:
+        NoCompiler: there is nothing to compile them with.
+        OSError, subprocess.SubprocessError: the compiler fails.
+    """
+    for _, _, name, flags in _of_wheel():
+        yield name, _compiled(_compiler(), flags)
+
+
+def _of_wheel() -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Yield level, needs, file name and flags of each library that a wheel carries, the best first."""
+    for level, (more, needs) in _LEVELS.get(sysconfig.get_platform(), {}).items():
+        for variant in _VARIANTS:
+            flags = (f"-march={level}", *more.split(), *_FLAGS, *variant)
+            yield level, needs, f"{level}-{_name(*flags)}", flags
+
+
+def _carried() -> ctypes.CDLL | None:
+    """Load the best library of the wheel that this CPU can run; None if there is none."""
+    has = {*_cpu().split()}
+    for level, needs, name, _ in _of_wheel():
+        path = _SOURCES[0].with_name(name)
+        if architecture() in ("native", level) and has.issuperset(needs.split()) and path.exists():
+            try:
+                return _declare(ctypes.CDLL(str(path)))
+            except OSError as error:  # no OpenMP in the process, for example
+                logger.info("hmpx: %s", error)
+    return None
+
+
+def _name(*made_of: str) -> str:
+    """Return the file name of a library that is made of the source and `made_of`."""
+    parts = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in made_of)
+    return f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+
+
+def _compiler() -> str:
+    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise NoCompiler("no C compiler found")
+    return found
+
+
 def _build() -> ctypes.CDLL:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise _NoCompiler("no C compiler found")
+    compiler = _compiler()
     problem: Exception = OSError("no variant was tried")
     for variant in _VARIANTS:
         try:
@@ -83,8 +159,7 @@ def _build() -> ctypes.CDLL:
 
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     flags = (f"-march={architecture()}", *_FLAGS, *variant)
-    made_of = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
-    name = f"native-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
+    name = _name(compiler, _cpu(), *flags)
     folder, built = None, None
     try:
         folder = _cache_folder()
@@ -133,7 +208,7 @@ def _loaded(built: bytes, name: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
 
 
-class _NoCompiler(Exception):
+class NoCompiler(Exception):
     """There is nothing to compile the kernels with."""
 
 

@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import eager, halves, native
+from hmpx.rounding import eager, halves, native, native_library
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from tests.support import python
 from tests.support.kernel_steps import STEPS, stepped
@@ -184,6 +184,36 @@ def test_without_a_compiler_eager_torch_rounds_and_the_log_says_why(environment,
         **environment,
     )
     assert f"no C kernels: {reason}" in said and said.startswith("1.5") and said.count("no C kernels") == 1
+
+
+@pytest.mark.parametrize("environment, times", [({}, 1), ({"HMPX_NATIVE": "0"}, 0)])
+def test_without_kernels_the_first_large_step_warns_once_and_names_the_cure(environment, times):
+    said = said_by(
+        """
+        import torch, hmpx, warnings
+        warnings.simplefilter("always")
+        for size in (1_000_000, 1_000_001, 1_000_001):
+            weight = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            with hmpx.disable_casts():
+                weight.grad = torch.ones_like(weight)
+                optimizer.step()
+            print(size, flush=True)
+        """,
+        **{"PATH": "/nowhere", "CC": "", **environment},
+    )
+    assert said.startswith("1000000\n1000001\n") and said.count("there are no C kernels") == times
+    assert said.count("UserWarning: hmpx") == said.count("Install a C compiler (`apt-get install gcc") == times
+
+
+def test_a_step_below_the_bound_does_not_even_look_for_kernels(monkeypatch):
+    monkeypatch.setattr(native_library, "library", lambda: None)
+    native_library._warn_of_slow_steps.cache_clear()
+    native_library.expect_kernels(1_000_000)
+    with pytest.warns(UserWarning, match="no C kernels here"):
+        native_library.expect_kernels(1_000_001)
+    native_library.expect_kernels(1_000_001)
+    native_library._warn_of_slow_steps.cache_clear()
 
 
 @needs_compiler

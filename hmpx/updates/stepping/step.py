@@ -11,6 +11,7 @@ import torch
 
 from hmpx.base.interrupts import giving_back
 from hmpx.errors import HmpxError
+from hmpx.rounding.native_library import expect_kernels
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.held import RoundingKey
@@ -186,6 +187,7 @@ class WeightUpdates:
         return WriteBack(self.stores, key, signals, self._counts)
 
     def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
+        expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
         if adopt_states(optimizer, segments, key) and key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, or it was saved so, and this "
