@@ -89,9 +89,9 @@ def expect_kernels(parameters: int) -> None:
 def _warn_of_slow_steps() -> None:
     if library() is None:
         warnings.warn(
-            "hmpx: there are no C kernels here, so steps of BF16 weights on the CPU take up to 1.8 times as long. Install "
-            "a C compiler (`apt-get install gcc libc6-dev`), or a wheel of hmpx that was built on Linux where there is "
-            "one. HMPX_NATIVE=0 takes the slow way without this warning",
+            "hmpx: there are no C kernels here, so steps of BF16 weights on the CPU take up to 1.8 times as long. "
+            "Install a C compiler (`apt-get install gcc libc6-dev`), or a wheel of hmpx that was built on Linux where "
+            "there is one. HMPX_NATIVE=0 takes the slow way without this warning",
             stacklevel=2,
         )
 
