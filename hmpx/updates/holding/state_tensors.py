@@ -119,7 +119,7 @@ class HeldTensor(HeldState):
     """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
 
     def itself(self, segment: Segment) -> Tensor | None:
-        return None if self.tensor.dtype is BF16 else segment.flat_view(self.tensor)
+        return None if self.tensor.dtype is BF16 else segment.of(self.tensor)
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         return native.StoredTensor(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
@@ -158,9 +158,6 @@ class HeldCodes(HeldState):
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         row = StateBlocks.of(self.tensor).rows.width
         return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=row)
-
-    def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
-        return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them
 
     def read(self, segment: Segment, out: Tensor) -> None:
         layout = StateBlocks.of(self.tensor)
