@@ -220,7 +220,7 @@ class Attachment:
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
-            self._checkpoints.take_earlier(self._alive)
+            self._checkpoints.take(self._alive)
         except BaseException:  # no memory for masters, for instance
             self.abandon()
             raise
