@@ -221,17 +221,13 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
-        whole = layout.of_all(param)
-        if (codes.shape, scales.shape) != (param.shape, whole):
+        kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
+        fits = tuple(param.shape), tuple(layout.of_all(param)), tuple(local(param).shape), layout.shape
+        if kept != fits:
             raise HmpxError(
-                f"{own!r} of {of} is in 8 bits for another shape: {tuple(codes.shape)} with scales "
-                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with scales {tuple(whole)}"
-            )
-        if (local(codes).shape, local(scales).shape) != (local(param).shape, layout.shape):
-            raise HmpxError(
-                f"{own!r} of {of} is in 8 bits and sharded in another way: this rank has {tuple(local(codes).shape)} "
-                f"of it with scales {tuple(local(scales).shape)}; of the parameter {tuple(local(param).shape)}, which "
-                f"goes with scales {layout.shape}"
+                f"{own!r} of {of} is in 8 bits for another shape, or sharded in another way: {kept[0]} with scales "
+                f"{kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is {fits[0]} with "
+                f"{fits[1]}, here {fits[2]} with {fits[3]}"
             )
 
 
