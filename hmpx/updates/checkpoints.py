@@ -40,6 +40,7 @@ class Checkpoints:
         self._updates, self._settings = updates, updates.settings
         self._saw_state_dict = self._warned = False
         self._is_own, self._loses = True, False  # of what is loaded: is it here already, and has it lost masters?
+        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # what is loaded for parameters without state
         self._loading_handle: RemovableHandle | None = None
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
@@ -115,8 +116,9 @@ class Checkpoints:
         stepped = bool(state_dict["state"] if steps is None else steps)
         self._loses = stepped and not any(HELD_KEY in group for group in groups)
         self._is_own = not is_incomplete(optimizer) and _is_present_state(optimizer, state_dict)
+        state, self._alone = dict(state_dict["state"]), {}
         for i, p in zip([i for group in groups for i in group["params"]], params, strict=False):
-            values = state_dict["state"].get(i)
+            values = state.get(i)
             if is_coded(values):
                 check_codes(values, p, i)
             masters = values.get(MASTER_KEY) if isinstance(values, dict) else None
@@ -125,7 +127,13 @@ class Checkpoints:
                     f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "
                     f"the parameter {tuple(p.shape)}; nothing was loaded"
                 )
-        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != HELD_KEY} for g in groups]}
+            if masters is not None and len(values) == 1:  # which torch's classes would take for state of their own
+                self._alone[p] = state.pop(i)[MASTER_KEY]
+        return {
+            **state_dict,
+            "state": state,
+            "param_groups": [{k: v for k, v in g.items() if k != HELD_KEY} for g in groups],
+        }
 
     def _loaded(self, optimizer: Optimizer) -> None:
         step_count.forget(optimizer)
@@ -153,6 +161,7 @@ class Checkpoints:
         """Take masters that torch has loaded out of the optimizer's state: after a load, or one before `attach`."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         found = {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
+        found, self._alone = {**found, **self._alone}, {}
         if not found and self._is_own:
             return  # a wrapper loads the state that it has just saved: the present masters belong to it
         self._updates.stores.forget()
