@@ -119,9 +119,11 @@ class Checkpoints:
         state, self._alone = dict(state_dict["state"]), {}
         for i, p in zip([i for group in groups for i in group["params"]], params, strict=False):
             values = state.get(i)
+            if not isinstance(values, dict):
+                continue
             if is_coded(values):
                 check_codes(values, p, i)
-            masters = values.get(MASTER_KEY) if isinstance(values, dict) else None
+            masters = values.get(MASTER_KEY)
             if masters is not None and masters.shape != p.shape:
                 raise HmpxError(
                     f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "

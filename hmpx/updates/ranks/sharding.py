@@ -166,7 +166,7 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
         raise HmpxError(f"this rank holds {tuple(held)}, the placements say {tuple(sizes)}")
     for dim in {placement.dim for placement in placements if isinstance(placement, _StridedShard)}:
         cuts = [mesh.size(i) for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
-        if whole[dim] % math.prod(cuts) and torch.__version__ < (2, 12):
+        if whole[dim] % math.prod(cuts) and torch.__version__ < "2.12":
             raise HmpxError(
                 f"it is cut along dimension {dim} by FSDP and tensor parallelism, unevenly, and torch "
                 f"{torch.__version__} does not know where this part begins; torch 2.12 does"
