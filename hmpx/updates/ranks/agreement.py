@@ -38,6 +38,7 @@ logger = logging.getLogger("hmpx")
 _counting: WeakKeyDictionary[Optimizer, StepCounts] = WeakKeyDictionary()  # in one order on all ranks
 _in_regions: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()
 _joins: list[Any] = []  # that are open
+_LOOKED_AT = 64  # names of an optimizer, so that thousands of ranks do not keep the store busy
 _BARE = re.compile(r"\d+(\.|$)")  # "0.weight", or a position
 
 
@@ -51,7 +52,8 @@ class StepCounts:
     """
 
     def __init__(self, group: Any, since: str = "hmpx.attach", *, warns: bool = False) -> None:
-        self._group, self._since, self._steps, self._warns = group, since, 0, warns
+        self._group, self._since, self._steps, self._joins, self._warns = group, since, 0, 0, warns
+        self._name = ""  # the same on every rank, from the first step on
 
     def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
         """Compare before a step; `seed` is that of the region around it.
@@ -62,6 +64,7 @@ class StepCounts:
         self._steps += 1
         if self._steps & (self._steps - 1) or not checks.several_ranks():  # no power of two
             return
+        self._name = self._name or checks.next_name(self._group)
         _counting[optimizer] = self
         if self._warns:
             self._warns = False
@@ -78,9 +81,11 @@ class StepCounts:
 
     def join(self, optimizer: Optimizer) -> None:
         """Take over the largest step number, and begin comparing anew."""
-        self._steps, numbers = 0, [0] * dist.get_world_size(self._group)
-        dist.all_gather_object(numbers, step_count.stored(optimizer).get(STEP_KEY, 0), self._group)
-        step_count.keep(optimizer, **{STEP_KEY: max(numbers)})
+        self._joins, self._steps = self._joins + 1, 0
+        own = step_count.stored(optimizer).get(STEP_KEY, 0)
+        number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
+        if number != own:
+            step_count.keep(optimizer, **{STEP_KEY: number})
 
 
 def compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
@@ -101,24 +106,40 @@ def compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> N
 def _warn_of_parts(optimizer: Optimizer, updates: Any, group: dist.ProcessGroup | None) -> None:
     """Warn if the names of parameters seem to be those of a part of the model.
 
-    They do where they begin with an index, and a pipeline is in use, or neither DistributedDataParallel nor a DTensor
-    shows that ranks hold one model.
+    They do where ranks that are attached apart have other shapes by the same name, or the same name that begins with
+    an index; and where all ranks have such names, and neither DistributedDataParallel nor a DTensor shows that they
+    hold one model, or a pipeline is in use.
     """
     known = [(name, p) for name, p in named(optimizer, updates.names) if p.dtype is torch.bfloat16]
+    why = _in_one_group(known) if group is None else _apart(optimizer, updates, known, group)
+    if why:
+        logger.warning(
+            "hmpx: %s: %s. Rounding goes by names, so if this rank trains a stage of a pipeline or a slice of larger "
+            "parameters, its weights are not those of one process. Give each parameter its name in the whole model, "
+            "hmpx.attach(optimizer, names=[...]), and say where a slice stands, places={...}",
+            type(optimizer).__name__,
+            why,
+        )
+
+
+def _in_one_group(known: list) -> str:
     has_pipeline, reduced = "torch.distributed.pipelining" in sys.modules, replicas()
     if not has_pipeline and any(p in reduced or is_sharded(p) for _, p in known):
-        return
-    by_position = has_pipeline or group is not None
-    bare = [name for name, _ in known if _BARE.match(name) and (by_position or not name.isdecimal())]
-    if bare:
-        logger.warning(
-            "hmpx: %s: other ranks may have a parameter %r too. Rounding goes by names, so if this rank trains a stage "
-            "of a pipeline or a slice of larger parameters, its weights are not those of one process. Give each "
-            "parameter its name in the whole model, hmpx.attach(optimizer, names=[...]), and say where a slice stands, "
-            "places={...}",
-            type(optimizer).__name__,
-            bare[0],
-        )
+        return ""
+    bare = [name for name, _ in known if _BARE.match(name) and (has_pipeline or not name.isdecimal())]
+    return f"all ranks have a parameter {bare[0]!r}" if bare else ""
+
+
+def _apart(optimizer: Optimizer, updates: Any, known: list, group: dist.ProcessGroup) -> str:
+    own = dist.get_process_group_ranks(group)
+    for name, p in known[:_LOOKED_AT]:
+        shape = list(updates.places[name].whole if name in updates.places else p.shape)
+        rank, first = checks.first_to_say(optimizer, name, shape)
+        if first != shape:
+            return f"{name!r} has the shape {tuple(shape)} here and {tuple(first)} on rank {rank}"
+        if rank not in own and _BARE.match(name):
+            return f"this rank and rank {rank}, which is attached apart, have a parameter {name!r}"
+    return ""
 
 
 def watch_joins(changes: Changes) -> None:

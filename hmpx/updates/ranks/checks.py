@@ -75,6 +75,26 @@ def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) 
             store.set(key, json.dumps(None))
 
 
+def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> int:
+    """Return the largest of the numbers that the ranks of `group` have; each of them calls this."""
+    ranks = _together(group)
+    if not ranks:
+        return number
+    store, keys = _store(), [f"hmpx/largest/{name}/{rank}" for rank in ranks]
+    store.set(f"hmpx/largest/{name}/{dist.get_rank()}", str(number))
+    for key in keys:
+        _wait(store, key, "torch.distributed.algorithms.Join", f"rank {key.rpartition('/')[2]}")
+    return max(int(store.get(key)) for key in keys)
+
+
+def next_name(group: dist.ProcessGroup | None = None) -> str:
+    """Return a new name in each call; ranks of `group` that call in the same order get the same names."""
+    ranks = _together(group)
+    _store()  # a new job counts anew
+    _compared["names", ranks] += 1
+    return f"{','.join(map(str, ranks))}/{_compared['names', ranks]}"
+
+
 def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the ranks of a group that this one belongs to; none if there is no other one."""
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if several_ranks() else ()
@@ -123,6 +143,12 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
     elif ours != theirs:
         yield f"{at} is {ours!r}, not {theirs!r}"
+
+
+def first_to_say(optimizer: Any, what: str, value: Any) -> tuple[int, Any]:
+    """Return the rank that was the first to say something of this optimizer, perhaps this one, and its value."""
+    told = json.dumps([dist.get_rank(), value])
+    return tuple(json.loads(_store().compare_set(f"{_place(optimizer)}/said/{what}", "", told)))
 
 
 def report_failure(optimizer: Any, step: int, error: Exception) -> None:
