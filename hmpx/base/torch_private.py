@@ -34,6 +34,7 @@ NAMES: dict[str, str] = {
     "torch.utils.checkpoint._CheckpointFrame": "keeps a function for backward, to be run in the region of the forward",
     "torch.nn.utils.clip_grad._get_total_norm": "no model's forward: casts are off inside",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": "asks for gradients that have been released",
+    "torch.amp.GradScaler._unscale_grads_": "the same; `unscale_` and `step` both end in it",
     "torch.utils.data._utils.fetch._BaseDatasetFetcher": "no model's forward, in workers too",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "the same, in the main process",
     **{

@@ -1,9 +1,9 @@
 """Gradients that `release_gradients` has freed during backward, after the step of their parameter.
 
 Until `optimizer.step()`, code that reads these gradients would find None and treat it as zero: a clipped training run
-would train unclipped. So gradient clipping and norms of gradients are made to raise. So is `zero_grad()`, which would
-drop gradients that are in the weights already, and the step of another optimizer of these parameters. A loss that a
-GradScaler has scaled raises in backward, before any parameter steps.
+would train unclipped. So gradient clipping, norms of gradients and GradScaler are made to raise. So is `zero_grad()`,
+which would drop gradients that are in the weights already, and the step of another optimizer of these parameters. A
+loss that a GradScaler has scaled raises in backward, before any parameter steps.
 
 `torch.nn.utils` holds each of its functions in the closure of a wrapper. hmpx replaces the content of that cell, as
 `step_hooks` does, which reaches every name that somebody has imported the wrapper by.
@@ -16,7 +16,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _CLIPPING = {
     clip_grad._clip_grads_with_norm_: "parameters",
     clip_grad._get_total_norm: "tensors",
 }
+_UNSCALE = "_unscale_grads_"  # of GradScaler: `unscale_` and `step` both end in it
+_SCALE = "scale"  # of GradScaler
 _scaled_backward = -1  # the last backward of a loss that a GradScaler has scaled, as autograd counts them
 
 
@@ -120,15 +122,13 @@ def disown(params: Iterable[Parameter]) -> None:
 
 
 def watch(changes: Changes) -> None:
-    """Make clipping, norms, `zero_grad` and scaled losses raise for released gradients, until `changes` are undone."""
+    """Make clipping, norms, GradScaler and `zero_grad` raise for gradients that are gone, until `changes` end."""
     for function, argument in _CLIPPING.items():
         cell = _cell(function)
         changes.put(Cell(cell, f"torch.nn.utils.{function.__name__}"), _watched(cell.cell_contents, argument))
-    scalers: list[type] = [torch.amp.GradScaler]
-    for cls in scalers:
-        scalers += cls.__subclasses__()
-        if "scale" in vars(cls):  # FSDP's has its own
-            changes.put(Attribute(cls, "scale", f"{cls.__name__}.scale"), _watched_scale(vars(cls)["scale"]))
+    for name, around in ((_UNSCALE, _watched_unscale), (_SCALE, _watched_scale)):
+        for cls in _scalers(name):
+            changes.put(Attribute(cls, name, f"{cls.__name__}.{name}"), around(vars(cls)[name]))
     for cls, held in ((Optimizer, parameters), (torch.nn.Module, torch.nn.Module.parameters)):
         changes.put(Attribute(cls, "zero_grad", f"{cls.__name__}.zero_grad"), _watched_zero(cls.zero_grad, held))
 
@@ -136,6 +136,15 @@ def watch(changes: Changes) -> None:
 def _cell(function: Any) -> types.CellType:
     """Return the closure cell in which a decorated function of torch holds the original."""
     return function.__closure__[function.__code__.co_freevars.index("func")]
+
+
+def _scalers(method: str) -> Iterator[type]:
+    """Yield GradScaler, and the classes derived from it that have their own `method`, as FSDP's does."""
+    classes = [torch.amp.GradScaler]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        if method in vars(cls):
+            yield cls
 
 
 def _watched(function: Callable, argument: str) -> Callable:
@@ -181,6 +190,16 @@ def _watched_zero(zero_grad: Callable, held: Callable[[Any], Iterable[torch.Tens
                 "Gradients of inputs alone: torch.autograd.grad. optimizer.step() ends this step"
             )
         return zero_grad(self, *args, **kwargs)
+
+    return watched
+
+
+def _watched_unscale(unscale: Callable) -> Callable:
+    @functools.wraps(unscale)
+    def watched(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _gone:
+            _refuse("GradScaler", parameters(optimizer))
+        return unscale(scaler, optimizer, *args, **kwargs)
 
     return watched
 

@@ -20,7 +20,7 @@ from tests.support.training import Net, parameters, same, weights
 
 BF16 = torch.bfloat16
 CELLS = {function: released._cell(function).cell_contents for function in released._CLIPPING}
-SCALE = torch.amp.GradScaler.scale
+UNSCALE = {cls: vars(cls)["_unscale_grads_"] for cls in released._scalers("_unscale_grads_")}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def nothing_stays_installed():
     hmpx.restore()
     assert not step_hooks._is_installed and not released._gone and not released._stepped_by
     assert {function: released._cell(function).cell_contents for function in CELLS} == CELLS
-    assert torch.amp.GradScaler.scale is SCALE
+    assert {cls: vars(cls)["_unscale_grads_"] for cls in UNSCALE} == UNSCALE
 
 
 def _collect():
@@ -130,6 +130,27 @@ def test_other_models_are_clipped_as_by_torch():
     optimizer.step()
 
 
+@pytest.mark.parametrize("cls, ask", [(optim.SGD, "unscale_"), (optim.AdamW, "step")])
+def test_gradscaler_raises_too(cls, ask):
+    model = _net()
+    optimizer = cls(model.parameters(), lr=1e-2, fused=True)  # which GradScaler asks in another place
+    hmpx.attach(optimizer, release_gradients=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # and the loss goes backward without it
+    model(torch.ones(2, 4, dtype=BF16)).float().sum().backward()
+    with pytest.raises(hmpx.HmpxError, match=r"GradScaler: the gradients of 4 parameters are gone"):
+        getattr(scaler, ask)(optimizer)
+    other = _net(torch.float32)
+    plain = optim.SGD(other.parameters(), lr=1e-2)
+    scaler.scale(other(torch.ones(2, 4)).sum()).backward()
+    expected = [p.grad / 4 for p in other.parameters()]
+    scaler.unscale_(plain)
+    assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), expected, strict=True))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.step(optimizer)
+    assert optimizer.param_groups[0]["hmpx_step"] == 1
+
+
 @pytest.mark.parametrize("several, converted", [(False, True), (True, False)])
 def test_a_scaled_loss_is_refused_before_a_weight_changes(several, converted):
     model = _net()
@@ -149,6 +170,23 @@ def test_a_scaled_loss_is_refused_before_a_weight_changes(several, converted):
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.scale(model(torch.ones(2, 4, dtype=BF16)).float().sum()).backward()
     off.step(optimizer)
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """Unscales in its own way, and does not ask its parent."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        return {torch.device("cpu"): found_inf}
+
+
+def test_a_scaler_that_unscales_in_its_own_way():
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    scaler = OwnScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(hmpx.HmpxError, match="GradScaler"):
+        scaler.unscale_(optimizer)
 
 
 DROPPED = {
