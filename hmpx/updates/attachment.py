@@ -111,11 +111,13 @@ class Attachment:
         """Count, by BF16 parameter, the updates that round-to-nearest would lose, from the next step on.
 
         The first call begins; later ones return the same object, which goes on until it is closed or the attachment
-        ends. A watched step takes longer, and about 40 bytes more for each element of a slice; where the optimizer
-        steps on a whole FP32 copy, 6 for each element of the model.
+        ends. No bit of a weight changes. A watched step takes longer, and about 40 bytes more for each element of a
+        slice; where the optimizer steps on a whole FP32 copy, 6 for each element of the model. Elements that other
+        ranks hold are counted there. With ``fused=True``, each kernel runs once more, on FP32 copies of its parameter
+        and state, to learn what it is going to round.
 
         Raises:
-            HmpxError: the attachment has ended, or has ``fused=True``: a kernel does not show what it rounds.
+            HmpxError: the attachment has ended.
 
         Example:
             >>> model.bfloat16()
@@ -130,11 +132,6 @@ class Attachment:
         """
         if not self.active:
             raise HmpxError(f"{self!r} takes no steps that could be watched; hmpx.attach(optimizer) first")
-        if self.settings.fused:
-            raise HmpxError(
-                "fused=True: a kernel does not show the FP32 numbers that it rounds. Detach, attach with fused=False, "
-                "count some steps, which differ by the rounding of FP32 alone, and attach as before"
-            )
         if self._watched is None or not self._watched.active:
             self._watched = Updates(type(self._alive).__name__, self.settings)
             self._undo.callback(self._watched.close)

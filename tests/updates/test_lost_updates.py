@@ -30,6 +30,7 @@ from tests.support.watched import BF16, WAYS, ClearsItsGradients, Whole, attache
     "settings",
     [
         *({"way": way} for way in WAYS),
+        {"way": "stochastic", "fused": True},
         {"way": "stochastic", "state_dtype": BF16},
         {"way": "split", "release_gradients": True},
     ],
@@ -135,13 +136,6 @@ def test_steps_that_do_not_count(monkeypatch):
     optimizer.zero_grad()
     assert get_optimizer_state_dict(model, optimizer)["state"]
     assert updates.steps == 0 and updates.rows == []
-
-
-def test_steps_of_fused_kernels_are_not_counted():
-    optimizer = attached(optim.SGD, {"lr": 1e-3}, parameters(), fused=True)
-    with pytest.raises(hmpx.HmpxError, match="fused=False"):
-        optimizer.attachment.updates()
-    assert optimizer.attachment.watched is None
 
 
 def test_one_object_goes_on_until_it_is_closed():

@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import hmpx
+from hmpx.rounding import native
 from hmpx.updates.stepping import batching, update_counts
 from tests.support import ranks
 from tests.support.models import SharpnessAware
@@ -203,6 +204,50 @@ def test_a_small_rate_loses_all_and_a_large_one_nothing(way):
         assert all(abs(row.bias) < 5 * row.bias_noise for row in (small, large))
     else:
         assert small.bias > 5 * small.bias_noise  # every one of them went down, and the weight did not
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
+@pytest.mark.parametrize(
+    "cls, options, weights, state_dtype",
+    [
+        (optim.AdamW, {}, "stochastic", torch.float32),
+        (optim.SGD, {}, "stochastic", torch.float32),
+        (optim.SGD, {"momentum": 0.9}, "stochastic", BF16),
+        *((optim.AdamW, {}, weights, torch.float32) for weights in ("nearest", "split", "split8")),
+    ],
+)
+def test_what_is_counted_of_a_kernel_is_what_it_rounds(cls, options, weights, state_dtype, monkeypatch):
+    """The FP32 numbers go from those of before to those of after the step, and to count them changes neither."""
+    seen, plain = [], update_counts.count
+    monkeypatch.setattr(update_counts, "count", lambda *tensors: seen.append(tensors) or plain(*tensors))
+    settings = {"seed": 3, "fused": True, "state_dtype": state_dtype}
+    params, twins = parameters(), parameters()
+    both = [attached(cls, {"lr": 1e-3, **options}, each, weights, **settings) for each in (params, twins)]
+    handle = both[0].attachment
+    updates, has_masters = handle.updates(), weights in ("split", "split8")
+
+    def held():
+        return [handle.masters_of(p) if has_masters else p.detach().float() for p in params.values()]
+
+    before = [held()]
+
+    def check(step):
+        for (name, p), known, after, counted in zip(params.items(), before[0], held(), seen, strict=True):
+            old, _, x, written = counted
+            assert torch.equal(old, known) and torch.equal(written, p)
+            if weights == "stochastic":
+                assert torch.equal(hmpx.stochastic_round(x, seed=3, step=step, name=name), p)
+            elif weights == "nearest":
+                assert torch.equal(x.bfloat16(), p)
+            else:
+                assert (x - after).abs().max() <= (2**-15 * x.abs().max() if weights == "split8" else 0)
+        before[0] = held()
+        seen.clear()
+
+    train(params, both[0], after=check)
+    train(twins, both[1])
+    assert updates.steps == 5 and updates.lost > 0.05
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), twins.values(), strict=True))
 
 
 def test_released_gradients_count_once_a_step():
