@@ -15,7 +15,7 @@ from hmpx.rounding.native_library import library
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
-KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop")  # of `native_steps.c`, in its order
+KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 = range(1, 8)  # kinds, of `native_held.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12

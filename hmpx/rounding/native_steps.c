@@ -94,13 +94,27 @@ KERNEL(rmsprop, square, b, mean) {
   for (int64_t j = 0; j < n; j++) p[j] = OLD_WEIGHT - rate * moved[j];
 }
 
+/* torch.optim.NAdam. rate and rate_mean: what weighs the gradient and its mean; correction: of the second moment. */
+KERNEL(nadam, m, v, none) {
+  float sign = s[0], l2 = s[1], decay = s[2], rest1 = s[3], beta2 = s[4], rest2 = s[5], rate = s[6], rate_mean = s[7];
+  float eps = s[8], correction = s[9];
+  for (int64_t j = 0; j < n; j++) {
+    float x = GRADIENT;
+    float before = OLD(m);
+    m[j] = before + rest1 * (x - before);
+    v[j] = beta2 * OLD(v) + rest2 * x * x;
+    float root = sqrtf(v[j] / correction) + eps;
+    p[j] = decay * OLD_WEIGHT - rate * (x / root) - rate_mean * (m[j] / root);
+  }
+}
+
 #define FORM(NAME, HALVES)                                                                               \
   static void NAME##HALVES(float *const *x, const uint16_t *const *half, const float *s, int64_t n) {    \
     NAME(x[0], half[0], x[1], half[1], x[2], half[2], x[3], half[3], x[4], half[4], s, n, HALVES);       \
   }
 #define FORMS(NAME) FORM(NAME, 0) FORM(NAME, 1) FORM(NAME, 2) FORM(NAME, 3)
 #define THEIR_NAMES(NAME) {NAME##0, NAME##1, NAME##2, NAME##3},
-#define FOR_EACH_KERNEL(DO) DO(adam) DO(sgd) DO(lion) DO(adagrad) DO(rmsprop) /* native.py has the same */
+#define FOR_EACH_KERNEL(DO) DO(adam) DO(sgd) DO(lion) DO(adagrad) DO(rmsprop) DO(nadam) /* native.py has the same */
 
 FOR_EACH_KERNEL(FORMS)
 typedef void Kernel(float *const *, const uint16_t *const *, const float *, int64_t);

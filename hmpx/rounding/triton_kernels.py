@@ -28,7 +28,7 @@ from hmpx.rounding.triton_bits import (
 
 TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
-ADAM, SGD, LION, ADAGRAD, RMSPROP = (tl.constexpr(number) for number in range(len(native.KERNELS)))
+ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
 SUMMED = tl.constexpr(32)  # weights that share a checksum, unless each has its own
 
 # Kinds, of `native_held.c`; none at all; and codes whose scales are there.
@@ -268,7 +268,7 @@ def stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENT
     elif KERNEL == ADAGRAD:
         a += x * x
         p -= tl.load(s + 2) * tl.div_rn(x, tl.sqrt_rn(a) + tl.load(s + 3))
-    else:  # RMSprop
+    elif KERNEL == RMSPROP:
         a = tl.load(s + 3) * a + tl.load(s + 4) * x * x
         variance = a
         if CENTERED:
@@ -279,6 +279,11 @@ def stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENT
             b = tl.load(s + 6) * b + x
             x = b
         p -= tl.load(s + 2) * x
+    else:  # NAdam
+        a += tl.load(s + 3) * (x - a)
+        b = tl.load(s + 4) * b + tl.load(s + 5) * x * x
+        root = tl.sqrt_rn(tl.div_rn(b, tl.load(s + 9))) + tl.load(s + 8)
+        p = tl.load(s + 2) * p - tl.load(s + 6) * tl.div_rn(x, root) - tl.load(s + 7) * tl.div_rn(a, root)
     return p, a, b, c
 
 

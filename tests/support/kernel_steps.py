@@ -25,8 +25,9 @@ STEPS = {  # kernels, and the scalars of `native_steps.c`, with all that they ca
     "rmsprop": [
         (1.0, 0.1, 1e-2, 0.99, 0.01, 1e-8, momentum, centered) for momentum in (-1.0, 0.9) for centered in (0.0, 1.0)
     ],
+    "nadam": [(1.0, 0.1, 0.99, 0.1, 0.999, 0.001, 1e-3, 1e-2, 1e-8, 0.1)],
 }
-STATES = {"adam": 2, "sgd": 1, "lion": 1, "adagrad": 1, "rmsprop": 3}
+STATES = {"adam": 2, "sgd": 1, "lion": 1, "adagrad": 1, "rmsprop": 3, "nadam": 2}
 
 
 def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037, 1, 70)):
@@ -36,7 +37,7 @@ def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037,
     for n, size in enumerate(sizes):
         p, g, *states = (torch.randn(size, generator=generator) for _ in range(2 + STATES[kernel]))
         states = [state.to(state_dtype) if i else state.square().to(state_dtype) for i, state in enumerate(states)]
-        if kernel == "adam":
+        if kernel in ("adam", "nadam"):
             states[1] = states[1].square()
         if (kernel == "sgd" and scalars[3] < 0) or (kernel == "rmsprop" and scalars[6] < 0):
             states[0 if kernel == "sgd" else 1] = None

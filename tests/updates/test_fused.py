@@ -34,6 +34,9 @@ CONFIGURATIONS = {
     "RMSprop": (optim.RMSprop, {"weight_decay": 0.1}),
     "RMSprop centered": (optim.RMSprop, {"centered": True, "maximize": True}),
     "RMSprop momentum": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "NAdam": (optim.NAdam, {"momentum_decay": 0.1}),
+    "NAdam weight decay": (optim.NAdam, {"weight_decay": 0.1, "maximize": True}),
+    "NAdam decoupled": (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "Lion": (Lion, {"weight_decay": 0.1}),
     "Lion decoupled": (Lion, {"weight_decay": 0.01, "decoupled_weight_decay": True}),
 }
@@ -221,7 +224,7 @@ def test_what_the_kernels_do_not_take_goes_the_other_road():
 
 
 def test_what_has_no_kernel_is_refused():
-    message = "kernels for Adagrad, Adam, AdamW, RMSprop, SGD, Lion of .*, not for Adadelta"
+    message = "kernels for Adagrad, Adam, AdamW, NAdam, RMSprop, SGD, Lion of .*, not for Adadelta"
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.attach(optim.Adadelta(parameters()), fused=True)
 

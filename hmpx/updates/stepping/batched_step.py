@@ -21,7 +21,7 @@ from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, local
 from hmpx.updates.stepping.batch import Batch
 from hmpx.updates.stepping.batching import batches_of
-from hmpx.updates.stepping.fused_batch import fused_batches
+from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
 from hmpx.updates.stepping.names import Members, layout, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
@@ -138,7 +138,8 @@ class BatchedStep:
 
     def rest(self) -> bool:
         """After a step, free the copies; return whether the batches can be stepped again."""
-        if not all([each.is_as_made() for each in self._plain]):
+        batches: list[Batch | FusedBatch] = [*self._plain, *self._fused]
+        if not all([each.is_as_made() for each in batches]):
             return False
         for room, _ in self._rooms:
             room.untyped_storage().resize_(0)

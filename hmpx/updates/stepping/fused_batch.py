@@ -152,17 +152,25 @@ class FusedBatch:
                     return False
         return True
 
+    def is_as_made(self) -> bool:
+        """Whether the next step can pass the same words, with other gradients and scalars."""
+        return self._formula.tensors_alone
+
     def begin(self, call: StepCall) -> None:
         """Compute the scalars. Wrong options raise here, before anything is written."""
         formula, groups = self._formula, call.optimizer.param_groups
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._taken)
         known: dict[Any, tuple[float, ...]] = {}  # most parameters of a group have the same
         self._scalars: list[tuple[float, ...]] = []
+        self._beside: list[Mapping[str, Any]] = []
         for each, step in zip(self._taken, steps, strict=True):
-            of = each.group, step, bool(each.new)
+            before = self._states.get(each.segment.param) or {} if each.new else each.known
+            seen = formula.depends_on(by_own_keys(before))
+            of = each.group, step, seen
             if of not in known:
-                known[of] = formula.scalars(call.optimizer, groups[each.group], step, bool(each.new))
+                known[of] = formula.scalars(call.optimizer, groups[each.group], step, seen)
             self._scalars.append(known[of])
+            self._beside.append(formula.beside(groups[each.group], step, seen))
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Step the parameters; see `Batch.step`. `begin` comes before."""
@@ -182,9 +190,9 @@ class FusedBatch:
             self._kernels.step_list(self._formula.kernel, stepped, step_key)
         if self._counts:
             torch._foreach_add_(self._counts, 1)
-        for each in self._taken:
-            if each.new:
-                self._states[each.segment.param].update(each.new)
+        for each, beside in zip(self._taken, self._beside, strict=True):
+            if each.new or beside:
+                self._states[each.segment.param].update({**each.new, **beside})
                 each.new = {}
         torch.autograd.graph.increment_version([each.segment.param for each in self._taken])
         for before, x in exact:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import optim
 
 State = Mapping[str, Any]
@@ -21,10 +22,12 @@ class Formula:
     Attributes:
         kernel: its name in `native.KERNELS`.
         counts: whether a parameter's state has a count of steps.
+        tensors_alone: whether beside that its state is the kernel's tensors.
     """
 
     kernel: ClassVar[str]
     counts: ClassVar[bool] = True
+    tensors_alone: ClassVar[bool] = True
 
     def takes(self, group: dict, state: State) -> bool:
         """Whether the kernel supports these options."""
@@ -34,9 +37,17 @@ class Formula:
         """Return the keys of the state tensors, in the kernel's order; None for one that these options do not keep."""
         raise NotImplementedError
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
-        """Return the kernel's scalars. is_first: whether the parameter has had no state before this step."""
+    def depends_on(self, state: State) -> Any:
+        """Return the part of a parameter's state that the scalars depend on, beside the count of steps."""
+        return None
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        """Return the kernel's scalars. seen: the result of `depends_on`."""
         raise NotImplementedError
+
+    def beside(self, group: dict, step: float, seen: Any) -> State:
+        """Return further state after the step: neither a tensor of the parameter's shape nor the count of steps."""
+        return {}
 
 
 def _sign(group: dict) -> float:
@@ -55,7 +66,7 @@ class _Adam(Formula):
     def states(self, group: dict) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
         rate = float(group["lr"])
         beta1, beta2 = map(float, group["betas"])
         correction = math.sqrt(1.0 - beta2**step)
@@ -71,9 +82,12 @@ class _SGD(Formula):
     def states(self, group: dict) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] else None,)
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
+    def depends_on(self, state: State) -> bool:
+        return state.get("momentum_buffer") is None
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: bool) -> tuple[float, ...]:
         momentum = float(group["momentum"])
-        weights = (0.0, 1.0) if is_first else (momentum, 1.0 - group["dampening"])
+        weights = (0.0, 1.0) if seen else (momentum, 1.0 - group["dampening"])
         plain = _sign(group), group["weight_decay"], float(group["lr"])
         return *plain, momentum if momentum else -1.0, *weights, float(group["nesterov"])
 
@@ -85,7 +99,7 @@ class _Lion(Formula):
     def states(self, group: dict) -> tuple[str | None, ...]:
         return ("exp_avg",)
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
         rate, decay = group["lr"], group["weight_decay"]
         if getattr(optimizer, "decoupled_wd", False):
             decay /= optimizer._init_lr  # type: ignore[attr-defined]
@@ -102,7 +116,7 @@ class _Adagrad(Formula):
     def states(self, group: dict) -> tuple[str | None, ...]:
         return ("sum",)
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
         rate = float(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"])
         return _sign(group), group["weight_decay"], rate, group["eps"]
 
@@ -114,16 +128,47 @@ class _RMSprop(Formula):
         momentum = "momentum_buffer" if group["momentum"] > 0 else None
         return "square_avg", momentum, "grad_avg" if group["centered"] else None
 
-    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, is_first: bool) -> tuple[float, ...]:
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
         alpha, momentum = group["alpha"], group["momentum"]
         averages = alpha, 1.0 - alpha, group["eps"], momentum if momentum > 0 else -1.0, float(group["centered"])
         return _sign(group), group["weight_decay"], float(group["lr"]), *averages
+
+
+class _NAdam(Formula):
+    kernel = "nadam"
+    tensors_alone = False
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def depends_on(self, state: State) -> float:
+        """Return the product of momenta so far."""
+        return state["mu_product"].item() if "mu_product" in state else 1.0
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: float) -> tuple[float, ...]:
+        rate = float(group["lr"])
+        beta1, beta2 = group["betas"]
+        now, then = _momentum(group, step), _momentum(group, step + 1.0)
+        product = seen * now
+        averages = 1.0 - beta1, beta2, 1.0 - beta2
+        rates = rate * (1.0 - now) / (1.0 - product), rate * then / (1.0 - product * then)
+        decay = _decay(group, rate, group["decoupled_weight_decay"])
+        return _sign(group), *decay, *averages, *rates, group["eps"], 1.0 - beta2**step
+
+    def beside(self, group: dict, step: float, seen: float) -> State:
+        return {"mu_product": torch.tensor(seen * _momentum(group, step), dtype=torch.float32)}
+
+
+def _momentum(group: dict, step: float) -> float:
+    """Return NAdam's momentum in one step."""
+    return group["betas"][0] * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
 
 
 _FORMULAS: dict[type, Formula] = {
     optim.Adagrad: _Adagrad(),
     optim.Adam: _Adam(),
     optim.AdamW: _Adam(),
+    optim.NAdam: _NAdam(),
     optim.RMSprop: _RMSprop(),
     optim.SGD: _SGD(),
 }
