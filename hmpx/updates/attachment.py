@@ -209,18 +209,19 @@ class Attachment:
         self._counted = step_count.stored(optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
         step_hooks.install(optimizer)
-        self._gone = weakref.finalize(optimizer, _optimizer_is_gone, self._undo)
+        self._gone = weakref.finalize(optimizer, self._undo.close)  # restores the parameters
         own.update({ATTRIBUTE: self, **methods})
         try:
             self._checkpoints = Checkpoints(self._updates)
             self._checkpoints.register(self._alive, self._undo)
             if outer is not None and outer is not self.optimizer:
                 self._checkpoints.watch_loads(outer, self._undo)
-            self._undo.callback(_end_claim, self._claim, self._dtypes)
+            self._undo.callback(released.forget, self._dtypes)
+            self._undo.callback(self._claim.end)
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
-            self._checkpoints.take_earlier(self._alive)
+            self._checkpoints.take(self._alive)
         except BaseException:  # no memory for masters, for instance
             self.abandon()
             raise
@@ -316,13 +317,3 @@ def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:
     method = reference()
     if method is not None:
         method(p)
-
-
-def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
-    claim.end()
-    released.forget(dtypes)
-
-
-def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
-    """Restore the parameters after the optimizer was collected as garbage."""
-    undo.close()

@@ -11,6 +11,7 @@ import logging
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
@@ -37,9 +38,9 @@ class Checkpoints:
 
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
-        self._incoming: dict[int, torch.Tensor] = {}
-        self._complete = self._saw_state_dict = self._warned = False
-        self._is_own, self._stepped = False, True
+        self._saw_state_dict = self._warned = False
+        self._is_own, self._loses = True, False  # of what is loaded: is it here already, and has it lost masters?
+        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # what is loaded for parameters without state
         self._loading_handle: RemovableHandle | None = None
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
@@ -90,13 +91,13 @@ class Checkpoints:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # even if there are none, because all equal their weights
         index = {p: i for i, p in enumerate(parameters(optimizer))}
-        stateless = STEP_KEY in step_count.stored(optimizer) and not state_dict["state"]
+        stateless = STEP_KEY in step_count.stored(optimizer) and not any(state_dict["state"].values())
         for segment in self._updates.segments(optimizer):
             masters, i = self._updates.stores.masters(segment), index[segment.param]
             if masters is None:
                 continue
             # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
-            if stateless or i in state_dict["state"] or _tell_more(segment, masters):
+            if state_dict["state"].get(i) or _tell_more(segment, masters, stateless):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _warn_of_lost(self, optimizer: Optimizer) -> None:
@@ -110,44 +111,37 @@ class Checkpoints:
             )
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
-        steps = state_dict["param_groups"][0].get(STEP_KEY)
-        self._stepped = bool(state_dict["state"] if steps is None else steps)
+        groups, params = state_dict["param_groups"], parameters(optimizer)
+        steps = groups[0].get(STEP_KEY)
+        stepped = bool(state_dict["state"] if steps is None else steps)
+        self._loses = stepped and not any(HELD_KEY in group for group in groups)
         self._is_own = not is_incomplete(optimizer) and _is_present_state(optimizer, state_dict)
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = dict(zip(ids, parameters(optimizer), strict=False))
-        for i, values in state_dict["state"].items():
-            if i in params and is_coded(values):
-                check_codes(values, params[i], i)
-        self._incoming, state = {}, {}
-        for i, values in state_dict["state"].items():
-            if not isinstance(values, dict) or MASTER_KEY not in values:
-                state[i] = values
+        state, self._alone = dict(state_dict["state"]), {}
+        for i, p in zip([i for group in groups for i in group["params"]], params, strict=False):
+            values = state.get(i)
+            if not isinstance(values, dict):
                 continue
-            own = {key: value for key, value in values.items() if key != MASTER_KEY}
-            if own:
-                state[i] = own
-            masters, p = values[MASTER_KEY], params.get(i)
-            if p is not None and masters.shape != p.shape:
+            if is_coded(values):
+                check_codes(values, p, i)
+            masters = values.get(MASTER_KEY)
+            if masters is not None and masters.shape != p.shape:
                 raise HmpxError(
                     f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "
                     f"the parameter {tuple(p.shape)}; nothing was loaded"
                 )
-            self._incoming[i] = masters
-        self._ids = ids
-        self._complete = any(HELD_KEY in group for group in state_dict["param_groups"])
-        groups = [{k: v for k, v in group.items() if k != HELD_KEY} for group in state_dict["param_groups"]]
-        return {**state_dict, "state": state, "param_groups": groups}
+            if masters is not None and len(values) == 1:  # which torch's classes would take for state of their own
+                self._alone[p] = state.pop(i)[MASTER_KEY]
+        return {
+            **state_dict,
+            "state": state,
+            "param_groups": [{k: v for k, v in g.items() if k != HELD_KEY} for g in groups],
+        }
 
-    @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
         step_count.forget(optimizer)
-        params = dict(zip(self._ids, parameters(optimizer), strict=True))
-        incoming = {params[i]: masters for i, masters in self._incoming.items()}
-        self._incoming = {}
         if self._settings.seed is not None:
             step_count.keep(optimizer, **{SEED_KEY: self._settings.seed})
-        self._take(optimizer, incoming)
-        self._is_own, self._stepped = False, True
+        self.take(optimizer)
 
     def watch_loads(self, outer: Optimizer, undo: contextlib.ExitStack) -> None:
         """Take masters out of a load of a ZeroRedundancyOptimizer; `undo` removes the hook.
@@ -155,52 +149,39 @@ class Checkpoints:
         The load gives the inner optimizer its state without running hooks.
         """
 
-        @torch.no_grad()
         def loaded(outer: Optimizer) -> None:
             inner = inside_zero(outer)
             assert inner is not None, "its loads alone are watched"
-            self._take(inner, _masters_in(inner))
+            self._is_own, self._loses = False, True
+            self.take(inner)
             outer.state.clear()  # a second copy, which nothing reads
 
         undo.callback(outer.register_load_state_dict_post_hook(loaded).remove)
 
-    def take_earlier(self, optimizer: Optimizer) -> None:
-        """Take over masters that a load before `attach` has left in the optimizer's state."""
-        found = _masters_in(optimizer)
-        held = {p: masters for p, masters in found.items() if masters.dtype is torch.float32}
-        lost = self._updates.set_masters(optimizer, held)
-        lost = {f"weights={weights!r}": count for weights, count in lost.items()}
-        if cast_down := len(found) - len(held):
-            why = "the load cast them to BF16" if self._settings.has_masters else f"weights={self._settings.weights!r}"
-            lost[why] = lost.get(why, 0) + cast_down
-        for why, count in lost.items():
-            logger.warning("hmpx: masters of %d parameters, loaded before attach, are dropped: %s", count, why)
-
-    def _take(self, optimizer: Optimizer, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        if self._is_own and not incoming:
+    @torch.no_grad()
+    def take(self, optimizer: Optimizer) -> None:
+        """Take masters that torch has loaded out of the optimizer's state: after a load, or one before `attach`."""
+        states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
+        found = {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
+        found, self._alone = {**found, **self._alone}, {}
+        if not found and self._is_own:
             return  # a wrapper loads the state that it has just saved: the present masters belong to it
         self._updates.stores.forget()
-        for weights, count in self._updates.set_masters(optimizer, incoming).items():
-            logger.warning(
-                "hmpx: the checkpoint's masters of %d parameters are dropped: weights=%r holds none", count, weights
-            )
-        if self._settings.has_masters and not incoming and not self._complete and self._stepped:
+        dropped = self._updates.set_masters(optimizer, found)
+        for why, count in dropped.items():
+            logger.warning("hmpx: the checkpoint's masters of %d parameters are dropped: %s", count, why)
+        if self._settings.has_masters and not found and self._loses:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
+        self._is_own = True
 
 
-def _masters_in(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Take the masters out of the optimizer's state."""
-    states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
-    return {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
-
-
-def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
-    """Whether masters differ from the weights. False for a shard, since its ranks must agree, and without data."""
+def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool:
+    """Whether masters differ from the weights. Of shards, whose ranks must agree: whether nothing else has state."""
     p = segment.param
-    return not is_sharded(p) and not lacks_data(p) and not torch.equal(masters, p.float())
+    return stateless if is_sharded(p) else not lacks_data(p) and not torch.equal(masters, p.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
@@ -208,27 +189,22 @@ def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
 
     False after the first step of an optimizer that keeps no state, which says nothing.
     """
-    first = state_dict["param_groups"][0]
+    first, params = state_dict["param_groups"][0], parameters(optimizer)
     if any(first.get(key) != optimizer.param_groups[0].get(key) for key in (STEP_KEY, SEED_KEY)):
         return False
-    index: dict[torch.Tensor, int] = {p: i for i, p in enumerate(parameters(optimizer))}
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    if len(ids) != len(index):
-        return False
-    held = {ids[index[p]]: values for p, values in optimizer.state.items() if p in index}
-    if not held and not state_dict["state"]:
+    held = [optimizer.state.get(p, {}) for p in params]
+    loaded = [state_dict["state"].get(i, {}) for i in ids]
+    if not any(held) and not any(loaded):
         return not first.get(STEP_KEY)
-    return _equal(held, state_dict["state"])
+    (own, shape), (theirs, other) = tree_flatten(held), tree_flatten(loaded)
+    return shape == other and all(map(_equal, own, theirs))
 
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two values of optimizer state are equal; False for kinds of values that cannot be compared here."""
-    if one is other:
-        return True
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and is_sharded(one) == is_sharded(other):
         a, b = local(one), local(other)
         alike = type(a) is type(b) and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        return alike and (lacks_data(a) or torch.equal(a, b))
-    return type(one) is type(other) and isinstance(one, int | float | str) and one == other
+        return alike and (a is b or lacks_data(a) or torch.equal(a, b))
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)

@@ -111,7 +111,7 @@ def test_parts_have_the_bits_of_the_whole():
         whole, parts, p = written(x), HeldCodes.new(x), torch.nn.Parameter(x.bfloat16())
         parts.tensor.fill_(77)
         parts.scales.fill_(7)
-        segments = list(Segment(p, "w").parts(64, None, StateBlocks.of(x).rows.floor))
+        segments = list(Segment(p, "w").parts(64, StateBlocks.of(x).rows.floor))
         for segment in segments:
             parts.write(segment, x.view(-1)[segment.start : segment.stop], "w.exp_avg", RoundingKey(**KEY))
         assert torch.equal(parts.tensor, whole.tensor) and torch.equal(parts.scales, whole.scales)

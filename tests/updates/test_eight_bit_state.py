@@ -254,7 +254,7 @@ def largest_update(cls, options, sizes, **settings):
     [
         (optim.AdamW, {"weight_decay": 0.0}, one_large()),
         (optim.Adam, {"amsgrad": True}, lognormal(1.0)),
-        (optim.NAdam, {}, lognormal(1.5)),
+        (optim.Adam, {}, lognormal(1.5)),
     ],
 )
 def test_no_update_is_twice_the_largest_one_of_fp32_state(cls, options, sizes):

@@ -84,7 +84,7 @@ def load_weights(params, saved):
 def assert_same(params, optimizer, copies):
     for name, weight in copies.weights().items():
         assert torch.equal(params[name], weight), name
-        state = optimizer.state[params[name]]
+        state = optimizer.state.get(params[name], {})
         for part, value in copies.optimizer.state[copies.params[name]].items():
             assert torch.equal(read(state, part).float(), value), (name, part)
             held = state[f"hmpx_codes_{part}" if copies.state_dtype == "8bit" and value.dim() else part]
@@ -113,7 +113,8 @@ def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, i
         stepped(params, optimizer, number)
         assert_same(params, optimizer, copies)
     if WAYS[way].has_masters:
-        assert all(torch.equal(*each) for each in zip(masters_in(optimizer), copies.params.values(), strict=True))
+        exact = [q for name, q in copies.params.items() if name != "late"]  # which has no state yet
+        assert all(torch.equal(*each) for each in zip(masters_in(optimizer), exact, strict=True))
 
     file = io.BytesIO()
     torch.save({"weights": {name: p.detach() for name, p in params.items()}, "optimizer": optimizer.state_dict()}, file)

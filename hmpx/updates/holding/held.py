@@ -104,10 +104,6 @@ class Held:
         """
         return None if self.kind is None else native.StoredTensor(self.tensor.detach(), self.kind, name)
 
-    def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Split a segment into the parts that `read` and `write` take, each with its part of the FP32 copy `x`."""
-        return segment.blocks(x)
-
     def read(self, segment: Segment, out: Tensor) -> None:
         """Copy a segment into `out`, in FP32."""
         out.copy_(segment.of(self.tensor))

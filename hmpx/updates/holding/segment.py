@@ -10,7 +10,6 @@ layout, that of ``torch.empty_like(parameter)``. It is dense, and the parameter'
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -48,36 +47,6 @@ def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(tensor)
 
 
-def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Cut elements `start` ... `stop - 1`, counted with the dimensions in this order, into a few rectangular boxes."""
-    for begins, ends in _boxes([sizes[d] for d in order], start, stop):
-        box = [slice(0)] * len(order)
-        for d, begin, end in zip(order, begins, ends, strict=True):
-            box[d] = slice(begin, end)
-        yield tuple(box)
-
-
-def _boxes(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield start and stop of each box: the rest of a first row, whole rows, the begin of a last row."""
-    if not sizes:
-        yield [], []
-        return
-    row = math.prod(sizes[1:])
-    first, last = -(-start // row) if row else 0, stop // row if row else sizes[0]
-    if first > last:  # within one row
-        for begins, ends in _boxes(sizes[1:], start - last * row, stop - last * row):
-            yield [last, *begins], [first, *ends]
-        return
-    if start < first * row:
-        for begins, ends in _boxes(sizes[1:], start - (first - 1) * row, row):
-            yield [first - 1, *begins], [first, *ends]
-    if first < last:
-        yield [first, *(0 for _ in sizes[1:])], [last, *sizes[1:]]
-    if last * row < stop:
-        for begins, ends in _boxes(sizes[1:], 0, stop - last * row):
-            yield [last, *begins], [last + 1, *ends]
-
-
 class Way(NamedTuple):
     """How one BF16 parameter is held between two steps: the settings that may differ by parameter.
 
@@ -93,15 +62,14 @@ USUAL = Way()
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A whole parameter, in its shape, or its elements `start` ... `stop - 1`, flat.
+    """A whole parameter, in its shape, or its elements `start` ... `stop - 1` in row-major order, flat or as rows.
 
     Of a sharded parameter, only the elements that this rank holds are counted.
 
     Attributes:
         start, stop: None for a whole parameter.
-        order: the dimensions in the order in which elements are counted; None is row-major. A parameter that is not
-            contiguous is stepped in the order of its memory.
-        index: cuts a block out of the parameter, for a part that has been split by `blocks`.
+        by_rows: whether a part is shown as rows of the first dimension, since weights, gradient or state are not
+            contiguous.
         box: where the elements of a shard stand in the whole parameter; None if the parameter is whole.
         at: index of the first element, in the box or in the whole parameter.
         overlaps: another parameter that shares elements in memory with this one.
@@ -112,31 +80,23 @@ class Segment:
     name: str
     start: int | None = None
     stop: int | None = None
-    order: Order | None = None
-    index: tuple[slice, ...] | None = None
+    by_rows: bool = False
     box: Box | None = None
     at: int = 0
     overlaps: Parameter | None = None
     way: Way = USUAL
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this segment of a tensor that is shaped like the parameter; under `torch.no_grad()`.
-
-        A part with an `order` must be split by `blocks` first.
-        """
+        """View this segment of a tensor that is shaped like the parameter; under `torch.no_grad()`."""
         tensor = local(tensor)
-        if self.start is None:
+        if self.start is None or self.stop is None:
             return tensor
-        return tensor[self.index] if self.index is not None else tensor.view(-1)[self.start : self.stop]
+        if self.by_rows:
+            row = tensor.numel() // len(tensor)
+            return tensor[self.start // row : self.stop // row]
+        return tensor.view(-1)[self.start : self.stop]
 
-    def flat_view(self, tensor: Tensor) -> Tensor | None:
-        """View this part of a tensor flat; None if its elements do not follow one another in memory."""
-        if self.order is None:
-            return self.of(tensor)
-        tensor = local(tensor).permute(self.order)
-        return tensor.view(-1)[self.start : self.stop] if tensor.is_contiguous() else None
-
-    def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
+    def parts(self, size: int, ends: Callable[[int], int] | None = None, *, by_rows: bool = False) -> Iterator[Segment]:
         """Cut a whole parameter into parts of about `size` elements.
 
         ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
@@ -146,30 +106,10 @@ class Segment:
             stop = min(start + size, self.count)
             if ends is not None and stop < self.count:
                 stop = _end(start, stop, self.count, ends)
-            yield replace(self, start=start, stop=stop, order=order, at=start)
+            yield replace(self, start=start, stop=stop, by_rows=by_rows, at=start)
             start = stop
             if start >= self.count:
                 return
-
-    def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Split into segments that `of` can cut out of a tensor of the parameter's shape, with their parts of `shown`.
-
-        shown: the tensor that the optimizer sees for this segment.
-        """
-        if self.order is None or self.start is None or self.stop is None:
-            return [(self, shown)]
-        blocks, begin, sizes = [], 0, local(self.param).shape
-        for index in boxes(sizes, self.order, self.start, self.stop):
-            block = tuple(i.stop - i.start for i in index)
-            end = begin + math.prod(block)
-            segment = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
-            if self.order == tuple(range(len(sizes))):
-                segment = replace(segment, at=self.start + begin)
-            else:
-                segment = replace(segment, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
-            blocks.append((segment, unfolded(shown[begin:end], block, self.order)))
-            begin = end
-        return blocks
 
     def mark_written(self) -> None:
         """Tell autograd of a write: a sharded parameter has no version count of the tensor that it holds."""

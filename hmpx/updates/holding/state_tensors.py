@@ -119,7 +119,7 @@ class HeldTensor(HeldState):
     """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
 
     def itself(self, segment: Segment) -> Tensor | None:
-        return None if self.tensor.dtype is BF16 else segment.flat_view(self.tensor)
+        return None if self.tensor.dtype is BF16 else segment.of(self.tensor)
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         return native.StoredTensor(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
@@ -158,9 +158,6 @@ class HeldCodes(HeldState):
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         row = StateBlocks.of(self.tensor).rows.width
         return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=row)
-
-    def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
-        return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them
 
     def read(self, segment: Segment, out: Tensor) -> None:
         layout = StateBlocks.of(self.tensor)
@@ -224,17 +221,13 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
-        whole = layout.of_all(param)
-        if (codes.shape, scales.shape) != (param.shape, whole):
+        kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
+        fits = tuple(param.shape), tuple(layout.of_all(param)), tuple(local(param).shape), layout.shape
+        if kept != fits:
             raise HmpxError(
-                f"{own!r} of {of} is in 8 bits for another shape: {tuple(codes.shape)} with scales "
-                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with scales {tuple(whole)}"
-            )
-        if (local(codes).shape, local(scales).shape) != (local(param).shape, layout.shape):
-            raise HmpxError(
-                f"{own!r} of {of} is in 8 bits and sharded in another way: this rank has {tuple(local(codes).shape)} "
-                f"of it with scales {tuple(local(scales).shape)}; of the parameter {tuple(local(param).shape)}, which "
-                f"goes with scales {layout.shape}"
+                f"{own!r} of {of} is in 8 bits for another shape, or sharded in another way: {kept[0]} with scales "
+                f"{kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is {fits[0]} with "
+                f"{fits[1]}, here {fits[2]} with {fits[3]}"
             )
 
 

@@ -113,7 +113,7 @@ class Master(Store):
         return [] if self._masters is None else [self._masters]
 
     def itself(self, segment: Segment) -> Tensor | None:
-        return segment.of(self._here).data if segment.order is None else None
+        return None if segment.by_rows else segment.of(self._here).data
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         held = self.tensor.detach()

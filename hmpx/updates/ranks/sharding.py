@@ -9,6 +9,7 @@ a larger parameter too, and then the user must say which (`Place`). Other tensor
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -164,26 +165,13 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
     if tuple(held) != tuple(sizes):
         raise HmpxError(f"this rank holds {tuple(held)}, the placements say {tuple(sizes)}")
     for dim in {placement.dim for placement in placements if isinstance(placement, _StridedShard)}:
-        expected = _strided(whole[dim], dim, mesh, placements)
-        if expected[1] and expected != (offsets[dim], sizes[dim]):  # uneven, in an older torch
+        cuts = [mesh.size(i) for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
+        if whole[dim] % math.prod(cuts) and torch.__version__ < "2.12":
             raise HmpxError(
                 f"it is cut along dimension {dim} by FSDP and tensor parallelism, unevenly, and torch "
                 f"{torch.__version__} does not know where this part begins; torch 2.12 does"
             )
     return Box.cut(tuple(whole), tuple(sizes), tuple(offsets))
-
-
-def _strided(size: int, dim: int, mesh: Any, placements: tuple) -> tuple[int, int]:
-    """Return where this rank's part of a dimension begins, and its size: tensor parallelism cuts first, then FSDP."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    cuts = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
-    start = 0
-    for i in sorted(cuts, key=lambda i: (isinstance(placements[i], _StridedShard), i)):
-        part = -(-size // mesh.size(i))
-        before = min(part * mesh.get_local_rank(i), size)
-        start, size = start + before, min(part, size - before)
-    return start, size
 
 
 def placed(tensor: Tensor, name: str, place: Place) -> Box:

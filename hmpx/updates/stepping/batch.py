@@ -86,8 +86,7 @@ class Batch:
         self._transfer.read([gradients[index] for index in self._copied])
         shown = [shadow.grad for shadow in self._shadows]
         seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
-        blocks = [] if counts is None else [b for each in self._shown for b in each.segment.blocks(each.shadow)]
-        before = [before_step(*block) for block in blocks]
+        before = [] if counts is None else [before_step(each.segment, each.shadow) for each in self._shown]
         lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
         try:
             self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
@@ -97,9 +96,9 @@ class Batch:
             self._transfer.write(key)
             for segment in self._sharded:
                 segment.mark_written()
-            for was, (_, x) in zip(before, blocks, strict=True):
+            for was, shadow in zip(before, self._shadows, strict=False):
                 assert counts is not None
-                counts.compare(was, x)
+                counts.compare(was, shadow)
             self._hand_back(optimizer, gradients, shown, seen)
             self._is_settled = True
             for each, left in zip(self._shown, self._states_left(), strict=True):
@@ -175,8 +174,7 @@ def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], i
         if not can_be_written(segment.grad):
             p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
             gradients[index] = local(p.grad)
-        for block, part in segment.blocks(left):
-            block.of(gradients[index]).copy_(part)
+        segment.of(gradients[index]).copy_(left)
 
 
 def _version(grad: Tensor | None) -> int:

@@ -5,6 +5,7 @@ Only an optimizer that reads each element, or each parameter, by itself can be s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -59,9 +60,11 @@ def batches_of(
             return [segment]
         ends = form_of(segment).ends(p)
         if all(tensor.is_contiguous() for tensor in (local(p), *together)):
-            return segment.parts(size, None, ends)
-        in_memory = segment.box is None and ends is None
-        return segment.parts(size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
+            return segment.parts(size, ends)
+        # Rows are ranges of elements. Where they lie apart, a fused kernel would walk parts of them in another order.
+        count, held = segment.count, local(p)
+        rows = math.lcm(count // len(held), _ALIGN) if ends is None and memory_order(held)[0] == 0 else count
+        return segment.parts(size, lambda element: element // rows * rows, by_rows=True)
 
     if not segments:
         return iter(())

@@ -12,7 +12,6 @@ parameter models" (SC 2020).
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
@@ -26,12 +25,10 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
 from hmpx.updates.stepping.optimizer_scope import is_muon
 
-logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-_told_of_positions = False
 # Of an optimizer inside another one: the names that the outer one knows.
 _shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes inside a wrapped module
@@ -61,7 +58,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             in_group = next(of_groups) if "param_names" in group else None
             name = names.get(p)
             if name is None:
-                name = _position(index, p) if in_group is None else in_group
+                name = str(index) if in_group is None else in_group
                 while name in taken:
                     name += "#"
                 taken.add(name)
@@ -120,16 +117,6 @@ def names_in(model: torch.nn.Module) -> dict[Parameter, str]:
     """Return the parameters of a model, each with its plain name."""
     in_model = dict(model.named_parameters())
     return dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
-
-
-def _position(index: int, p: Parameter) -> str:
-    global _told_of_positions
-    if p.dtype is torch.bfloat16 and not _told_of_positions:
-        _told_of_positions = True
-        logger.info(
-            "hmpx: parameters without names: rounding is keyed by position; give the optimizer named_parameters()"
-        )
-    return str(index)
 
 
 def given_names(

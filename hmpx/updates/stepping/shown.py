@@ -120,10 +120,10 @@ class Shown:
 
     def _fits(self, value: Tensor) -> bool:
         """Whether a tensor lies as a copy of the weights does, where the optimizer goes by memory."""
-        p = self.segment.param
-        if self.segment.start is not None or not self._by_memory or value is p:
+        segment, p = self.segment, self.segment.param
+        if (segment.start is not None and not segment.by_rows) or not self._by_memory or value is p:
             return True
-        one, other = local(value), local(p)
+        one, other = segment.of(value), segment.of(p)
         if one.is_contiguous() and other.is_contiguous():
             return True
         return one.stride() == torch.empty_like(other, device="meta").stride()
@@ -140,7 +140,7 @@ class Shown:
             return True  # in FP32
         return (
             grad.dtype is torch.float32
-            and self.segment.order is None
+            and not self.segment.by_rows
             and self._by_memory  # torch's own classes, which read gradients and do not write to them
             and grad.is_contiguous()
             and local(self.segment.param).is_contiguous()
@@ -218,8 +218,7 @@ class Shown:
                 after[key] = value
                 continue
             after[key] = holder = self._form.holder(p, value, after.get(key))
-            for block, x in holder.blocks(segment, value):
-                holder.write(block, x, f"{segment.name}.{key}", rounding_key)
+            holder.write(segment, value, f"{segment.name}.{key}", rounding_key)
         if segment.is_last:
             self._state.keep(entries(self._late.pop(p)))
 

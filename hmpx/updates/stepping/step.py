@@ -197,19 +197,20 @@ class WeightUpdates:
             )
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
-        """Take over masters from a checkpoint.
-
-        Returns:
-            How many parameters without masters were given one, by the `weights` of these parameters.
-        """
+        """Take over FP32 masters from a checkpoint; return how many were dropped, by the reason."""
         self._kept = None
-        without: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
         for segment in self._parameters.every(optimizer):
-            if segment.param in masters and WAYS[segment.way.weights].has_masters:
-                self.stores.of(segment).take_masters(masters[segment.param])
-            elif segment.param in masters:
-                without[segment.way.weights] += 1
-        return dict(without)
+            given, weights = masters.get(segment.param), segment.way.weights
+            if given is None:
+                continue
+            if not WAYS[weights].has_masters:
+                dropped[f"weights={weights!r} holds none"] += 1
+            elif given.dtype is torch.bfloat16:
+                dropped["the load cast them to BF16; attach before it"] += 1
+            else:
+                self.stores.of(segment).take_masters(given)
+        return dropped
 
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
         """Cast the state of `p`, which is no longer BF16, for plain steps."""

@@ -18,7 +18,6 @@ from hmpx.rounding.keys import name_id
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
-from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -53,15 +52,15 @@ class Piece:
         return 0 if self.at is None else -(-self.segment.count // _APART) * _APART
 
     def show(self, room: Tensor, like: Tensor) -> None:
-        """Make `x`. The copy of a part is flat, that of a whole tensor has the layout of `empty_like(like)`."""
+        """Make `x`. The copy of a flat part is flat; any other has the layout of `empty_like(like)`."""
         if self.at is None:
             itself = self.held.itself(self.segment)
             assert itself is not None, "the batch has asked for it"
             self.x = itself
             return
         flat = room[self.at : self.at + self.segment.count]
-        if self.segment.start is None:
-            held = local(like)
+        if self.segment.start is None or self.segment.by_rows:
+            held = self.segment.of(like)
             flat = flat.view(held.shape) if held.is_contiguous() else unfolded(flat, held.shape, memory_order(held))
         self.x = flat.data  # with a version of its own
 
@@ -127,7 +126,7 @@ class Launches:
 def kernels_that_move(piece: Piece) -> ModuleType | None:
     """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
     held, segment = piece.held.tensor, piece.segment
-    if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
+    if segment.by_rows or segment.box is not None or held.numel() >= 2**32:
         return None
     kernels = kernels_for(held)
     return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
@@ -137,24 +136,24 @@ class Operators:
     """Plain copies go through torch's foreach kernels; each other tensor reads and writes itself. See `Words`."""
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
-        self._grads = [(i, *block) for i, each in enumerate(grads) for block in each.segment.blocks(each.x)]
-        self._blocks = [(each, *block) for each in pieces for block in each.held.blocks(each.segment, each.x)]
-        self._copied = [block for block in self._blocks if _is_copied(block[0].held)]
-        self._others = [block for block in self._blocks if not _is_copied(block[0].held)]
+        self._grads, self._pieces = grads, pieces
+        self._copied = [piece for piece in pieces if _is_copied(piece.held)]
+        self._others = [piece for piece in pieces if not _is_copied(piece.held)]
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees. grads: the gradients to copy, as this rank holds them."""
-        to = [x for _, _, x in self._grads] + [x for _, _, x in self._copied]
-        if to:
-            of_grads = [block.of(grads[i]) for i, block, _ in self._grads]
-            torch._foreach_copy_(to, of_grads + [block.of(each.held.tensor) for each, block, _ in self._copied])
-        for each, block, x in self._others:
-            each.held.read(block, x)
+        copied = [*self._grads, *self._copied]
+        if copied:
+            held = [*grads, *(piece.held.tensor for piece in self._copied)]
+            of = [piece.segment.of(tensor) for piece, tensor in zip(copied, held, strict=True)]
+            torch._foreach_copy_([piece.x for piece in copied], of)
+        for piece in self._others:
+            piece.held.read(piece.segment, piece.x)
 
     def write(self, rounding_key: RoundingKey) -> None:
         """Write the results of the optimizer back."""
-        for each, block, x in self._blocks:
-            each.held.write(block, x, each.name, rounding_key)
+        for piece in self._pieces:
+            piece.held.write(piece.segment, piece.x, piece.name, rounding_key)
         rounding_key.flush()
 
 
