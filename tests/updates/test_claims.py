@@ -60,18 +60,6 @@ def test_the_last_of_those_that_live_decides_in_whatever_order_they_end(order, h
 
 
 @needs_grad_dtype
-def test_a_cell_that_is_run_twice_with_its_scheduler():
-    p = nn.Parameter(torch.ones(3, dtype=BF16))
-    for _ in range(3):  # each time the old optimizer is kept alive by its scheduler until the new one is there
-        optimizer = optim.AdamW([p])
-        hmpx.attach(optimizer, use_fp32_grad_acc=True)
-        scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
-        gc.collect()
-        assert gradient_dtype(p) is FP32
-    del optimizer, scheduler
-
-
-@needs_grad_dtype
 def test_what_another_ends_with_leaves_a_gradient_as_it_is():
     p = nn.Parameter(torch.ones(3, dtype=BF16))
     old, new = optim.SGD([p], lr=0.1), optim.SGD([p], lr=0.1)
@@ -172,25 +160,6 @@ def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_after
     assert not waits_for_itself and not old and len(gradients._claimed[id(p)].claims) == 1
     p.sum().backward()
     assert (p == 1).all() and (p.grad == 1).all()  # nobody releases any more
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize("swap", [False, True])
-def test_gradients_are_fp32_as_soon_as_a_parameter_joins_or_is_cast(swap):
-    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=BF16))])
-    optimizer = optim.SGD([model[0]], lr=0.1)
-    hmpx.attach(optimizer, use_fp32_grad_acc=True)
-    optimizer.add_param_group({"params": [model[1]]})
-    assert gradient_dtype(model[1]) is FP32
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        for dtype in (BF16, FP32, BF16):
-            optimizer.zero_grad()
-            model.to(dtype)
-            assert [gradient_dtype(p) for p in model] == [FP32, FP32] and model[0].dtype is dtype
-            optimizer.step()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @needs_grad_dtype
