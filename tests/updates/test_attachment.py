@@ -12,7 +12,7 @@ from torch import optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from tests.support.training import needs_grad_dtype, parameter, parameters, step_by, train
+from tests.support.training import needs_grad_dtype, parameter, parameters, same, step_by, train, weights
 
 BF16 = torch.bfloat16
 
@@ -83,6 +83,25 @@ def test_a_parameter_that_changes_its_size(way, size):
     p.data = torch.ones(size, dtype=BF16)
     step_by(optimizer)
     assert (p == 0.5).all()
+
+
+def test_detach_after_a_cast_leaves_the_state_that_a_step_before_it_would_leave():
+    """That of a parameter which never had a gradient, as the constructor makes it, too."""
+    runs = []
+    for seen_by_a_step in (True, False):
+        named, idle = parameters(sizes=((8, 6), (5,))), parameter(3)
+        optimizer = optim.Adagrad([*named, ("idle", idle)], lr=0.1, initial_accumulator_value=0.1)
+        hmpx.attach(optimizer, "split", state_dtype=BF16)
+        train(named, optimizer, 0, 2)
+        for p in (*(p for _, p in named), idle):
+            p.grad, p.data = None, p.data.float()
+        if seen_by_a_step:
+            optimizer.step()
+        hmpx.detach(optimizer)
+        assert torch.equal(optimizer.state[idle]["sum"], torch.full((3,), 0.1))
+        train(named, optimizer, 2, 4)
+        runs.append(weights(named))
+    assert same(*runs)
 
 
 def test_what_stands_in_optimizers_stays_until_restore_finds_that_nobody_needs_it():

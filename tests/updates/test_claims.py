@@ -15,6 +15,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import gradients, step_hooks
+from tests.support.optimizers import Around
 from tests.support.training import needs_grad_dtype, parameters, set_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -246,17 +247,6 @@ def test_an_optimizer_that_is_not_attached_does_not_step_a_parameter_with_master
             second_steps(how, other)
             continue
         first.step()
-
-
-class Around(optim.Optimizer):
-    """An optimizer around another one, whose parameters it has too."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step(closure)
 
 
 def test_steps_that_move_nothing_of_the_other_one_go_on():

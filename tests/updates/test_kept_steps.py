@@ -13,7 +13,6 @@ from lion_pytorch import Lion
 from torch import optim
 
 from hmpx.bench.measure import memory
-from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, optimizer_scope
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
@@ -95,25 +94,6 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     assert handle.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
 
 
-@pytest.mark.parametrize("turns, momentum", [(1, 0.9), (4, 0.0), (4, 0.9)])
-def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns):
-    params, optimizer, handle = made(optim.SGD, {"momentum": momentum, "fused": True}, weights="master")
-    for turn in range(turns):
-        give_gradients(optimizer, turn)
-        optimizer.step()
-    before = [handle.masters_of(p) for p in params]
-    optimizer.param_groups[1]["lr"] = "fast"
-    with pytest.raises(TypeError):
-        optimizer.step()
-    optimizer.param_groups[1]["lr"] = 1e-2
-    if momentum:
-        with pytest.raises(HmpxError, match="was interrupted by TypeError in the middle"):
-            optimizer.step()
-    else:
-        assert same(before, [handle.masters_of(p) for p in params])
-        optimizer.step()
-
-
 class Odd(optim.SGD):
     """Does something after its steps, once it is told what."""
 
@@ -143,11 +123,6 @@ def odd(monkeypatch):
     return stepped
 
 
-def raises(p, state):
-    if p.numel() == 5:
-        raise ZeroDivisionError
-
-
 ACTS = {
     "new tensors": lambda p, state: state.update(momentum_buffer=state["momentum_buffer"] + 1),
     "more tensors": lambda p, state: state.update(more=p.detach() * 2, count=state.get("count", torch.zeros(())) + 1),
@@ -175,33 +150,6 @@ def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, 
         results.append([*everything(params, optimizer, handle), *grads])
         assert forget or handle.kept_steps >= 2
     assert same(*results)
-
-
-def test_an_error_leaves_what_was_not_written_as_it_was(odd):
-    params, optimizer, handle = odd(momentum=0.0)  # keeps no state, so that nothing of it is written
-    before, groups = everything(params, optimizer, handle), [list(group["params"]) for group in optimizer.param_groups]
-    before, grads = [tensor.clone() for tensor in before], [p.grad for p in params]
-    optimizer.act = raises
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    assert handle.kept_steps >= 2 and same(before, everything(params, optimizer, handle))
-    assert [list(group["params"]) for group in optimizer.param_groups] == groups
-    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
-    optimizer.act = None
-    optimizer.step()
-
-
-@pytest.mark.parametrize("weights", ["stochastic", "master"])
-def test_an_error_in_the_middle_is_marked(weights, odd):
-    params, optimizer, _ = odd(weights=weights)
-    before = [p.detach().clone() for p in params]
-    optimizer.act = raises
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    assert set(optimizer.state) == set(params)
-    assert same(before, [p.detach() for p in params])
-    with pytest.raises(HmpxError, match="step 3 of Odd was interrupted by ZeroDivisionError in the middle: 'p0'"):
-        optimizer.step()
 
 
 def test_masters_are_stepped_where_they_are(monkeypatch):
