@@ -1,17 +1,44 @@
-"""Lack of memory where random programs do not come to it; `test_programs.py` has it at any operation of a step."""
+"""Lack of memory where random programs do not see it; `test_programs.py` has it at any operation of a step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.updates.holding.state_tensors import HeldCodes
 from tests.support.eight_bits import widened
-from tests.support.training import parameters, train
+from tests.support.training import parameters, set_gradients, train
 
 BF16 = torch.bfloat16
+
+
+class LooksAtOps(TorchDispatchMode):
+    """As a counter of FLOPs does; has no memory for the operation of this name, the second time."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.calls = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.name() == self.name
+        if self.calls == 2:
+            raise torch.OutOfMemoryError()
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_error_is_told_where_a_mode_hides_the_writes_of_foreach_kernels():
+    named = parameters(sizes=((7,), (7,)))
+    optimizer = optim.SGD([{"params": [each]} for each in named], lr=0.1, momentum=0.9, foreach=True)
+    hmpx.attach(optimizer)
+    train(named, optimizer, 0, 1)
+    set_gradients(named, 1)
+    with LooksAtOps("aten::_foreach_mul_.Scalar"), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(hmpx.HmpxError, match="step 1 of SGD was interrupted by OutOfMemoryError"):
+        optimizer.state_dict()
 
 
 def test_lack_of_memory_for_wider_state_leaves_what_there_is(monkeypatch):

@@ -13,6 +13,7 @@ from lion_pytorch import Lion
 from torch import optim
 
 from hmpx.bench.measure import memory
+from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, optimizer_scope
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
@@ -92,6 +93,25 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     with pytest.raises(TypeError):
         optimizer.step()
     assert handle.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
+
+
+@pytest.mark.parametrize("turns, momentum", [(1, 0.9), (4, 0.0), (4, 0.9)])
+def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns):
+    params, optimizer, handle = made(optim.SGD, {"momentum": momentum, "fused": True}, weights="master")
+    for turn in range(turns):
+        give_gradients(optimizer, turn)
+        optimizer.step()
+    before = [handle.masters_of(p) for p in params]
+    optimizer.param_groups[1]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 1e-2
+    if momentum:
+        with pytest.raises(HmpxError, match="was interrupted by TypeError in the middle"):
+            optimizer.step()
+    else:
+        assert same(before, [handle.masters_of(p) for p in params])
+        optimizer.step()
 
 
 class Odd(optim.SGD):
