@@ -6,6 +6,7 @@ import copy
 import ctypes
 import itertools
 import logging
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,6 +234,23 @@ def test_no_cast_is_kept_of_a_graph_that_records_or_taken_from_another_stream(mo
     assert [made(1, False), made(1, False)] == [1, 0]
     assert [made(1, True), made(1, False)] == [1, 0]
     assert [made(2, False), made(2, False)] == [1, 0]
+
+
+def test_a_cache_belongs_to_its_thread(model, x):
+    seen = []
+
+    def other():
+        seen.append(casts(lambda: model(x)))
+        with hmpx.cached_weights():
+            model(x)
+        seen.append(torch.Tensor.data is DATA)
+
+    with hmpx.cached_weights():
+        model(x)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert seen == [4, False] and casts(lambda: model(x)) == 0
 
 
 def test_regions_lists_and_restore_inside(model, lists):
