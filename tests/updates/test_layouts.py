@@ -19,7 +19,6 @@ from hmpx.updates.stepping import batching
 from tests.support.numbers import away
 from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW, forms
 
-BF16 = torch.bfloat16
 WAYS = ("stochastic", "nearest", "master", "split", "region")
 
 
