@@ -206,6 +206,9 @@ def moments_exchanged(params, optimizer, handle):
 
 CHANGES = {
     "nothing": lambda ps, o, h: None,
+    "lr": lambda ps, o, h: o.param_groups[0].update(lr=0.5),
+    "maximize": lambda ps, o, h: o.param_groups[0].update(maximize=True),
+    "another seed": lambda ps, o, h: [group.update(hmpx_seed=5) for group in o.param_groups],
     "masters given": masters_given,
     "moments exchanged": moments_exchanged,
     "one more tensor of state": lambda ps, o, h: o.state[ps[1]].update(extra=torch.ones(201)),
