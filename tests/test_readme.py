@@ -35,7 +35,7 @@ READMES = {
 BLOCK = re.compile(r"^(?:<!-- (.*) command -->\n)?```(.*)\n((?s:.*?))^```$", re.MULTILINE)
 BLOCKS = [(name, *found) for name, text in READMES.items() for found in BLOCK.findall(text)]
 # Commands that this file runs below, in smaller form, or that CI runs; a README may show no other than these unrun.
-COMMANDS = {"install", "main", "picture", "ranks", "mutants"}
+COMMANDS = {"install", "main", "picture", "ranks"}
 COMMANDS |= {f"{group}test" for group in ("", "downstream ", "fake cuda ", "xla ", "versions ")}
 
 

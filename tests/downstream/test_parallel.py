@@ -1,4 +1,4 @@
-"""Models that are divided among processes: pipelines, tensor parallelism under FSDP2, Join."""
+"""Models that are divided among processes: pipelines, and tensor parallelism under FSDP2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from tests.downstream.by_hand import AUTOCASTS
@@ -114,24 +113,3 @@ def test_tensor_parallelism_with_bias_under_fsdp2_is_that_of_one_process():
         optimizer.zero_grad()
     for p, found in zip(model.parameters(), first, strict=True):
         assert torch.allclose(p.float(), torch.tensor(found), rtol=2**-6, atol=2**-9)
-
-
-def _joined(rank):
-    """One rank has a batch more than the other."""
-    from torch.distributed.algorithms.join import Join
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).bfloat16())
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    hmpx.prepare(model, optimizer, "neuron-bf16-sr")
-    with Join([model]):
-        for _ in range(2 + rank):
-            model(torch.ones(2, 8)).float().square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.tolist() for p in model.parameters()]
-
-
-def test_uneven_batches_under_join_leave_replicas_equal():
-    first, second = ranks.run(2, _joined)
-    assert first == second

@@ -10,7 +10,6 @@ from torch import nn
 
 import hmpx
 from tests.support.planted import (
-    PLANTED,
     WIDTH,
     Masked,
     Model,
@@ -30,19 +29,6 @@ from tests.support.planted import (
     sharp_softmax,
     state_of,
 )
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_named_first(name):
-    fault = PLANTED[name]
-    found = hmpx.compare(
-        Model(fault.function),
-        batches(),
-        loss_of,
-        lists=policy(fault.bf16, " ".join({*"linear mul add cross_entropy".split()} - {*fault.bf16.split()})),
-    )
-    worst = found.worst(1)[0]
-    assert worst.op in fault.ops and worst.where == line_of(fault.function, fault.text), str(found)
 
 
 def test_a_cast_that_was_left_in_by_hand_is_named():
@@ -298,18 +284,6 @@ class Looking(torch.nn.Module):
         return self.last(torch.tanh(self.words(x).mean(1)))
 
 
-class Mapped(torch.nn.Module):
-    """A layer under `torch.func.vmap`."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(torch.func.vmap(lambda row: torch.tanh(self.first(row)))(x))
-
-
 def cross_entropy(model, x, y):
     return torch.nn.functional.cross_entropy(model(x), y)
 
@@ -321,10 +295,3 @@ def test_sparse_gradients_count_as_dense_ones():
     sparse, dense = (hmpx.compare(Looking(each), batches, cross_entropy, lists=lists) for each in (True, False))
     assert sparse.gradient_error == pytest.approx(dense.gradient_error, rel=0.5)
     assert hmpx.tune(Looking(True), batches, cross_entropy) is not None
-
-
-def test_tune_goes_through_vmap():
-    torch.manual_seed(1)
-    batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
-    assert hmpx.compare(Mapped(), batches, cross_entropy).gradient_error < 0.2
-    assert hmpx.tune(Mapped(), batches, cross_entropy) is not None

@@ -174,11 +174,13 @@ def test_advice_that_is_not_enough_goes_on_until_it_is():
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_lists_with_what_is_advised_are_healthy(name):
+def test_a_planted_fault_is_named_first_and_the_lists_with_what_is_advised_are_healthy(name):
     fault, data = PLANTED[name], batches()
     model, others = Model(fault.function), "linear mul add cross_entropy"
     lists = policy(fault.bf16, " ".join({*others.split()} - {*fault.bf16.split()}))
     found = hmpx.compare(model, data, loss_of, lists=lists)
+    worst = found.worst(1)[0]
+    assert worst.op in fault.ops and worst.where == line_of(fault.function, fault.text), str(found)
     assert found.advised < 0.1 <= found.gradient_error
     assert found.advised == pytest.approx(advised_error(found, model, data, fault.bf16, others), rel=1e-3)
 

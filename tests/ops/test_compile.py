@@ -136,28 +136,6 @@ def test_torchs_own_decompositions_are_not_cast(is_placed, lists):
         assert same(run(compiled, model, x), plain)
 
 
-def test_regions_around_a_compiled_function_take_effect():
-    x, seen = torch.randn(4, 4), []
-    compiled = torch.compile(lambda x: (x @ x, torch.matmul(x, x)), fullgraph=True, backend="aot_eager")
-
-    def look():
-        seen.append({each.dtype for each in compiled(x)})
-
-    with hmpx.convert():
-        look()
-        with hmpx.disable_casts():
-            look()
-            with hmpx.enable_casts():
-                look()
-        look()
-    with hmpx.convert(enabled=False):
-        look()
-        with hmpx.enable_casts():
-            look()
-    look()
-    assert seen == [{BF16}, {FP32}, {BF16}, {BF16}, {FP32}, {BF16}, {FP32}]
-
-
 def test_other_lists_take_effect(lists):
     x = torch.randn(4, 4)
     compiled = torch.compile(lambda x: ((x @ x), x.exp()), fullgraph=True, backend="aot_eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -20,6 +21,7 @@ from hmpx.ops.computing.fp8_product import Cast, How, coded, product, quantize
 from hmpx.ops.computing.fp8_product import multiply as multiply_codes
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
+from tests.support.planted import gradient_error, gradients
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
                weight_tensorwise=True)  # fmt: skip
@@ -553,7 +555,7 @@ def test_compare_scores_fp8_as_it_scores_bf16():
     batches = [(torch.randn(64, 16), torch.randint(16, (64,))) for _ in range(4)]
 
     def loss(model, x, y):
-        return F.cross_entropy(model(x).float(), y)
+        return F.cross_entropy(model(x).to(model[0].weight.dtype), y)
 
     low, fp8 = (
         hmpx.compare(model, batches, loss, lists={"bf16": ["linear"], **own}) for own in ({}, {"fp8": ["linear"]})
@@ -561,6 +563,10 @@ def test_compare_scores_fp8_as_it_scores_bf16():
     rows = [row for row in fp8.rows if row.op == "linear"]
     assert {row.rule for row in rows} == {"fp8"}
     assert 5 * low.gradient_error < fp8.gradient_error < 1
+    exact = gradients(copy.deepcopy(model).double(), [(x.double(), y) for x, y in batches], loss)
+    with hmpx.convert(bf16=["linear"], fp8=["linear"]):
+        by_hand = gradient_error(exact, gradients(model, batches, loss))
+    assert fp8.gradient_error == pytest.approx(by_hand, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,19 +52,6 @@ def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compil
 
 
 @compiling
-def test_a_region_around_compiled_code_is_a_place_of_its_own(compiled):
-    function = compiled(lambda x: (x @ x, torch.matmul(x, x)))
-    region = hmpx.casts(fp32=["matmul"])
-    with hmpx.convert():
-        for _ in range(2):
-            assert {each.dtype for each in function(X)} == {BF16}
-            with region:
-                assert {each.dtype for each in function(X)} == {FP32}
-        with hmpx.disable_casts(), region:
-            assert {each.dtype for each in function(X)} == {FP32}
-
-
-@compiling
 def test_lists_that_are_new_while_it_is_traced(compiled):
     """The wrappers that they need are put in place, and what was traced before is traced again."""
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hmpx
-from hmpx.base import process_state, region_state
 from tests.support.blocks import same
 from tests.support.tensor_classes import Recording
 
@@ -338,22 +337,6 @@ def test_functions_and_modules_copy_and_pickle(model, x):
     data = pickle.dumps(captured)
     hmpx.restore()
     assert pickle.loads(data)(x).dtype is FP32 and pickle.loads(data).activation is torch.relu
-
-
-def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
-    def suspended():
-        with hmpx.disable_casts():
-            yield model(x).dtype
-
-    generator = suspended()
-    assert next(generator) is FP32
-    with hmpx.enable_casts():
-        assert model(x).dtype is BF16
-        assert next(generator, None) is None  # its region ends here
-        assert model(x).dtype is BF16
-        with hmpx.disable_casts():
-            assert model(x).dtype is FP32
-    assert model(x).dtype is BF16 and not process_state.off.by and not region_state.open_regions()
 
 
 def test_reloading_a_users_module_and_hmpx(tmp_path, monkeypatch, x):

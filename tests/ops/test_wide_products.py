@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from tests.support.planted import gradient_error, gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -133,9 +134,20 @@ def test_record_and_compare_see_it():
     assert (head.op, str(head.rule)) == ("linear", "bf16-to-fp32")
     assert not log.round_trips
     recipe = {"parameter_dtype": "float32", "modules": {"lm_head": "bf16-to-fp32", "mid": "float32"}}
-    found = hmpx.compare(Model(), [(x,), (x + 1,)], lambda model, x: model(x).square().mean(), lists=recipe)
+    batches = [(x,), (x + 1,)]
+
+    def loss(model, x):
+        return model(x.to(model.mid.weight.dtype)).square().mean()
+
+    found = hmpx.compare(Model(), batches, loss, lists=recipe)
     rules = {row.module: row.rule for row in found.rows if row.op == "linear"}
     assert rules["mid"] == "fp32" and rules["lm_head"] == "bf16-to-fp32"
+    exact = gradients(Model().double(), batches, loss)
+    optimizer = optim.SGD(model.parameters())
+    hmpx.prepare(model, optimizer, recipe)
+    low = gradients(model, batches, loss)
+    hmpx.restore()
+    assert found.gradient_error == pytest.approx(gradient_error(exact, low), rel=1e-3)
     assert 0 < found.gradient_error < 0.1
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hmpx
 from hmpx.updates.attach import attached
 from tests.support import ranks
+from tests.support.optimizers import Around
 from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
@@ -87,23 +88,11 @@ def test_a_constructor_that_raises_leaves_all_as_it_was():
         assert attached(optim.AdamW(model.parameters())) is not None and model.weight.dtype is BF16
 
 
-class Lookahead(optim.Optimizer):
-    """Holds the optimizer that steps, and its groups."""
-
-    def __init__(self, base):
-        self.base = base
-        super().__init__(base.param_groups, {})
-        self.param_groups = base.param_groups
-
-    def step(self, closure=None):
-        return self.base.step(closure)
-
-
 def test_an_optimizer_around_another_takes_its_place():
     with hmpx.activate("neuron-bf16-sr"):
         model = _net()
         base = optim.AdamW(model.parameters(), lr=1e-2)
-        outer = Lookahead(base)
+        outer = Around(base)
         assert attached(outer) is not None and attached(base) is None
         inside = _train(model, outer)
         model = _net()

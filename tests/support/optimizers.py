@@ -50,3 +50,15 @@ class UnlistedSGD(optim.SGD):
 
 class UnlistedAdamW(optim.AdamW):
     """A class that hmpx does not know, with two moments."""
+
+
+class Around(optim.Optimizer):
+    """An optimizer around another one, which steps, and whose groups it has."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)

@@ -557,6 +557,38 @@ def memory_format(w: World, which: int, layout: str) -> None:
 # The optimizer
 
 
+@rule(1, which=number, how=one_of("elsewhere", "BF16", "BF16 in place", "strided", "removed"))
+def other_state(w: World, which: int, how: str) -> None:
+    """Somebody puts other tensors into the state, or casts those that are there."""
+    ready(w)
+    need(w.cls not in (optim.Adagrad, optim.LBFGS))  # which make state once, and cannot step without it
+    need(w.reference.state_dtype != "8bit" and not w.was_in_8_bits)
+    entry = pick([e for e in w.held if e.weight is not None and e.q in w.reference.optimizer.state], which)
+    state, meant = w.optimizer.state[w[entry.name]], w.reference.optimizer.state[entry.q]
+    if how == "removed":
+        state.clear(), meant.clear()
+    for key in [key for key, value in meant.items() if isinstance(value, Tensor) and value.shape == entry.q.shape]:
+        x, value = state[key], meant[key]
+        if not x.dim():
+            continue
+        if how == "BF16 in place":
+            x.data = x.data.bfloat16()
+        else:
+            state[key] = {"BF16": x.bfloat16(), "strided": laid_out(x, "transposed")}.get(how, x.clone())
+        meant[key] = value.bfloat16().float() if how.startswith("BF16") else value
+
+
+@rule(1, which=number)
+def option(w: World, which: int) -> None:
+    """A user turns the sign of the updates of one group, or changes how its weights decay."""
+    ready(w)
+    for optimizer in (w.optimizer, w.reference.optimizer):
+        group = optimizer.param_groups[which % len(optimizer.param_groups)]
+        key = next((key for key in ("maximize", "weight_decay") if key in group), None)
+        need(key)
+        group[key] = not group[key] if key == "maximize" else 0.25 - group[key]
+
+
 @rule(1, seed=number, again=one_of(True, False))
 def add_group(w: World, seed: int, again: bool) -> None:
     """Of a new parameter, or of one that was taken out."""

@@ -15,6 +15,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import gradients, step_hooks
+from tests.support.optimizers import Around
 from tests.support.training import needs_grad_dtype, parameters, set_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -57,18 +58,6 @@ def test_the_last_of_those_that_live_decides_in_whatever_order_they_end(order, h
         expected = FP32 if living and wants[max(living)] else BF16
         assert gradient_dtype(p) is expected, (i, sorted(living))
     assert p.grad_dtype is BF16
-
-
-@needs_grad_dtype
-def test_a_cell_that_is_run_twice_with_its_scheduler():
-    p = nn.Parameter(torch.ones(3, dtype=BF16))
-    for _ in range(3):  # each time the old optimizer is kept alive by its scheduler until the new one is there
-        optimizer = optim.AdamW([p])
-        hmpx.attach(optimizer, use_fp32_grad_acc=True)
-        scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
-        gc.collect()
-        assert gradient_dtype(p) is FP32
-    del optimizer, scheduler
 
 
 @needs_grad_dtype
@@ -175,25 +164,6 @@ def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_after
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("swap", [False, True])
-def test_gradients_are_fp32_as_soon_as_a_parameter_joins_or_is_cast(swap):
-    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=BF16))])
-    optimizer = optim.SGD([model[0]], lr=0.1)
-    hmpx.attach(optimizer, use_fp32_grad_acc=True)
-    optimizer.add_param_group({"params": [model[1]]})
-    assert gradient_dtype(model[1]) is FP32
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        for dtype in (BF16, FP32, BF16):
-            optimizer.zero_grad()
-            model.to(dtype)
-            assert [gradient_dtype(p) for p in model] == [FP32, FP32] and model[0].dtype is dtype
-            optimizer.step()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@needs_grad_dtype
 def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
     p, q = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
     optimizer = optim.SGD([{"params": [p]}, {"params": [q]}], lr=0.5)
@@ -277,17 +247,6 @@ def test_an_optimizer_that_is_not_attached_does_not_step_a_parameter_with_master
             second_steps(how, other)
             continue
         first.step()
-
-
-class Around(optim.Optimizer):
-    """An optimizer around another one, whose parameters it has too."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step(closure)
 
 
 def test_steps_that_move_nothing_of_the_other_one_go_on():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from itertools import cycle
 
 import pytest
@@ -12,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hmpx
 from hmpx.updates.checkpoints import MASTER_KEY
-from tests.support.optimizers import UnlistedAdamW
+from tests.support.optimizers import UnlistedAdamW, UnlistedSGD
+from tests.support.training import parameters, same, weights
 
 BF16 = torch.bfloat16
 PLACES = {"FakeTensorMode": FakeTensorMode, "meta": lambda: torch.device("meta")}
@@ -114,3 +116,27 @@ def test_a_fused_step_without_data(weights):
     assert trained(FakeTensorMode, **how) == real
     with pytest.raises(RuntimeError, match="fused=True"):
         trained(PLACES["meta"], **how)
+
+
+@pytest.mark.parametrize(
+    "cls, state_dtype", [(torch.optim.SGD, torch.float32), (torch.optim.SGD, "8bit"), (UnlistedSGD, BF16)]
+)
+def test_whatever_the_default_device_is_the_parameters_decide(cls, state_dtype):
+    """Where the default is the meta device, whatever is made without a device holds no numbers."""
+
+    def lived(place, way):
+        named = parameters(sizes=((40, 9), (201,), (5,)))
+        gradients = [torch.full_like(p, 0.1) for _, p in named]
+        with place:
+            optimizer = cls(named, lr=0.1, momentum=0.9)
+            hmpx.attach(optimizer, way, state_dtype=state_dtype, use_master_weights_in_ckpt=way in MASTERS)
+            for _ in range(2):
+                for (_, p), gradient in zip(named, gradients, strict=True):
+                    p.grad = gradient.clone()
+                optimizer.step()
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            hmpx.detach(optimizer)
+        return weights(named)
+
+    for way in WAYS:
+        assert same(lived(torch.device("meta"), way), lived(contextlib.nullcontext(), way)), way

@@ -12,14 +12,13 @@ import itertools
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 
 import hmpx
 from hmpx.updates.stepping import batching
 from tests.support.numbers import away
 from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW, forms
 
-BF16 = torch.bfloat16
 WAYS = ("stochastic", "nearest", "master", "split", "region")
 
 
@@ -133,27 +132,3 @@ def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
         optimizer.step()
     reference.step()
     assert torch.equal(p, hmpx.stochastic_round(q.detach(), seed=0, step=0, name="w"))
-
-
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype, monkeypatch):
-    """The same run on contiguous tensors, element by element."""
-    monkeypatch.setattr(batching, "_FLOOR", 128)
-    for cls, foreach in itertools.product((optim.AdamW, optim.SGD), (False, True)):
-        for layout, (shape, weight, gradient) in LAYOUTS.items():
-            torch.manual_seed(0)
-            p = nn.Parameter(_bf16(weight(shape)))
-            q = nn.Parameter(p.detach().contiguous().clone())
-            options = {"lr": 0.1, "foreach": foreach, **({"momentum": 0.9} if cls is optim.SGD else {})}
-            optimizers = [cls([("w", each)], **options) for each in (p, q)]
-            for optimizer in optimizers:
-                hmpx.attach(optimizer, state_dtype=state_dtype)
-            for _ in range(3):
-                p.grad = _bf16(gradient(shape))
-                q.grad = p.grad.contiguous()
-                for optimizer in optimizers:
-                    optimizer.step()
-            mine, theirs = optimizers[0].state[p], optimizers[1].state[q]
-            assert torch.equal(p, q), (cls, layout)
-            for key, value in theirs.items():
-                assert mine[key].dtype is value.dtype and torch.equal(mine[key], value), (cls, layout, key)

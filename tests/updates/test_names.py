@@ -14,27 +14,16 @@ BF16 = torch.bfloat16
 
 def test_names_come_from_the_model_a_list_or_the_optimizer():
     results = []
-    for source in ("named", "model", "list"):
+    for source in ("named", "model", "compiled", "list"):
         torch.manual_seed(0)
         model = Net().bfloat16()
         optimizer = optim.SGD(model.named_parameters() if source == "named" else model.parameters(), lr=1e-3)
-        given = {"model": {"model": model}, "list": {"names": [n for n, _ in model.named_parameters()]}, "named": {}}
+        given = {"model": {"model": model}, "compiled": {"model": torch.compile(model)}, "named": {}}
+        given["list"] = {"names": [name for name, _ in model.named_parameters()]}
         hmpx.attach(optimizer, **given[source])
         train(list(model.named_parameters()), optimizer, 0, 2)
         results.append(weights(model.named_parameters()))
-    assert same(*results[:2]) and same(*results[1:])
-
-
-def test_a_compiled_model_has_the_names_of_the_model():
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = Net().bfloat16()
-        optimizer = optim.SGD(model.parameters(), lr=1e-3)
-        hmpx.attach(optimizer, model=torch.compile(model) if compiled else model)
-        train(list(model.named_parameters()), optimizer, 0, 2)
-        results.append(weights(model.named_parameters()))
-    assert same(*results)
+    assert all(same(results[0], others) for others in results[1:])
 
 
 def test_positions_stand_in_for_names():

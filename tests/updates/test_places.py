@@ -71,21 +71,6 @@ def test_slices_have_the_bits_of_the_whole_parameter(way, floor, monkeypatch):
             assert torch.equal(p, cut(name, whole[name])), (name, rank)
 
 
-def test_a_slice_without_a_place_has_other_numbers():
-    """So that the test above could fail."""
-    found = []
-    for places in ({"w": ((2, 500), (1, 0))}, {}):
-        p = nn.Parameter(torch.ones(1, 500, dtype=BF16))
-        optimizer = optim.SGD([("w", p)], lr=1e-3)
-        hmpx.attach(optimizer, places=places)
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        found.append(p)
-    assert not torch.equal(*found)
-    whole = hmpx.stochastic_round(torch.full((2, 500), 1 - 1e-3), seed=0, step=0, name="w")
-    assert torch.equal(found[0][0], whole[1]) and torch.equal(found[1][0], whole[0])
-
-
 @pytest.mark.parametrize("cls", [optim.AdamW, UnlistedAdamW])
 def test_copies_and_checkpoints_keep_the_place(cls):
     expected = train(*slices(1, {}, cls))

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import hmpx
 from hmpx.updates import released, step_hooks
 from tests.support import ranks
+from tests.support.optimizers import Around
 from tests.support.sharded import Small, shard
 from tests.support.training import Net, parameters, same, weights
 
@@ -283,20 +284,9 @@ def test_an_optimizer_whose_gradients_another_one_releases_is_refused(attached, 
     assert not torch.equal(model[0].weight, before)
 
 
-class Lookahead(optim.Optimizer):
-    """An optimizer around another one, whose parameters it has too."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step(closure)
-
-
 def test_an_optimizer_around_one_that_releases_is_no_other_one():
     model = _net()
-    outer = Lookahead(_attached(model))
+    outer = Around(_attached(model))
     for _ in range(2):
         outer.zero_grad()
         _backward(model)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import traceback
-from itertools import cycle
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.shown import Shown
-from tests.support.models import KeepsLists
-from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW
-from tests.support.training import masters_in, parameters, set_gradients
+from tests.support.optimizers import UnlistedAdamW
+from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 
@@ -62,50 +59,6 @@ def test_detach_brings_the_state_of_steps_in_a_region_to_bf16():
         set_gradients(its, 1)
         each.step()
     assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, twin, strict=True))
-
-
-@pytest.mark.parametrize(
-    "name, how",
-    list(zip((name for name in CONFIGURATIONS if name != "Muon"), cycle(["region", torch.float32, BF16, "8bit"]))),
-)
-def test_detach_brings_moments_of_a_scalar_to_bf16_as_those_of_one_element(name, how):
-    """And no count of steps; torch's own step goes on with both."""
-    cls, options = CONFIGURATIONS[name]
-    made = []
-    for shape in ((), (1,)):
-        p = nn.Parameter(torch.full(shape, 0.5).bfloat16())
-        optimizer = cls([("p", p)], **options)
-        if how != "region":
-            hmpx.attach(optimizer, state_dtype=how)
-        for gradient in (0.7, -0.3):
-            p.grad = torch.full_like(p, gradient)
-            with hmpx.disable_casts() if how == "region" else contextlib.nullcontext():
-                optimizer.step()
-        hmpx.detach(optimizer)
-        made.append((p, optimizer))
-    (p, scalar), (q, single) = made
-    assert scalar.state[p].keys() == single.state[q].keys()
-    for key, value in scalar.state[p].items():
-        assert getattr(value, "dtype", None) == getattr(single.state[q][key], "dtype", None), key
-        if key != "step" and isinstance(value, torch.Tensor) and how in ("region", torch.float32):
-            assert torch.equal(value.view(-1), single.state[q][key].view(-1)), key
-    for p, optimizer in made:
-        p.grad = torch.full_like(p, 0.7)
-        optimizer.step()
-
-
-def test_state_in_lists_that_was_cast_to_bf16_is_computed_with_in_fp32():
-    """By hand: 1 + 2^-8 needs a bit more than BF16 has: a sum of the list in BF16 would be 1. The weight is -2.25."""
-    p = nn.Parameter(torch.zeros(3, dtype=BF16))
-    optimizer = KeepsLists([("w", p)], lr=1.5)
-    for grad in (1.0, 2.0**-8, 0.0):
-        hmpx.attach(optimizer, "master", state_dtype=BF16, use_master_weights_in_ckpt=True)
-        p.grad = torch.full_like(p, grad)
-        optimizer.step()
-        last = masters_in(optimizer)[0]
-        hmpx.detach(optimizer)
-        assert all(held.dtype is BF16 for held in optimizer.state[p]["recent"])
-    assert torch.equal(last, torch.full((3,), -2.25 - 0.5 * (1 + 2.0**-8)))
 
 
 def test_plain_steps_of_optimizers_without_state_go_on():

@@ -168,20 +168,6 @@ def test_a_case_worked_by_hand():
     assert (row.zero_gradient_steps, row.no_gradient_steps) == (1, 1)
 
 
-def test_shares_of_one_update_and_of_none():
-    weights = {name: nn.Parameter(torch.ones(1, dtype=BF16)) for name in ("one", "none")}
-    optimizer = optim.SGD(weights.items(), lr=1.0)
-    updates = hmpx.attach(optimizer, "nearest").updates()
-    for name, gradient in (("one", -(2.0**-9)), ("none", 0.0)):
-        weights[name].grad = torch.tensor([gradient], dtype=BF16)
-    assert (updates.lost, updates.rows) == (0.0, [])
-    optimizer.step()
-    one, none = updates["one"], updates["none"]
-    assert (one.updates, one.lost, one.moved, one.size, one.error) == (1, 1.0, 0.0, 0.25, 0.25)
-    assert (none.updates, none.lost, none.moved, none.size, none.error) == (0, 0.0, 0.0, 0.0, 0.0)
-    assert updates.lost == 1.0
-
-
 @pytest.mark.parametrize("way", ["stochastic", "nearest"])
 def test_a_small_rate_loses_all_and_a_large_one_nothing(way):
     """Nearest loses them for good; the others carry them, and say so."""
