@@ -13,9 +13,9 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, some
 from hmpx.insight.doctor.notes import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.module_names import MIXING, unchosen
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
-from hmpx.insight.unchosen import MIXING, unchosen
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 

@@ -1,27 +1,27 @@
-"""`Log`: what was recorded, to be printed, saved, compared with another, or handed on."""
+"""`Log`: what was recorded, to be printed, saved, or handed on."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.insight.pages import Report
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SCHEMA, LogValues, RoundTrip, Site
+from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site
 from hmpx.insight.recording.table import as_page, as_text
 from hmpx.insight.text_table import terminal_width
 
+SCHEMA = 1  # of the JSON
 Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a log
 
 
 @dataclass
-class Log(LogValues, Report):
+class Log(Report):
     """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Log(LogValues, Report):
 
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
-    `diff(other)` compares it with another. `every(n, callback)` hands the rows on while it records.
+    `every(n, callback)` hands the rows on while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
@@ -48,7 +48,41 @@ class Log(LogValues, Report):
         ('matmul', 'bf16', 'float32 -> bfloat16', ['2x4, 4x2'], 2)
     """
 
-    _callbacks: list[tuple[int, Rows]] = field(default_factory=list, repr=False, compare=False)
+    sites: list[Site] = field(default_factory=list)
+    round_trips: list[RoundTrip] = field(default_factory=list)
+    unmatched: tuple[str, ...] = ()
+    unmatched_of_hmpx: tuple[str, ...] = ()
+    escaped: tuple[str, ...] = ()
+    steps: int = 0
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    policy: str = ""
+    about: dict[str, str] = field(default_factory=dict)
+    _callbacks: list[tuple[int, Rows]] = field(init=False, default_factory=list, repr=False, compare=False)
+
+    @property
+    def unchosen(self) -> list[Site]:
+        """Return the sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
+        return [site for site in self.sites if site.unchosen]
+
+    @property
+    def first_nonfinite(self) -> Site | None:
+        """Return the site of the first call of all whose result was not finite."""
+        wrong = (site for site in self.sites if site.nonfinite_at)
+        return min(wrong, key=lambda site: site.nonfinite_at or 0, default=None)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Return the sums over the sites, by the names of their attributes, and `cast_share`."""
+        sums = {name: sum(getattr(site, name) for site in self.sites) for name in SUMS}
+        seconds = sums["cast_seconds"] + sums["op_seconds"]
+        return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        for name in ("sites", "round_trips"):
+            values[name] = [asdict(each) for each in values[name]]
+        return {"schema": SCHEMA, **values, "totals": self.totals}
 
     def __str__(self) -> str:
         return as_text(self, terminal_width())
@@ -77,24 +111,6 @@ class Log(LogValues, Report):
     def _page(self) -> str:
         return as_page(self)
 
-    def diff(self, other: LogValues) -> LogDiff:
-        """Compare with another record of the same program, made under other lists or another torch.
-
-        Returns:
-            The sites that are `new` there, those that are `gone`, and those that `changed` their rule or dtypes, each
-            with `before` and `after`. It prints as tables, and is true if there is a difference. A line that moved is
-            found again by its module and op.
-
-        Example:
-            >>> def recorded(level):
-            ...     with hmpx.convert(level), hmpx.record() as log:
-            ...         y = inputs.exp()
-            ...     return log
-            >>> [(pair.before.rule, pair.after.rule) for pair in recorded("O1").diff(recorded("O2")).changed]
-            [('promote', 'fp32')]
-        """
-        return difference(self, other)
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
         """Read what `json` has saved, here or elsewhere. Characters that a terminal would obey are left out.
@@ -111,7 +127,7 @@ class Log(LogValues, Report):
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
         try:
-            values = _values(LogValues, _printable(found))
+            values = _values(cls, _printable(found))
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
             values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
@@ -124,7 +140,7 @@ class Log(LogValues, Report):
 
 def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the values in an object of JSON that a class has, lists as its tuples. Later versions may add others."""
-    types = {each.name: each.type for each in fields(cls) if each.name in row}  # as they are written
+    types = {each.name: each.type for each in fields(cls) if each.init and each.name in row}  # as they are written
     return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from hmpx.insight.pages import bars, box, closed, grid, page
-from hmpx.insight.recording.recorded import LogValues, RoundTrip, Site, alike
+from hmpx.insight.recording.recorded import RoundTrip, Site, alike
 from hmpx.insight.text_table import (
     Column,
     milliseconds,
@@ -20,6 +20,9 @@ from hmpx.insight.text_table import (
     times,
 )
 
+if TYPE_CHECKING:
+    from hmpx.insight.recording.log import Log
+
 _ROWS = 20  # of the table
 _LINES = 8  # of each kind beneath it
 _WIDTH = 110  # of the text in the page for readers without scripts
@@ -31,7 +34,7 @@ NOTHING_CONVERTED = (
 )
 
 
-def as_text(log: LogValues, width: int) -> str:
+def as_text(log: Log, width: int) -> str:
     """Return the text of `print(log)`, in lines of `width` characters where words and paths allow."""
     if not log.policy:
         return NOTHING_CONVERTED
@@ -45,7 +48,7 @@ def as_text(log: LogValues, width: int) -> str:
     return "\n".join([*lines, *_beneath(log)])
 
 
-def as_page(log: LogValues) -> str:
+def as_page(log: Log) -> str:
     """Return one HTML page that holds all sites and findings."""
     sections = [box(heading, map(short_places, lines), wrong=heading != _AS_ASKED) for heading, lines in attention(log)]
     costs = [
@@ -84,7 +87,7 @@ def _row(site: Site) -> list[Any]:
     ]
 
 
-def _totals(log: LogValues) -> Iterator[str]:
+def _totals(log: Log) -> Iterator[str]:
     sums = log.totals
     ops = len({site.op for site in log.sites})
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
@@ -101,7 +104,9 @@ def _table(rows: list[Site], width: int) -> list[str]:
 
     return table(
         [
-            *place_columns(rows),
+            Column("op", [site.op for site in rows], least=14),
+            Column("line", [os.path.basename(site.where) for site in rows], least=14, from_left=True),
+            Column("module", [site.module for site in rows], least=12, from_left=True, rank=1),
             Column("rule", each(lambda site: site.rule or "-"), rank=5),
             Column("dtypes", each(lambda site: short_dtypes(site.dtypes)), least=17),
             Column("calls", each(lambda site: str(site.calls)), right=True, rank=3),
@@ -114,16 +119,7 @@ def _table(rows: list[Site], width: int) -> list[str]:
     )
 
 
-def place_columns(sites: Sequence[Site]) -> list[Column]:
-    """Return the columns that say where each site is."""
-    return [
-        Column("op", [site.op for site in sites], least=14),
-        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
-        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
-    ]
-
-
-def _beneath(log: LogValues) -> Iterator[str]:
+def _beneath(log: Log) -> Iterator[str]:
     """Yield the lines that call for attention, each kind under its heading."""
     for heading, lines in attention(log):
         yield from ("", heading, *(f"  {short_places(line)}" for line in lines[:_LINES]))
@@ -134,7 +130,7 @@ def _beneath(log: LogValues) -> Iterator[str]:
         yield from ("", f"{names} of the lists that come with hmpx matched no call: they serve many models")
 
 
-def attention(log: LogValues) -> Iterator[tuple[str, list[str]]]:
+def attention(log: Log) -> Iterator[tuple[str, list[str]]]:
     """Yield headings with their lines, the worst first."""
     for heading, lines in {
         "First result with an inf or a NaN": _nonfinite(log),
@@ -158,7 +154,7 @@ def attention(log: LogValues) -> Iterator[tuple[str, list[str]]]:
             yield heading, found
 
 
-def _nonfinite(log: LogValues) -> Iterator[str]:
+def _nonfinite(log: Log) -> Iterator[str]:
     first = log.first_nonfinite
     if first is not None:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
@@ -176,7 +172,7 @@ def _lost_updates(updates: dict[str, Any]) -> str:
     return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"
 
 
-def _trips(log: LogValues, listed: bool) -> list[str]:
+def _trips(log: Log, listed: bool) -> list[str]:
     """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
     found: dict[tuple, RoundTrip] = {}
     for trip in log.round_trips:
@@ -188,7 +184,7 @@ def _trips(log: LogValues, listed: bool) -> list[str]:
     return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
 
 
-def _fp8_casts(log: LogValues) -> Iterable[str]:
+def _fp8_casts(log: Log) -> Iterable[str]:
     """Return how large the numbers of each site in FP8 are, and how many the format does not hold; the worst first."""
 
     def lost(site: Site) -> float:
