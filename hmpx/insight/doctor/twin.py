@@ -42,7 +42,7 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
     """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
     flat = local(tensor.detach()).reshape(-1)
     step = -(-flat.numel() // most)
-    return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
+    return flat[:: step + (step % 2 == 0)] if step > 1 else flat  # an odd step does not stay in one column of a matrix
 
 
 def samples(tensors: Iterable[Tensor]) -> Tensor:
