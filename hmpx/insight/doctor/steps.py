@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class _Beside:
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
         self.sizes = [sample(p).numel() for p in twin.params]
-        self.ulp = torch.cat([_spacing(sample(p)) for p in twin.params])
+        self.ulp = torch.cat([_spacing(samples(some)) for _, some in groupby(twin.params, lambda p: p.dtype)])
         self.state = twin.real_state()
         self._held = self._hidden(self.state)  # at the beginning
         self._last = self._before = samples(twin.params).float()
@@ -245,25 +246,29 @@ class SteppedOptimizer:
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
         for each in self._beside if attachment_of(self.optimizer) is None else ():
-            params, decay = each.twin.params, each.twin.group.get("weight_decay")
+            params, known, decay = each.twin.params, dict[str, Tensor](), each.twin.group.get("weight_decay")
             if decay and each.twin.is_sampled:
                 wide, narrow = (
-                    self._once(params, is_wide).weights()
-                    - self._once(params, is_wide, weight_decay=0 * decay).weights()
+                    self._once(params, known, is_wide).weights()
+                    - self._once(params, known, is_wide, weight_decay=0 * decay).weights()
                     for is_wide in (True, False)
                 )
                 self.asked += float((wide.abs() / each.ulp).nansum())
                 self.arrived += float((narrow * wide.sign() / each.ulp).nansum())
             low = {key: v for key, v in each.state.items() if v.dtype in LOW and each.twin.is_sampled}
-            in_fp32, held = (self._once(params, is_wide, 0.0).state() if low else {} for is_wide in (True, False))
+            in_fp32, held = (
+                self._once(params, known, is_fp32, 0.0).state() if low else {} for is_fp32 in (True, False)
+            )
             for key, before in low.items():
                 falls = (in_fp32[key] != before.float()) & (in_fp32[key].abs() > 1e-30)
                 self.falls[key] += int(falls.sum())
                 self.stays[key] += int((falls & (held[key] == before)).sum())
 
-    def _once(self, params: Sequence[Parameter], is_wide: bool, gradient: float = 1.0, **changed: Any) -> Twin:
+    def _once(
+        self, params: Sequence[Parameter], known: dict, is_wide: bool, gradient: float = 1.0, **changed: Any
+    ) -> Twin:
         """Return a copy that has taken one step."""
-        twin = Twin(self.optimizer, params, True, is_wide, **changed)
+        twin = Twin(self.optimizer, params, True, is_wide, known, **changed)
         twin.step(gradient)
         return twin
 
