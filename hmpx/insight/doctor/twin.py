@@ -155,7 +155,7 @@ class Twin:
             if grads[0] is None:
                 q.grad = None
                 continue
-            grad = self._samples("its gradient", grads) if self.is_sampled else grads[0].detach()  # type: ignore[arg-type]
+            grad = self._samples("its gradient", grads) if self.is_sampled else grads[0].detach()
             q.grad = grad.to(q.dtype, copy=True)
             if factor != 1.0 or scale is not None:
                 q.grad *= factor if scale is None else factor / scale
