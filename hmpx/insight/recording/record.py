@@ -78,7 +78,7 @@ def record() -> Iterator[Log]:
 
     def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
         optimizers.add(optimizer)
-        log.steps += 1
+        log._stepped()
 
     counter = register_optimizer_step_post_hook(stepped)
     replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
