@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command, and return its exit status.
 
-    0: done. 1: `check` or `compare` has found something. 2: an error.
+    0: done. 1: `check`, `compare` or `report --diff` has found something. 2: an error.
     """
     as_script = Path(sys.argv[0]).stem == "hmpx"
     prog = "hmpx" if as_script else "python -m hmpx"

@@ -39,7 +39,7 @@ def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> N
         HmpxError: there is no such folder; the file is an input of the command, or another one's output, or was not
             written by hmpx. Links count as what they lead to.
     """
-    named = [getattr(options, key, None) for key in ("script", "recipe", "file", *SIDES)]
+    named = [getattr(options, key, None) for key in ("script", "recipe", "file", "diff", *SIDES)]
     named.append(getattr(options, "what", "").rpartition(":")[0])
     read = [str(each) for each in named if each and os.path.exists(str(each))]
     for number, (kind, path) in enumerate(outputs.items()):

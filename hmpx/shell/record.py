@@ -36,13 +36,16 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
     command = add_command(
         "report",
-        "show what `record` has saved",
-        "Print the table of a record that `record --json` or log.json() has saved.",
-        "log.json --html log.html",
+        "show what `record` has saved, or compare two of these files",
+        "Print the table of a record that `record --json` or log.json() has saved. With --diff, print what is\n"
+        "different in another one instead: sites that are new or gone, other rules and dtypes. The exit status is 1\n"
+        "then if there are any.",
+        "log.json --html log.html\nbefore.json --diff after.json",
     )
     command.add_argument("file", metavar="FILE", help="JSON")
     command.add_argument("--html", metavar="FILE", help="write it as a page, too")
     add_force(command)
+    command.add_argument("--diff", metavar="OTHER", help="the JSON of a later record")
     command.set_defaults(run=_report)
 
 
@@ -87,5 +90,9 @@ def _report(options: argparse.Namespace) -> int:
     log = Log.load(options.file)
     if options.html:
         log.html(options.html)
+    if options.diff:
+        found = log.diff(Log.load(options.diff))
+        print(found)
+        return 1 if found else 0
     print(log)
     return 0

@@ -159,6 +159,21 @@ def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
     assert 'class="more" hidden' not in dom and "called as " in dom and html.escape(browser.HOSTILE, quote=False) in dom
 
 
+def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored):
+    """The line of `exp` moved and `cat` took longer: neither is a difference. Equal blocks share a row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    blocks = [site(module=f"layers.{i}.up", where="m.py:20") for i in range(30)]
+    wide = {"seen": ("float32",), "result": ("float32",), "rule": "fp32"}
+    before = [site("relu", module="old"), site("exp", where="m.py:3"), site("cat", where="m.py:9"), *blocks]
+    after = [site("gelu", module="new"), site("exp", where="m.py:5"), site("cat", where="m.py:9", op_seconds=9.0)]
+    after += [replace(each, **wide) for each in blocks]
+    before += [site(f"op{i}") for i in range(25)]
+    found = log_of(*before).diff(log_of(*after))
+    assert ([each.op for each in found.new], found.same, len(found.changed)) == (["gelu"], 2, 30)
+    assert found and not log_of(*before).diff(log_of(*before))
+    stored("diff", str(found))
+
+
 def test_of_a_device_only_a_call_that_was_not_finite_before_the_known_one_counts():
     """What a device has noted, number of the call among all << 31 | that of the site, here on the CPU."""
     sites = [site(op, nonfinite_at=known) for op, known in (("a", None), ("b", None), ("c", 5), ("d", 5))]
@@ -182,6 +197,13 @@ def test_events_time_calls_whose_first_argument_is_on_a_gpu(monkeypatch):
     devices = DeviceSide()
     assert [devices.begin(args) for args in ((), (2,), (here,), (here, there))] == [None] * 4 and not made
     assert devices.begin((there, 2)) is made[0] and made[0].record.called
+
+
+def test_sites_of_one_line_are_matched_by_their_dtypes_first():
+    """One line that was called in two dtypes: what stays is no change."""
+    low = site(given=("bfloat16",))
+    found = log_of(site(), low).diff(log_of(low))
+    assert not found.changed and [each.given for each in found.gone] == [("float32",)]
 
 
 def test_the_example_writes_rows_while_a_model_trains(tmp_path):
@@ -222,7 +244,7 @@ def test_a_record_from_elsewhere_cannot_command_the_terminal(tmp_path, monkeypat
         found["policy"] = f"bf16:{evil}\n  - linear\n"
 
     log = Log.load(foreign(tmp_path, change))
-    said = shown(log, monkeypatch) + log.policy
+    said = shown(log, monkeypatch) + str(log.diff(log)) + log.policy
     assert "AdamW" in said and "mine.txt:1: op" in said and log.policy.count("\n") == 2
     assert all(each.isprintable() for line in said.split("\n") for each in line)
 

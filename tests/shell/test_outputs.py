@@ -62,6 +62,7 @@ def test_an_input_that_hmpx_has_written_is_not_written_over(here, capsys):
         "doctor --recipe mine.yaml --fix link.yaml train.py",
         "compare train.py:setup --list mine.yaml --json mine.yaml",
         "report log.json --html log.json",
+        "report log.json --diff mine.yaml --html mine.yaml",
     ):
         assert main(command.split()) == 2 and "this command reads the file" in capsys.readouterr().err, command
     assert main("doctor --json a --html a train.py".split()) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -151,6 +152,18 @@ def test_a_report_says_what_the_log_said(capsys, tmp_path):
     assert capsys.readouterr().out == f"{log}\n"
     log.html(tmp_path / "own.html")
     assert (tmp_path / "log.html").read_text() == (tmp_path / "own.html").read_text()
+
+
+def test_a_diff_of_two_records(capsys, tmp_path, lists):
+    saved(tmp_path / "log.json")
+    saved(tmp_path / "other.json", **lists(bf16="matmul softmax"))
+    one, other = str(tmp_path / "log.json"), str(tmp_path / "other.json")
+    assert main(["report", one, "--diff", one]) == 0
+    assert "2 sites with the same rule and dtypes" in capsys.readouterr().out
+    assert main(["report", one, "--diff", other]) == 1
+    said = capsys.readouterr().out
+    assert "other rules or dtypes: 1 site\n" in said and "fp32: bf16 -> fp32" in said and "bf16: bf16" in said
+    assert json.loads((tmp_path / "other.json").read_text())["schema"] == 1
 
 
 def test_a_recipe_that_converts_nothing_is_named_and_not_asked_for(script, tmp_path):

@@ -12,7 +12,8 @@ from typing import Any
 from hmpx.errors import HmpxError
 from hmpx.insight.pages import Report, bars, box, closed, grid, page
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike
+from hmpx.insight.recording.diff import LogDiff, difference
+from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike, place_columns
 from hmpx.insight.text_table import (
     Column,
     milliseconds,
@@ -57,7 +58,7 @@ class Log(Report):
 
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
-    `every(n, callback)` hands the rows on while it records.
+    `diff(other)` compares it with another. `every(n, callback)` hands the rows on while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
@@ -129,6 +130,24 @@ class Log(Report):
 
     def _page(self) -> str:
         return _as_page(self)
+
+    def diff(self, other: Log) -> LogDiff:
+        """Compare with another record of the same program, made under other lists or another torch.
+
+        Returns:
+            The sites that are `new` there, those that are `gone`, and those that `changed` their rule or dtypes, each
+            with `before` and `after`. It prints as tables, and is true if there is a difference. A line that moved is
+            found again by its module and op.
+
+        Example:
+            >>> def recorded(level):
+            ...     with hmpx.convert(level), hmpx.record() as log:
+            ...         y = inputs.exp()
+            ...     return log
+            >>> [(pair.before.rule, pair.after.rule) for pair in recorded("O1").diff(recorded("O2")).changed]
+            [('promote', 'fp32')]
+        """
+        return difference(self.sites, other.sites)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
@@ -244,9 +263,7 @@ def _table(rows: list[Site], width: int) -> list[str]:
 
     return table(
         [
-            Column("op", [site.op for site in rows], least=14),
-            Column("line", [os.path.basename(site.where) for site in rows], least=14, from_left=True),
-            Column("module", [site.module for site in rows], least=12, from_left=True, rank=1),
+            *place_columns(rows),
             Column("rule", each(lambda site: site.rule or "-"), rank=5),
             Column("dtypes", each(lambda site: short_dtypes(site.dtypes)), least=17),
             Column("calls", each(lambda site: str(site.calls)), right=True, rank=3),

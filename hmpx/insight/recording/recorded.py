@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.text_table import dtype_steps, size, times
+from hmpx.insight.text_table import Column, dtype_steps, size, times
 
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
@@ -102,6 +103,15 @@ class RoundTrip:
             f"{self.first}: {down} makes {self.dtypes[1]} of {self.dtypes[0]}, and {self.then}: {up} makes it "
             f"{self.dtypes[2]} again ({times(self.calls)}, {size(self.bytes)})"
         )
+
+
+def place_columns(sites: Sequence[Site]) -> list[Column]:
+    """Return the columns that say where each site is."""
+    return [
+        Column("op", [site.op for site in sites], least=14),
+        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
+        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
+    ]
 
 
 def alike(sites: Iterable[Site]) -> list[Site]:

@@ -1,12 +1,13 @@
 """The search: as much in low precision as holds.
 
-1. Everything that saves something is measured together. If it holds, only step 4 is left.
+1. Everything that saves something is measured together. If it holds, only step 5 is left.
 2. Else each unit (a list name, everywhere) runs alone in low precision in one batch. Its harm is the square of the
    error. Units are ranked by harm over what they save; one that takes a large part of the tolerance is divided by
    module, outer blocks first.
 3. The longest beginning of the ranking that holds is found by bisection. The unit behind it is left out, and the search
    goes on behind that.
-4. Units that save next to nothing are added if the error does not grow: this saves casts.
+4. A unit that was left out is tried in the place of units that save less.
+5. Units that save next to nothing are added if the error does not grow: this saves casts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hmpx.insight.trials.search import largest, longest, parts_of
 from hmpx.insight.tuning.worth import SLACK, Chosen, Unit, Worths
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
+_SWAPS = 3  # units that were left out and are tried again
 _FAR = 2.0  # times the room that is left, as a square: a unit that takes more is not tried
 
 
@@ -50,7 +52,7 @@ class Search:
             by_batch = self.effect(chosen).by_batch
             self._batches.sort(key=lambda number: -by_batch.get(number, 0.0))
             if not self.holds(chosen):
-                chosen = self._filled(self._ranked(self.order))
+                chosen = self._swapped(self._filled(self._ranked(self.order)))
         return self._with_harmless(chosen, names)
 
     def effect(self, chosen: Chosen, enough: float = math.inf) -> Effect:
@@ -121,6 +123,24 @@ class Search:
     def _room(self, chosen: Chosen) -> float:
         """Return what is left of the squared tolerance."""
         return self._tolerance**2 - self.effect(chosen).size ** 2
+
+    def _swapped(self, chosen: Chosen) -> Chosen:
+        """Return the choice with units that were left out in the place of others that together save less."""
+        finite = [unit for unit in self.left if math.isfinite(self._harm(unit))]
+        for added in sorted(finite, key=lambda unit: -self._worths.gain(unit))[:_SWAPS]:
+            gain, room = self._worths.gain(added), self._room(chosen) - self._harm(added)
+            removed: list[Unit] = []
+            for unit in sorted(self.order, key=self._harm, reverse=True):
+                if room < 0 and self._worths.gain(unit) < gain:
+                    removed.append(unit)
+                    gain -= self._worths.gain(unit)
+                    room += self._harm(unit)
+            other = chosen.difference(*removed) | added
+            if removed and room >= 0 and gain > 0 and self.holds(other):
+                self.left = [unit for unit in [*self.left, *removed] if unit != added]
+                self.order = [unit for unit in self.order if unit not in removed] + [added]
+                chosen = other
+        return chosen
 
     def _with_harmless(self, chosen: Chosen, names: Sequence[Unit]) -> Chosen:
         """Return the choice with what saves next to nothing: all of it, or what does least alone, or none of it."""
