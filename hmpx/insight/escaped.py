@@ -6,10 +6,12 @@ pass no wrapper. They do pass torch's dispatcher, where a `TorchDispatchMode` se
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from hmpx.base import process_state, region_state
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import Conversion
-from hmpx.insight.tensors import name
 from hmpx.ops.computing.kernels import is_computing
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import callers
@@ -52,15 +54,64 @@ class DispatchWatch(TorchDispatchMode):
             self.__exit__(None, None, None)
 
 
-class Watch(DispatchWatch):
-    """Collects the ops of the forward pass that ran in another dtype than the policy says."""
+class ForwardWatch(DispatchWatch):
+    """Collects the ops of forward passes of the thread that looks that ran in another dtype than the policy says.
+
+    It is closed in backward passes and optimizer steps. While it is open, torch calls into Python at each op. A step of
+    a small model has ten times as many ops there as in its forward pass, and a watch has nothing to say of those.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._thread = threading.get_ident()
         self._seen: Counter[tuple[str, str]] = Counter()
         self._conversion: Conversion | None = None
         # By scope and identity, as operators have a hash in Python: the operator, what may have called it.
         self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at the forward passes that run inside."""
+        backward, changes = torch.autograd.backward, Changes()
+
+        @functools.wraps(backward)
+        def unwatched(*args: Any, **kwargs: Any) -> None:
+            self._pause()
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._resume()
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave)
+            stack.callback(changes.close)
+            self._resume()
+            changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), unwatched)
+            changes.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            changes.callback(register_optimizer_step_post_hook(self._resume).remove)
+            yield
+
+    def _leave(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.__exit__(None, None, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if len(args) < 2 and not kwargs:  # no closure, in which a forward pass would run
+            self._pause()
+
+    def _pause(self) -> None:
+        """Close. After a step that raises, it stays closed until the next backward pass."""
+        if self._is_here():
+            self.close()
+
+    def _resume(self, *_: Any) -> None:
+        if self._is_here():
+            self.open()
+
+    def _is_here(self) -> bool:
+        """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
+        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs is None:
@@ -95,7 +146,7 @@ class Watch(DispatchWatch):
             return
         op, rule = next(iter(wrong.items()))
         listed = (where := _listed_at(op, self._conversion)) and f" at {where}"
-        ran = f"{op} is in the {rule} list{listed} and ran in {' and '.join(map(name, dtypes))}"
+        ran = f"{op} is in the {rule} list{listed} and ran in {' and '.join(map(dtype_name, dtypes))}"
         self._seen[f"{users_line(caller)}: {ran}", str(func)] += 1
 
     def findings(self) -> list[str]:
@@ -129,60 +180,3 @@ def _meant(aten: str, policy: Policy) -> list[Op]:
     if own is not None and policy.listed_as(own):
         return [own]
     return [ops[name] for name in (canonical(aten), *callers(aten)) if name in ops]
-
-
-class ForwardWatch:
-    """A `Watch` of the forward passes of the thread that enters it; closed in backward passes and optimizer steps.
-
-    While a watch is open, torch calls into Python at each op. A step of a small model has ten times as many ops in its
-    backward pass and its update as in its forward pass, and a watch has nothing to say of those.
-    """
-
-    def __init__(self) -> None:
-        self._watch = Watch()
-        self._changes = Changes()
-
-    def __enter__(self) -> ForwardWatch:
-        self._thread = threading.get_ident()
-        self._resume()
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def unwatched(*args: Any, **kwargs: Any) -> None:
-            self._pause()
-            try:
-                backward(*args, **kwargs)
-            finally:
-                self._resume()
-
-        self._changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), unwatched)
-        self._changes.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._changes.callback(register_optimizer_step_post_hook(lambda *_: self._resume()).remove)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._changes.close()
-        if self._watch.is_open:
-            self._watch.is_open = False
-            self._watch.__exit__(*exception)
-
-    def findings(self) -> list[str]:
-        """Return the sentences of `Watch.findings`."""
-        return self._watch.findings()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if len(args) < 2 and not kwargs:  # no closure, in which a forward pass would run
-            self._pause()
-
-    def _pause(self) -> None:
-        """Close the watch. After a step that raises, it stays closed until the next backward pass."""
-        if self._is_here():
-            self._watch.close()
-
-    def _resume(self) -> None:
-        if self._is_here():
-            self._watch.open()
-
-    def _is_here(self) -> bool:
-        """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
-        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1

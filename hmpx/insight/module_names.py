@@ -1,4 +1,4 @@
-"""Names of modules, and of the tensors that they own, found from the frames in which they run."""
+"""Names of modules and of their tensors, found from the frames in which they run; and FP32 results nobody asked for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import weakref
 
 import torch
 
+from hmpx.base.dtype_names import dtype_name
+from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.wrapping.callers import modules
 
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
+MIXING = frozenset("add sub mul div where addcmul addcdiv lerp maximum minimum".split())  # ops that take two dtypes
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
 
 
@@ -57,3 +60,22 @@ class ModuleNames:
                         whole = prefix == type(owner).__name__
                         return f"{kind} {name if whole else f'{prefix}.{name}'}"
         return ""
+
+
+def unchosen(names: ModuleNames, frame: types.FrameType, given: list[Tensor], result: list[Tensor]) -> str:
+    """Say which small FP32 tensor made FP32 of a low-precision stream although no list asks for it; "" if none did.
+
+    It is a parameter, a buffer, or a tensor smaller than the stream. Two streams of one size make no finding: a sum in
+    FP32 of an FP32 residual and a BF16 branch is as mixed precision should be.
+    """
+    wide = [tensor for tensor in given if tensor.dtype is torch.float32 and tensor.dim()]
+    low = [tensor for tensor in given if tensor.dtype in LOW]
+    if not wide or not low or not result or result[0].dtype is not torch.float32:
+        return ""
+    most = max([tensor.numel() for tensor in low])
+    named = [names.of_tensor(tensor, frame) for tensor in wide]
+    if any(not each and tensor.numel() >= most for each, tensor in zip(named, wide, strict=True)):
+        return ""
+    shapes = ["x".join(map(str, tensor.shape)) for tensor in wide]
+    said = [each or f"a tensor of {shape}" for each, shape in zip(named, shapes, strict=True)]
+    return f"float32 comes out, as {' and '.join(said)} in float32 met {dtype_name(low[0].dtype)}"

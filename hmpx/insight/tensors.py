@@ -37,11 +37,6 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
 def is_readable(tensor: Tensor) -> bool:
     """Return whether a tensor's values can be read without waiting for a device: it is plain, dense and on the CPU.
 

@@ -363,6 +363,22 @@ def test_a_graph_is_compiled_while_a_training_is_looked_at():
     assert any("compiled" in each for each in found.not_checked) and found.status == 1, str(found)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_modules_are_called_as_fast_as_without(compiles):
+    """No hook of all modules is left when the model is made, and none comes or goes once Dynamo has seen one."""
+    model = mlp()
+    forward = torch.compile(lambda: loss_of(model), backend="eager") if compiles else partial(loss_of, model)
+    optimizer, hooks, frames = torch.optim.SGD(model.parameters(), lr=0.1), set(), set()
+    with hmpx.doctor():
+        for _ in range(4):
+            forward().backward()
+            optimizer.step()
+            hooks.add(len(torch.nn.modules.module._global_forward_pre_hooks))
+            frames.add(torch._dynamo.utils.counters["frames"]["total"])
+    torch._dynamo.reset()
+    assert hooks == {int(compiles)} and len(frames) == 1, (hooks, frames)
+
+
 def test_steps_draw_the_numbers_and_leave_the_bits_that_they_have_without():
     def end(looked_at):
         model = mlp()

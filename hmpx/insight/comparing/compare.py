@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from hmpx.insight import observed
-from hmpx.insight.comparing.both_ways import BothWays
+from hmpx.insight.comparing.both_ways import BothWays, FirstNonfinite
 from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.row import FELT, Row, row_of, worst_first
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, as_listed, by_site, exactly, lowly
-from hmpx.insight.trials.nonfinite import FirstNonfinite
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
 from hmpx.insight.trials.search import PARTS, largest, parts_of
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant

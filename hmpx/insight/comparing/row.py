@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.module_names import numberless
-from hmpx.insight.tensors import LOW, name
+from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import short_places
 from hmpx.insight.trials.calls import CallSite
 
@@ -124,9 +125,9 @@ def worst_first(row: Row) -> tuple[bool, float]:
 def _mask_note(site: CallSite) -> str:
     """Name the value, that of a mask most of the time, that FP32 holds at a site and the low dtype does not; or ""."""
     for dtype, largest in _LARGEST.items():
-        if name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):
+        if dtype_name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):
             return (
-                f"FP32 has {site.largest:.4g} there, and {name(dtype)} ends at {largest:.4g}: if this is a mask, "
+                f"FP32 has {site.largest:.4g} there, and {dtype_name(dtype)} ends at {largest:.4g}: if this is a mask, "
                 "fill it with torch.finfo(x.dtype).min"
             )
     return ""

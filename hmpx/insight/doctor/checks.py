@@ -13,9 +13,10 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, some
 from hmpx.insight.doctor.notes import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.doctor.op_watch import VIEWS
+from hmpx.insight.module_names import MIXING, unchosen
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
-from hmpx.insight.unchosen import MIXING, unchosen
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 
@@ -293,7 +294,7 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
     return keys, tuple(left) if keys else ()
 
 
-_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
+_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split()) | VIEWS
 
 
 def look_for_nonfinite(notes: Notes, op: OpCall) -> None:

@@ -23,15 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor import checks, followed, gradients, writes
+from hmpx.insight.doctor import checks, followed, writes
 from hmpx.insight.doctor.diagnosis import Diagnosis, merged
 from hmpx.insight.doctor.ending import end
 from hmpx.insight.doctor.findings import of_steps, unchecked_of
 from hmpx.insight.doctor.fix import Base, Script, recipe_for
-from hmpx.insight.doctor.iterations import Iterations
 from hmpx.insight.doctor.notes import Notes
-from hmpx.insight.doctor.op_watch import OpWatch, aside
-from hmpx.insight.doctor.outside import OutsideCasts
+from hmpx.insight.doctor.op_watch import Iterations, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
 from hmpx.insight.observed import observing
@@ -52,7 +50,7 @@ _FOLLOWED = (
     (followed.look_at_casts, followed.of_casts),
     (writes.look_at_writes, writes.of_writes),
     (followed.look_at_products, followed.of_products),
-    (gradients.look_at_scale, gradients.of_scale),
+    (followed.look_at_scale, followed.of_scale),
 )
 
 
@@ -64,14 +62,15 @@ class Examination:
         self._iterations = Iterations(at)
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        self._notes, self._upcasts, self._sums = Notes(), followed.EarlyUpcasts(), gradients.Sums()
+        self._notes, self._upcasts, self._sums = Notes(), followed.EarlyUpcasts(), followed.Sums()
         own = [(each.look, each.problems) for each in (self._upcasts, self._sums)]
         looks, self._findings = zip(*_FOLLOWED, *own, strict=True)
         self._watch = OpWatch(self._notes, looks, self._trouble)
-        self._replicas, self._outside = Replicas(), OutsideCasts()
+        self._replicas, self._outside = Replicas(), followed.OutsideCasts()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
         self._modules: set[str] = set()  # names of theirs
         self._running: FrameType | None = None  # of the step that runs
+        self._forward_hook: Any = None
         self._last_hook: Any = None  # behind the hooks that the program has put around the step
         self._elsewhere = False  # whether another thread has stepped
         self._thread = threading.get_ident()
@@ -87,7 +86,8 @@ class Examination:
             changes.callback(self._watch.close)
             changes.callback(register_optimizer_step_pre_hook(self._before).remove)
             changes.callback(register_optimizer_step_post_hook(self._after).remove)
-            changes.callback(register_module_forward_pre_hook(self._model_is_made).remove)
+            changes.callback(lambda: self._forward_hook and self._forward_hook.remove())
+            self._await_forward(True)
             changes.callback(lambda: self._last_hook and self._last_hook.remove())
             backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
             changes.put(backward, self._backward(torch.autograd.backward))
@@ -108,6 +108,15 @@ class Examination:
     def _is_here(self) -> bool:
         return threading.get_ident() == self._thread
 
+    def _await_forward(self, waits: bool) -> None:
+        """Have the next forward pass tell, or no more: such a hook makes each call of a module slower."""
+        if waits is (self._forward_hook is not None) or self._compiles:  # Dynamo would compile again
+            return
+        if waits:
+            self._forward_hook = register_module_forward_pre_hook(self._model_is_made)
+        else:
+            self._forward_hook = self._forward_hook.remove()
+
     def _model_is_made(self, *_: Any) -> None:
         """A forward pass or a step begins."""
         if torch.compiler.is_compiling() or not self._is_here:  # Dynamo traces the hooks of modules
@@ -118,9 +127,11 @@ class Examination:
 
     def _look_if_due(self) -> None:
         if torch._C._current_graph_task_id() != -1:  # at the end of a backward pass, modes are what they were before
+            self._await_forward(True)
             return
         if not self._watch.is_looking:
             self._watch.close()
+        self._await_forward(self._watch.is_open and not self._watch.is_looking)  # below another mode it waits
         if self._iterations.is_due and not self._compiles:  # compiled code hides its ops
             self._iterations.is_due = False
             self._watch.look_at(_ITERATION)

@@ -80,10 +80,10 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
         for window, rows in each.moves.items():
             windows.setdefault(window, []).extend(rows.values())
             for p, moves in rows.items():
-                params[p] = params.get(p, Moves()) + moves
+                params[p] = total([params.get(p, Moves()), moves])
     if not params:
         return None
-    every = total([*params.values()])
+    every = total(params.values())
     worst = sorted(params, key=lambda p: params[p].kept)
     dead = [p for p in worst if params[p].is_below(_OF_PARAMETERS)]
     behind = {window: whole for window, rows in windows.items() if (whole := total(rows)).is_below(_OF_WINDOW)}
@@ -128,7 +128,7 @@ def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:
     reasons: dict[str, None] = {}
     for each in seen:
         low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
-        known = total([moves for rows in each.moves.values() for moves in rows.values()])
+        known = total(moves for rows in each.moves.values() for moves in rows.values())
         why = each.unchecked
         if not why and not each.looked:
             why = f"in {number(each.steps, 'step')}, none after the first had gradients"

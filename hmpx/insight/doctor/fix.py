@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem
 from hmpx.insight.module_names import numberless
-from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16

@@ -7,9 +7,11 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +39,7 @@ def window_of(step: int) -> int:
     return start if start <= step < start + _LENGTH else 0
 
 
-class Moves:
+class Moves(NamedTuple):
     """Sums over elements, steps and windows of how weights have moved and how their FP32 copies have.
 
     Attributes:
@@ -46,14 +48,14 @@ class Moves:
         copies. lost: those of them that left the weight as it was. elements: that were looked at.
     """
 
-    def __init__(self, *sums: float) -> None:
-        names = ("dot", "size", "noise", "moves", "moved", "updates", "lost", "elements")
-        self.dot, self.size, self.noise, self.moves, self.moved, self.updates, self.lost, self.elements = sums or (
-            0.0,
-        ) * len(names)
-
-    def __add__(self, other: Moves) -> Moves:
-        return Moves(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    dot: float = 0.0
+    size: float = 0.0
+    noise: float = 0.0
+    moves: float = 0.0
+    moved: float = 0.0
+    updates: float = 0.0
+    lost: float = 0.0
+    elements: float = 0.0
 
     @property
     def kept(self) -> float:
@@ -77,8 +79,9 @@ class Moves:
         return 3 * self.error < 0.5 or self.moves > 8
 
 
-def total(moves: Sequence[Moves]) -> Moves:
-    return sum(moves, Moves())
+def total(moves: Iterable[Moves]) -> Moves:
+    """Add up all of these."""
+    return Moves(*map(sum, zip(Moves(), *moves, strict=True)))
 
 
 class _Beside:
@@ -87,29 +90,31 @@ class _Beside:
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
         self.sizes = [sample(p).numel() for p in twin.params]
-        self.ulp = torch.cat([_spacing(sample(p)) for p in twin.params])
-        self._held = self._hidden()  # at the beginning
+        self.ulp = torch.cat([_spacing(samples(some)) for _, some in groupby(twin.params, lambda p: p.dtype)])
         self.state = twin.real_state()
+        self._held = self._hidden(self.state)  # at the beginning
         self._last = self._before = samples(twin.params).float()
+        self._copied = twin.weights()
         self._update = torch.zeros_like(self._last)
         zeros = self._update.expand(6, -1).clone()
         self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = zeros
         self.medians: list[float] = []
 
-    def _hidden(self) -> dict[str, Tensor]:
-        """Return the tensors that may hold what the weights cannot: state, masters of hmpx."""
+    def _hidden(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that may hold what the weights cannot: this state, masters of hmpx."""
         attachment = attachment_of(self.twin.optimizer)
         held = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else []
         masters = [each for each in held if each is not None]
-        return self.twin.real_state() | ({"masters": samples(masters)} if held and len(masters) == len(held) else {})
+        return state | ({"masters": samples(masters)} if held and len(masters) == len(held) else {})
 
     def begin(self) -> None:
         self._before = samples(self.twin.params).float()
         if not torch.equal(self._before, self._last):
             self.twin.take_weights()  # something else has moved them: clipping, averaging, a load
-        before = self.twin.weights()
+            self._copied = self.twin.weights()
         self.twin.step()
-        self._update = self.twin.weights() - before
+        before, self._copied = self._copied, self.twin.weights()
+        self._update = self._copied - before
 
     def end(self) -> None:
         self._last = samples(self.twin.params).float()
@@ -139,7 +144,7 @@ class _Beside:
 
     def _with_hidden(self, real: Tensor, ideal: Tensor) -> Tensor:
         """Return the movement of the weights with what the optimizer holds beside them: Kahan terms, masters."""
-        now, length = self._hidden(), float(ideal @ ideal)
+        now, length = self._hidden(self.twin.real_state()), float(ideal @ ideal)
         for key in self._held.keys() & now.keys():
             more = now[key].float() - self._held[key].float()
             for all_of_it in (real + more, real - more, more):
@@ -235,31 +240,35 @@ class SteppedOptimizer:
         for each in self._beside:
             rows = self.moves.setdefault(self._window, {})
             for p, moves in each.result().items():
-                rows[p] = rows.get(p, Moves()) + moves
+                rows[p] = total([rows.get(p, Moves()), moves])
             self.medians += each.medians
 
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
         for each in self._beside if attachment_of(self.optimizer) is None else ():
-            params, decay = each.twin.params, each.twin.group.get("weight_decay")
+            params, known, decay = each.twin.params, dict[str, Tensor](), each.twin.group.get("weight_decay")
             if decay and each.twin.is_sampled:
                 wide, narrow = (
-                    self._once(params, is_wide).weights()
-                    - self._once(params, is_wide, weight_decay=0 * decay).weights()
+                    self._once(params, known, is_wide).weights()
+                    - self._once(params, known, is_wide, weight_decay=0 * decay).weights()
                     for is_wide in (True, False)
                 )
                 self.asked += float((wide.abs() / each.ulp).nansum())
                 self.arrived += float((narrow * wide.sign() / each.ulp).nansum())
             low = {key: v for key, v in each.state.items() if v.dtype in LOW and each.twin.is_sampled}
-            in_fp32, held = (self._once(params, is_wide, 0.0).state() if low else {} for is_wide in (True, False))
+            in_fp32, held = (
+                self._once(params, known, is_fp32, 0.0).state() if low else {} for is_fp32 in (True, False)
+            )
             for key, before in low.items():
                 falls = (in_fp32[key] != before.float()) & (in_fp32[key].abs() > 1e-30)
                 self.falls[key] += int(falls.sum())
                 self.stays[key] += int((falls & (held[key] == before)).sum())
 
-    def _once(self, params: Sequence[Parameter], is_wide: bool, gradient: float = 1.0, **changed: Any) -> Twin:
+    def _once(
+        self, params: Sequence[Parameter], known: dict, is_wide: bool, gradient: float = 1.0, **changed: Any
+    ) -> Twin:
         """Return a copy that has taken one step."""
-        twin = Twin(self.optimizer, params, True, is_wide, **changed)
+        twin = Twin(self.optimizer, params, True, is_wide, known, **changed)
         twin.step(gradient)
         return twin
 
@@ -276,6 +285,5 @@ def _spacing(weight: Tensor) -> Tensor:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    dense = [sample(each) for each in tensors if each.layout is torch.strided]
-    largest = [few.float().abs().max().cpu() for few in dense if few.numel()]
-    return not largest or bool(torch.isfinite(torch.stack(largest)).all())
+    dense = [few.float() for each in tensors if each.layout is torch.strided and (few := sample(each)).numel()]
+    return not dense or all(map(math.isfinite, torch._foreach_norm(dense, math.inf)))

@@ -42,7 +42,7 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
     """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
     flat = local(tensor.detach()).reshape(-1)
     step = -(-flat.numel() // most)
-    return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
+    return flat[:: step + (step % 2 == 0)] if step > 1 else flat  # an odd step does not stay in one column of a matrix
 
 
 def samples(tensors: Iterable[Tensor]) -> Tensor:
@@ -79,12 +79,20 @@ class Twin:
         params: the real ones that are watched: in low precision. is_sampled: whether it is a copy of samples alone.
         group: of the first.
 
-    is_wide: whether it is in FP32, or else in the dtypes of the real ones. changed: settings that are others here.
+    is_wide: whether it is in FP32, or else in the dtypes of the real ones. known: samples that copies for the same step
+    share, by name. changed: settings that are others here.
     """
 
     def __init__(
-        self, optimizer: Optimizer, params: Sequence[Parameter], is_sampled: bool, is_wide: bool = True, **changed: Any
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Parameter],
+        is_sampled: bool,
+        is_wide: bool = True,
+        known: dict[str, Tensor] | None = None,
+        **changed: Any,
     ) -> None:
+        self._known = known
         self.params = [p for p in params if p.dtype in LOW]
         self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
         self._wide, self._changed = _widened if is_wide else _left, changed
@@ -94,14 +102,21 @@ class Twin:
     def _sample(self) -> dict[Parameter, Parameter]:
         self._twin = _copied(self.optimizer, {}, {"state", "param_groups"})
         first = self.params[0]
-        q = Parameter(self._wide(samples(self.params)))
+        q = Parameter(self._wide(self._samples("its weights", self.params)))
         states = [_read(self.optimizer, p) for p in self.params]
         state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in states[0].items()}
         for key in of_shape(first, states[0]):
-            state[key] = samples([each[key] for each in states])
+            state[key] = self._samples(key, [each[key] for each in states])
         self._twin.state = defaultdict(dict, {q: {key: self._wide(v) for key, v in state.items()}} if state else {})
         self._twin.param_groups = [{**self.group, "params": [q]}]
         return {first: q}
+
+    def _samples(self, name: str, tensors: Sequence[Any]) -> Tensor:
+        if self._known is None:
+            return samples(tensors)
+        if name not in self._known:
+            self._known[name] = samples(tensors)
+        return self._known[name].clone()
 
     def _whole(self) -> dict[Parameter, Parameter]:
         copies = {p: Parameter(_widened(p.detach()).clone(), p.requires_grad) for p in self._all}
@@ -140,7 +155,7 @@ class Twin:
             if grads[0] is None:
                 q.grad = None
                 continue
-            grad = samples(grads) if self.is_sampled else grads[0].detach()  # type: ignore[arg-type]
+            grad = self._samples("its gradient", grads) if self.is_sampled else grads[0].detach()
             q.grad = grad.to(q.dtype, copy=True)
             if factor != 1.0 or scale is not None:
                 q.grad *= factor if scale is None else factor / scale

@@ -27,15 +27,17 @@ _SETTLES = 5  # in last digits: with a larger share, running statistics stop wit
 
 def look_at_writes(notes: Notes, op: OpCall) -> None:
     """Follow tensors in low precision that live on between iterations and that this op updates."""
-    if op.stage != "forward" or op.is_beside or not op.args or not op.given:
+    is_of_these = op.before is not None or op.name.rstrip("_") in (*_ARITHMETIC, "index", "index_put")
+    if op.stage != "forward" or not is_of_these or not op.args or not op.given or op.is_beside:
         return
     if _is_by_index(notes, op):
         return
     if op.before is not None:
         (_statistics if op.name in NORMS else _in_place)(notes, op, op.before)
         return
-    is_named = not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame))
-    if op.name in _ARITHMETIC and op.results and is_named:
+    if op.name not in _ARITHMETIC or not op.results:
+        return
+    if not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
         _out_of_place(notes, op)
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.recording.recorded import LogValues, Site, alike
-from hmpx.insight.recording.table import place_columns
+from hmpx.insight.recording.recorded import Site, alike, place_columns
 from hmpx.insight.text_table import Column, number, short_dtypes, table, terminal_width
 
 _ROWS = 20  # of each table
@@ -51,13 +50,13 @@ class LogDiff:
         yield from _section("gone", self.gone, {"rule and dtypes": self.gone}, width)
 
 
-def difference(before: LogValues, after: LogValues) -> LogDiff:
+def difference(before: Sequence[Site], after: Sequence[Site]) -> LogDiff:
     """Match the sites of two records, and return those that differ.
 
     Sites are the same if op, module and line are. The others are matched by op, module and file, in the same order, so
     that a line may have moved.
     """
-    found, old, new = LogDiff(), list(before.sites), list(after.sites)
+    found, old, new = LogDiff(), list(before), list(after)
     for exact, by_line in ((True, True), (False, True), (True, False), (False, False)):
         waiting: dict[tuple, list[Site]] = defaultdict(list)
         for site in old:

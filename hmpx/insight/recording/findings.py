@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from hmpx.base import process_state
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.insight.tensors import Tensor, name
+from hmpx.insight.tensors import Tensor
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
@@ -75,7 +76,7 @@ class RoundTrips:
         key = id(first), id(site)
         if key not in self._known:
             listed = first.rule in _LISTED and site.rule in _LISTED
-            dtypes = name(made.before), name(made.after), name(made.before)
+            dtypes = dtype_name(made.before), dtype_name(made.after), dtype_name(made.before)
             self._known[key] = RoundTrip(first.where, site.where, (first.op, site.op), dtypes, listed=listed)
             self._found.append(self._known[key])
         trip = self._known[key]

@@ -1,27 +1,47 @@
-"""`Log`: what was recorded, to be printed, saved, compared with another, or handed on."""
+"""`Log`: what was recorded, as a table of the dearest sites with what calls for attention, as a page, and as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import Report
+from hmpx.insight.pages import Report, bars, box, closed, grid, page
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SCHEMA, LogValues, RoundTrip, Site
-from hmpx.insight.recording.table import as_page, as_text
-from hmpx.insight.text_table import terminal_width
+from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike, place_columns
+from hmpx.insight.text_table import (
+    Column,
+    milliseconds,
+    number,
+    short_dtypes,
+    short_place,
+    short_places,
+    size,
+    table,
+    terminal_width,
+    times,
+)
 
+SCHEMA = 1  # of the JSON
+_ROWS = 20  # of the table
+_LINES = 8  # of each kind beneath it
+_WIDTH = 110  # of the text in the page for readers without scripts
+_AS_ASKED = "Cast there and back, as the lists ask"
+NOTHING_CONVERTED = (
+    "Nothing was converted while this recorded, so that torch's ops ran as they are, and were not seen.\n"
+    "Put a conversion in force, before or inside: `with hmpx.convert(), hmpx.record() as log:`, or a recipe by\n"
+    "`hmpx.prepare` or `python -m hmpx record --recipe NAME script.py`."
+)
 Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a log
 
 
 @dataclass
-class Log(LogValues, Report):
+class Log(Report):
     """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
@@ -48,10 +68,44 @@ class Log(LogValues, Report):
         ('matmul', 'bf16', 'float32 -> bfloat16', ['2x4, 4x2'], 2)
     """
 
-    _callbacks: list[tuple[int, Rows]] = field(default_factory=list, repr=False, compare=False)
+    sites: list[Site] = field(default_factory=list)
+    round_trips: list[RoundTrip] = field(default_factory=list)
+    unmatched: tuple[str, ...] = ()
+    unmatched_of_hmpx: tuple[str, ...] = ()
+    escaped: tuple[str, ...] = ()
+    steps: int = 0
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    policy: str = ""
+    about: dict[str, str] = field(default_factory=dict)
+    _callbacks: list[tuple[int, Rows]] = field(init=False, default_factory=list, repr=False, compare=False)
+
+    @property
+    def unchosen(self) -> list[Site]:
+        """Return the sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
+        return [site for site in self.sites if site.unchosen]
+
+    @property
+    def first_nonfinite(self) -> Site | None:
+        """Return the site of the first call of all whose result was not finite."""
+        wrong = (site for site in self.sites if site.nonfinite_at)
+        return min(wrong, key=lambda site: site.nonfinite_at or 0, default=None)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Return the sums over the sites, by the names of their attributes, and `cast_share`."""
+        sums = {name: sum(getattr(site, name) for site in self.sites) for name in SUMS}
+        seconds = sums["cast_seconds"] + sums["op_seconds"]
+        return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        for name in ("sites", "round_trips"):
+            values[name] = [asdict(each) for each in values[name]]
+        return {"schema": SCHEMA, **values, "totals": self.totals}
 
     def __str__(self) -> str:
-        return as_text(self, terminal_width())
+        return _as_text(self, terminal_width())
 
     def every(self, n: int, callback: Rows) -> None:
         """Hand the rows of `sites` to `callback` after every n steps of optimizers, while this records.
@@ -75,9 +129,9 @@ class Log(LogValues, Report):
                 callback([site.as_json() for site in self.sites])
 
     def _page(self) -> str:
-        return as_page(self)
+        return _as_page(self)
 
-    def diff(self, other: LogValues) -> LogDiff:
+    def diff(self, other: Log) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.
 
         Returns:
@@ -93,7 +147,7 @@ class Log(LogValues, Report):
             >>> [(pair.before.rule, pair.after.rule) for pair in recorded("O1").diff(recorded("O2")).changed]
             [('promote', 'fp32')]
         """
-        return difference(self, other)
+        return difference(self.sites, other.sites)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
@@ -111,12 +165,12 @@ class Log(LogValues, Report):
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
         try:
-            values = _values(LogValues, _printable(found))
+            values = _values(cls, _printable(found))
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
             values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             log = cls(**values)
-            as_page(log)  # which needs values of the right types
+            _as_page(log)  # which needs values of the right types
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
         return log
@@ -124,7 +178,7 @@ class Log(LogValues, Report):
 
 def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the values in an object of JSON that a class has, lists as its tuples. Later versions may add others."""
-    types = {each.name: each.type for each in fields(cls) if each.name in row}  # as they are written
+    types = {each.name: each.type for each in fields(cls) if each.init and each.name in row}  # as they are written
     return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 
@@ -137,3 +191,166 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(key): _printable(each) for key, each in value.items()}
     return value
+
+
+def _as_text(log: Log, width: int) -> str:
+    """Return the text of `print(log)`, in lines of `width` characters where words and paths allow."""
+    if not log.policy:
+        return NOTHING_CONVERTED
+    if not log.sites:
+        return "\n".join(["No op was called while this recorded.", *_beneath(log)])
+    rows = sorted(alike(log.sites), key=lambda site: site.seconds, reverse=True)
+    lines = [*_totals(log), "", *_table(rows[:_ROWS], width)]
+    if rows[_ROWS:]:
+        rest = sum(site.seconds for site in rows[_ROWS:])
+        lines.append(f"… and {len(rows) - _ROWS} more, {milliseconds(rest)} ms together")
+    return "\n".join([*lines, *_beneath(log)])
+
+
+def _as_page(log: Log) -> str:
+    """Return one HTML page that holds all sites and findings."""
+    sections = [box(heading, map(short_places, lines), wrong=heading != _AS_ASKED) for heading, lines in attention(log)]
+    costs = [
+        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
+        for site in sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
+        if site.cast_seconds
+    ]
+    sections += [
+        bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs),
+        grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"),
+    ]
+    if log.unmatched_of_hmpx:
+        sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
+    if log.policy:
+        sections.append(closed("The lists in force, as one file that hmpx reads", log.policy))
+    about = " · ".join(f"{name} {version}" for name, version in log.about.items())
+    lines = [about, *(_totals(log) if log.policy else [NOTHING_CONVERTED])]
+    return page("record", "What ran in which precision", lines, sections, _as_text(log, _WIDTH))
+
+
+_COLUMNS = {
+    **{"op": "text", "line": "end", "module": "end", "rule": "text", "dtypes": "dtypes", "calls": "number"},
+    **dict.fromkeys(("casts", "avoided", "kB moved", "casts ms", "op ms"), "number"),
+    "inf, NaN": "text",
+}
+
+
+def _row(site: Site) -> list[Any]:
+    """Return the cells of a site, and notes."""
+    costs = site.calls, site.casts, site.casts_avoided, site.bytes_cast / 1e3
+    notes = site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen
+    nonfinite = f"call {site.nonfinite}" if site.nonfinite else ""
+    return [
+        *(site.op, os.path.basename(site.where), site.module, site.rule, short_dtypes(site.dtypes), *costs),
+        *(1e3 * site.cast_seconds, 1e3 * site.op_seconds, nonfinite, notes),
+    ]
+
+
+def _totals(log: Log) -> Iterator[str]:
+    sums = log.totals
+    ops = len({site.op for site in log.sites})
+    steps = f" in {number(log.steps, 'step')}" if log.steps else ""
+    yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
+    yield (
+        f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} moved in "
+        f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
+    )
+
+
+def _table(rows: list[Site], width: int) -> list[str]:
+    def each(text: Callable[[Site], str]) -> list[str]:
+        return [text(site) for site in rows]
+
+    return table(
+        [
+            *place_columns(rows),
+            Column("rule", each(lambda site: site.rule or "-"), rank=5),
+            Column("dtypes", each(lambda site: short_dtypes(site.dtypes)), least=17),
+            Column("calls", each(lambda site: str(site.calls)), right=True, rank=3),
+            Column("casts", each(lambda site: str(site.casts)), right=True, rank=2),
+            Column("moved", each(lambda site: size(site.bytes_cast)), right=True, rank=4),
+            Column("casts ms", each(lambda site: milliseconds(site.cast_seconds)), right=True),
+            Column("op ms", each(lambda site: milliseconds(site.op_seconds)), right=True),
+        ],
+        width,
+    )
+
+
+def _beneath(log: Log) -> Iterator[str]:
+    """Yield the lines that call for attention, each kind under its heading."""
+    for heading, lines in attention(log):
+        yield from ("", heading, *(f"  {short_places(line)}" for line in lines[:_LINES]))
+        if lines[_LINES:]:
+            yield f"  … and {len(lines) - _LINES} more"
+    if log.unmatched_of_hmpx:
+        names = number(len(log.unmatched_of_hmpx), "name")
+        yield from ("", f"{names} of the lists that come with hmpx matched no call: they serve many models")
+
+
+def attention(log: Log) -> Iterator[tuple[str, list[str]]]:
+    """Yield headings with their lines, the worst first."""
+    for heading, lines in {
+        "First result with an inf or a NaN": _nonfinite(log),
+        "In a dtype that nobody chose": (
+            f"{site.place}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)
+        ),
+        "Cast outside of any model: put `with hmpx.disable_casts():` around it, or say where: model": (
+            f"{site.place} ({times(site.outside)})" for site in alike(log.sites) if site.outside
+        ),
+        "Cast there and back, though no list asks for both": _trips(log, listed=False),
+        "Updates of weights that round-to-nearest would lose": map(_lost_updates, log.updates),
+        "Ops that no wrapper reaches": log.escaped,
+        "In your fp8 list, and computed in BF16": (
+            f"{site.place}: {why} ({times(calls)})" for site in alike(log.sites) for why, calls in site.in_low.items()
+        ),
+        "Casts to FP8": _fp8_casts(log),
+        "Names in your lists that no call matched": log.unmatched,
+        _AS_ASKED: _trips(log, listed=True),
+    }.items():
+        if found := list(lines):
+            yield heading, found
+
+
+def _nonfinite(log: Log) -> Iterator[str]:
+    first = log.first_nonfinite
+    if first is not None:
+        others = sum(site.nonfinite is not None for site in log.sites) - 1
+        after = f"; later in {number(others, 'more site')}" if others else ""
+        yield f"{first.place}, in call {first.nonfinite}{after}"
+
+
+def _lost_updates(updates: dict[str, Any]) -> str:
+    """Return the counts of `Attachment.updates()` in words."""
+    rows, answer = updates["rows"], "needs no stochastic rounding"
+    worst = max(rows, key=lambda row: row["lost"], default=None)
+    if worst is not None and updates["needed"]:
+        answer = f"most of {worst['name']!r}, {100 * worst['lost']:.0f} %"
+    head = f"{updates['optimizer']}, weights={updates['weights']!r}, {number(updates['steps'], 'step')}"
+    return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"
+
+
+def _trips(log: Log, listed: bool) -> list[str]:
+    """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
+    found: dict[tuple, RoundTrip] = {}
+    for trip in log.round_trips:
+        if trip.listed is listed:
+            key = trip.first, trip.then, trip.ops, trip.dtypes
+            known = found.setdefault(key, RoundTrip(*key, listed=listed))
+            known.calls += trip.calls
+            known.bytes += trip.bytes
+    return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
+
+
+def _fp8_casts(log: Log) -> Iterable[str]:
+    """Return how large the numbers of each site in FP8 are, and how many the format does not hold; the worst first."""
+
+    def lost(site: Site) -> float:
+        return max((each["underflowed"] + each["saturated"]) / each["elements"] for each in site.fp8.values())
+
+    def of_role(role: str, figures: Mapping[str, float]) -> str:
+        shares = {how: figures[how] / figures["elements"] for how in ("underflowed", "saturated")}
+        said = [f"{100 * share:.2g} % {how}" for how, share in shares.items() if share]
+        return ", ".join([f"{role} up to {figures['largest']:.2g}", *said])
+
+    for site in sorted((site for site in alike(log.sites) if site.fp8), key=lost, reverse=True):
+        yield f"{site.place}: {'; '.join(of_role(*each) for each in site.fp8.items())}"

@@ -19,11 +19,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import forks, region_state
+from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import observers
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.escaped import ForwardWatch
-from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.module_names import ModuleNames, unchosen
 from hmpx.insight.observed import OF_STEPS, observing
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
@@ -31,8 +32,7 @@ from hmpx.insight.recording.findings import RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Site
 from hmpx.insight.run_state import eager
-from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, name
-from hmpx.insight.unchosen import unchosen
+from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable
 from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
@@ -83,7 +83,7 @@ def record() -> Iterator[Log]:
     counter = register_optimizer_step_post_hook(stepped)
     replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
     try:
-        with eager(), observing(recorder), watch:
+        with eager(), observing(recorder), watch.looking():
             yield log
     finally:
         counter.remove()
@@ -193,7 +193,7 @@ class Recorder:
         listed = policy.listed(point.op)
         rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
         self._used.setdefault(region_state.scope(), set()).update((point.op, *point.follows))
-        dtypes = [tuple([name(tensor.dtype) for tensor in each]) for each in tensors]
+        dtypes = [tuple([dtype_name(tensor.dtype) for tensor in each]) for each in tensors]
         overlay = overlay_that_casts(frame)
         return Site(
             op=point.op,

@@ -1,18 +1,18 @@
-"""What a record holds: call sites, round trips and their sums, as plain values. Every view is made from it."""
+"""What a record holds: call sites and round trips, as plain values. Every view is made from them."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.text_table import dtype_steps, size, times
+from hmpx.insight.text_table import Column, dtype_steps, size, times
 
-SCHEMA = 1
 SHAPES = 8  # how many different ones are kept of one site
-_SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
+SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
 
 
 @dataclass
@@ -105,44 +105,13 @@ class RoundTrip:
         )
 
 
-@dataclass
-class LogValues:
-    """The values that a `Log` holds and saves; `Log` documents them."""
-
-    sites: list[Site] = field(default_factory=list)
-    round_trips: list[RoundTrip] = field(default_factory=list)
-    unmatched: tuple[str, ...] = ()
-    unmatched_of_hmpx: tuple[str, ...] = ()
-    escaped: tuple[str, ...] = ()
-    steps: int = 0
-    updates: list[dict[str, Any]] = field(default_factory=list)
-    policy: str = ""
-    about: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def unchosen(self) -> list[Site]:
-        """Return the sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
-        return [site for site in self.sites if site.unchosen]
-
-    @property
-    def first_nonfinite(self) -> Site | None:
-        """Return the site of the first call of all whose result was not finite."""
-        wrong = (site for site in self.sites if site.nonfinite_at)
-        return min(wrong, key=lambda site: site.nonfinite_at or 0, default=None)
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        """Return the sums over the sites, by the names of their attributes, and `cast_share`."""
-        sums = {name: sum(getattr(site, name) for site in self.sites) for name in _SUMS}
-        seconds = sums["cast_seconds"] + sums["op_seconds"]
-        return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
-        values = {each.name: getattr(self, each.name) for each in fields(LogValues)}
-        for name in ("sites", "round_trips"):
-            values[name] = [asdict(each) for each in values[name]]
-        return {"schema": SCHEMA, **values, "totals": self.totals}
+def place_columns(sites: Sequence[Site]) -> list[Column]:
+    """Return the columns that say where each site is."""
+    return [
+        Column("op", [site.op for site in sites], least=14),
+        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
+        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
+    ]
 
 
 def alike(sites: Iterable[Site]) -> list[Site]:
@@ -169,7 +138,7 @@ def _together(group: list[Site]) -> Site:
         nonfinite_at=min((site.nonfinite_at for site in group if site.nonfinite_at), default=None),
         fp8=_figures(group),
         in_low=dict(sum((Counter(site.in_low) for site in group), Counter())),
-        **{name: sum(getattr(site, name) for site in group) for name in _SUMS},
+        **{name: sum(getattr(site, name) for site in group) for name in SUMS},
     )
 
 

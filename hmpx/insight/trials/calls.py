@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hmpx.base import run_in_region
 from hmpx.conversion import installed
@@ -155,7 +155,7 @@ def in_fp32(asked: Asked) -> Any:
 
 def _widened(value: Any) -> Any:
     """Return `value` with its tensors of low precision in FP32."""
-    return _mapped(value, lambda tensor: METHODS[torch.float32](tensor) if tensor.dtype in LOW else tensor)
+    return tree_map_only(Tensor, lambda each: METHODS[torch.float32](each) if each.dtype in LOW else each, value)
 
 
 def _in_dtypes(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> tuple[tuple, dict]:
@@ -168,19 +168,7 @@ def _in_dtypes(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> tuple[tuple, di
         dtype = next(rest, tensor.dtype)
         return tensor if dtype is tensor.dtype else METHODS[dtype](tensor) if dtype in METHODS else tensor.to(dtype)
 
-    return _mapped(asked.args, cast), _mapped(asked.kwargs, cast)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with each tensor in it changed, in lists, tuples and dicts too."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        items = [_mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
+    return tree_map_only(Tensor, cast, (asked.args, asked.kwargs))
 
 
 def decisions_in(asked: Asked, result: Any) -> list[Tensor]:

@@ -2,6 +2,11 @@
 
 `Runs` observes every call of an op. A run gives it a function that computes a call: in FP32, as the lists say, or as a
 search asks. All runs of a batch begin from one state (`Subject`) and draw the same random numbers.
+
+**The unit of errors** is the noise between batches. A gradient differs from batch to batch anyway: an error that is
+small beside that does nothing, and a bias that is not averaged away does. With g_b the FP32 gradient of batch b of N,
+and g their mean, the noise is sqrt(sum |g_b - g|^2 / (N - 1)). The error of a choice of precisions is
+sqrt(mean |e_b|^2) / noise, with e_b the change of g_b.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
-from hmpx.insight.trials.noise import noise_of, square
 from hmpx.insight.trials.subject import Subject
 from hmpx.ops.wrapping.callers import modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
 
+_ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
 Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
@@ -239,3 +244,28 @@ class Difference:
 def dtypes(value: object) -> set[torch.dtype]:
     """Return the dtypes of the floating tensors in `value`."""
     return {tensor.dtype for tensor in floating((value,))}
+
+
+def noise_of(gradients: Sequence[Sequence[Tensor]]) -> float:
+    """Return the distance of a batch's gradient from the mean, root mean square; NaN for batches that are alike.
+
+    gradients: for each batch, those of all parameters.
+    """
+    n = len(gradients)
+    if n < 2 or not gradients[0]:
+        return math.nan
+    total = [torch.zeros_like(each) for each in gradients[0]]
+    for batch in gradients:
+        for each, gradient in zip(total, batch, strict=True):
+            each.add_(gradient)
+    whole, mean = sum(map(square, gradients)) / n, square(total) / n**2
+    return math.sqrt((whole - mean) * n / (n - 1)) if whole - mean > _ALIKE * mean else math.nan
+
+
+def square(gradients: Sequence[Tensor]) -> float:
+    """Return the squared norm of all gradients; infinite where one is not finite."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients])
+    total = float(norms.square().sum())
+    return total if math.isfinite(total) else math.inf

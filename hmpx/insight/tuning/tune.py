@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from hmpx.base import region_state
+from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
-from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.trials.runs import Progress
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.tuning.find import Tuning
