@@ -3,7 +3,7 @@
 `isVerbose=True` logs each distinct decision once, and how often it was taken at the end. At the first step of an
 optimizer, a conversion warns once of FP16 without a `GradScaler`, which loses gradients below 6e-8, and of BF16 on a
 GPU that has no instructions for it (T4, V100), where torch computes it slowly. It also warns once of a `torch.autocast`
-region in it, whose own lists have the last word.
+region in it, whose own lists have the last word, unless it is for a device that is not here, and so casts nothing.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class AutocastInside:
         @functools.wraps(enter)
         def entering(region: torch.autocast) -> object:
             entered = enter(region)
-            if not self._said and torch.is_autocast_enabled(region.device) and casts_on():
+            if not self._said and torch.is_autocast_enabled(region.device) and casts_on() and _is_here(region.device):
                 self._said = True
                 logger.warning(
                     "hmpx: %s: torch.autocast casts after the op lists, by lists of its own, and so decides for the "
@@ -163,6 +163,14 @@ class AutocastInside:
             return entered
 
         changes.put(Attribute(torch.autocast, "__enter__", "torch.autocast.__enter__"), entering)
+
+
+def _is_here(device: str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # each backend has its own for a device that torch knows and cannot use
+        return False
+    return True
 
 
 def _has_scaler() -> bool:

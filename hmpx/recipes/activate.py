@@ -18,6 +18,7 @@ from hmpx.base.installation import Installation
 from hmpx.base.yaml_files import shown
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
+from hmpx.recipes.environment import recipe_of_environment
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
@@ -134,7 +135,7 @@ def cast_before_distribution(module: torch.nn.Module, recipe: Recipe) -> list[to
     return models
 
 
-def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
+def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
     """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
 
     Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are
@@ -142,7 +143,8 @@ def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
     distributed and the optimizer made; under a recipe with a `dtype_map`, before the model is made.
 
     Args:
-        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own.
+        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own. None: what the variables of Neuron,
+            PyTorch/XLA or Gaudi in the environment stand for, which the log says; else the default lists, FP32 weights.
         process_group: in a distributed job, the ranks whose optimizers hold the same parameters: those of one stage of
             a pipeline, say. None: all ranks.
 
@@ -159,6 +161,9 @@ def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
         >>> model.weight.dtype
         torch.bfloat16
     """
+    if recipe is None and (found := recipe_of_environment()) is not None:
+        recipe, said = found
+        logger.warning("hmpx: %s", said)
     activation = Activation(as_recipe(recipe), process_group)
     activation._install()
     return activation

@@ -218,8 +218,8 @@ _Keys = tuple[dict[str, Any], Origins, list[Fault]]  # the keys of a file withou
 
 
 def _keys_of_gaudi(path: Path) -> _Keys:
-    keys, lines = gaudi_keys(path)
-    return keys, Origins.of_file(path, lines), []
+    keys, origins = gaudi_keys(path)
+    return keys, Origins(origins), []
 
 
 def _keys_of_yaml(path: Path) -> _Keys:

@@ -32,8 +32,8 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "run",
         "run an unmodified training script under a recipe",
         "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
-        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA. Lists\n"
-        "alone lie over the default ones, with FP32 weights.",
+        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron, PyTorch/XLA and Gaudi.\n"
+        "Lists alone lie over the default ones, with FP32 weights.",
         "--recipe neuron-bf16-sr train.py --steps 500\n--recipe lean --set seed=3 --bf16 mine.txt -m package.train\n"
         "--list mine.txt train.py",
     )

@@ -1,8 +1,4 @@
-"""Commands that run a script: which one, and under which recipe.
-
-The environment variables of Neuron and PyTorch/XLA can name the recipe, too. Sources: PyTorch/XLA (removed after 2.8);
-AWS Neuron documentation, "Migration From XLA_USE_BF16/XLA_DOWNCAST_BF16" and "Neuron Rounding Modes".
-"""
+"""Commands that run a script: which one, and under which recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
@@ -20,13 +16,10 @@ from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.activate import VARIABLE
-from hmpx.recipes.reading import as_recipe, read_recipe
+from hmpx.recipes.environment import recipe_of_environment
+from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed
 from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
-
-_ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
-# The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
-_RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> None:
@@ -48,14 +41,14 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
     environment say anything.
     """
-    of_environment = recipe_of(os.environ)
+    of_environment = recipe_of_environment()
     named = options.recipe or os.environ.get(VARIABLE)
     misplaced = " and ".join(behind(options))
     if misplaced and is_first_rank():
         said = f"{misplaced} behind {options.script} goes to the script; what hmpx is to read stands before it"
         print(f"hmpx: {said}", file=sys.stderr)
     if named:
-        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
+        aside = " (which goes before the variables of Neuron, XLA and Gaudi)" if of_environment else ""
         recipe, said = as_recipe(named), f"recipe {named}{aside}"
     elif of_environment is not None:
         recipe, said = of_environment
@@ -63,8 +56,6 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
         recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
         return None
-    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
-        os.environ.pop(name, None)  # torch_xla would act on it too: it stores FP32 tensors as BF16
     recipe = with_options(recipe, options)
     if options.verbose:
         recipe = changed(recipe, verbose=True)
@@ -77,32 +68,6 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
     return recipe
-
-
-def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
-    """Return the recipe that these variables stand for, and a sentence that says so; None if none of them is on.
-
-    With XLA_USE_BF16 or XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless
-    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0.
-
-    Raises:
-        HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64).
-    """
-    asked = {name: environment[name] for name in (*_RECIPES, _SEED) if environment.get(name)}
-    deciding = next((name for name in _RECIPES if asked.get(name, "0") != "0"), None)
-    if deciding is None:
-        return None
-    recipe = read_recipe(_RECIPES[deciding])
-    if asked.get(_ROUNDING) == "0":
-        recipe = changed(recipe, weights="nearest")
-    if _SEED in asked:
-        if not asked[_SEED].isdecimal() or int(asked[_SEED]) >= 2**64:
-            raise HmpxError(f"{_SEED}={asked[_SEED]} is no seed: an integer from 0 to 2**64 - 1")
-        recipe = changed(recipe, seed=int(asked[_SEED]))
-    said = " ".join(f"{name}={value}" for name, value in asked.items())
-    differs = {key: getattr(recipe, key) for key in ("weights", "seed")}
-    settings = "".join(f", {key} {value}" for key, value in differs.items() if value is not None)
-    return recipe, f"{said} is recipe {_RECIPES[deciding]}{settings}"
 
 
 _OWN = ("--recipe", "--list", "--set", "--fix", *(f"--{side}" for side in SIDES))  # options that a script rarely has

@@ -17,7 +17,7 @@ from tests.support.samples import database, samples
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xla"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xla", "hpu"])
 def test_every_op_of_autocasts_lists_is_known(device):
     groups = yaml.safe_load((DATA / "autocast" / f"autocast_{device}.yaml").read_text())["schema_ops"]
     names = {name for group in groups.values() for name in group if not retired(name)}

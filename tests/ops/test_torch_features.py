@@ -303,9 +303,14 @@ def test_torch_autocast_has_the_last_word_on_its_own_ops(model, x, dtype):
 
 
 def test_an_autocast_that_is_left_in_a_script_is_said_once_with_its_line(x, caplog):
-    """The user's list says FP32, and has no effect there. Nothing is said where one of the two is off."""
+    """The user's list says FP32, and has no effect there. Nothing is said where one of the two is off.
+
+    Nor of a device that is not here, for which torch opens a region that casts nothing.
+    """
     layer = nn.Linear(x.shape[-1], 4)
     with hmpx.convert(bf16=[], fp32=["linear"]):
+        with torch.autocast("hpu", dtype=BF16):
+            assert torch.is_autocast_enabled("hpu") and layer(x).dtype is FP32
         with torch.autocast("cpu", enabled=False):
             layer(x)
         with hmpx.disable_casts(), torch.autocast("cpu"):

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.errors import HmpxError
 from hmpx.recipes.activate import runs_a_shell_command
 from hmpx.recipes.reading import recipe_names
 from hmpx.shell.main import main
-from hmpx.shell.scripts import recipe_of
 from tests.support import python
 
 KERNELS = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
@@ -115,7 +113,7 @@ def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path
     own, err = call("--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py", cwd=tmp_path, XLA_USE_BF16="1")
     assert own.startswith("float32 bfloat16 float32")
     assert re.search(f"bf16 list {tmp_path}/mine.txt{KERNELS}; runs train.py", err)
-    assert "recipe hmp-o1 (which goes before the variables of Neuron and XLA)" in err
+    assert "recipe hmp-o1 (which goes before the variables of Neuron, XLA and Gaudi)" in err
     named, err = call("train.py", "--steps", 3, cwd=tmp_path, HMPX_RECIPE="neuron-bf16-sr")
     assert named == out and re.search(f"recipe neuron-bf16-sr{KERNELS}; runs", err)
 
@@ -299,36 +297,34 @@ def test_a_shell_command_is_known_while_the_module_is_looked_for(monkeypatch):
         assert runs_a_shell_command() == is_one, line
 
 
-EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
-
-
-VARIABLES = [
-    ({"XLA_USE_BF16": "1"}, "xla-use-bf16, weights stochastic"),
-    ({"XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
-    ({"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": "1"}, "xla-use-bf16, weights stochastic"),
-    ({"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
-    ({"XLA_USE_BF16": "1", EN: "0"}, "xla-use-bf16, weights nearest"),
-    ({EN: "1", SEED: "7"}, "neuron-bf16-sr, weights stochastic, seed 7"),
-    ({EN: "0"}, None),
-    ({SEED: "7"}, None),
-    ({"XLA_USE_BF16": ""}, None),
-]
-
-
-def test_the_variables_of_neuron_and_xla():
-    for environment, meaning in VARIABLES:
-        found = recipe_of(environment)
-        said = " ".join(f"{name}={value}" for name, value in environment.items())
-        assert (found and found[1]) == (meaning and f"{said} is recipe {meaning}")
-
-
-def test_those_variables_under_run(script):
+def test_variables_of_neuron_and_xla_under_run(script):
     out, err = call(script, XLA_USE_BF16="1", NEURON_RT_STOCHASTIC_ROUNDING_SEED="7")
     assert out.startswith("bfloat16 bfloat16 bfloat16 ") and "XLA_USE_BF16=1" in err and "seed 7" in err
 
 
-def test_a_seed_of_neuron_that_is_none_is_refused():
-    for seed in ("x", "-1", "1.5", str(2**64)):
-        with pytest.raises(HmpxError, match=f"^{SEED}={seed} is no seed: an integer from 0 to"):
-            recipe_of({"XLA_USE_BF16": "1", SEED: seed})
-    assert recipe_of({EN: "1", SEED: str(2**64 - 1)})[0].seed == 2**64 - 1
+UNDER_AUTOCAST = """
+import torch
+model = torch.nn.Linear(4, 4)
+with torch.autocast("hpu", dtype=torch.bfloat16):
+    out = model(torch.ones(2, 4))
+    print(out.dtype, out.softmax(-1).dtype, (out / 2).dtype)
+"""
+
+
+def test_variables_of_gaudi_under_run_and_activate(tmp_path):
+    """The script keeps its `torch.autocast("hpu")`, which casts nothing where there is no such device."""
+    (tmp_path / "low.txt").write_text("linear\ndiv\n")
+    (tmp_path / "train.py").write_text(UNDER_AUTOCAST)
+    (tmp_path / "activates.py").write_text(f"import hmpx\nhmpx.activate()\n{UNDER_AUTOCAST}")
+    low = {"PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": "low.txt"}
+    assert (
+        call("--recipe", "gaudi-autocast", "train.py", cwd=tmp_path)[0]
+        == "torch.bfloat16 torch.bfloat16 torch.float32\n"
+    )
+    printed = "torch.bfloat16 torch.bfloat16 torch.bfloat16\n"
+    out, err = call("train.py", cwd=tmp_path, **low)
+    said = "hmpx: PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST=low.txt is recipe gaudi-autocast with other lists"
+    assert out == printed and re.fullmatch(f"{said}{KERNELS}; runs train.py\n", err)
+    assert call("activates.py", module=(), cwd=tmp_path, **low) == (printed, f"{said}\n")
+    err = call("train.py", cwd=tmp_path, good=False, PT_HPU_AUTOCAST_FP32_OPS_LIST="lo.txt")[1]
+    assert "lo.txt: no such op list file; did you mean 'low.txt'? (PT_HPU_AUTOCAST_FP32_OPS_LIST)" in err
