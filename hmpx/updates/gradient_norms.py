@@ -74,8 +74,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
         square = sum(part.double().square_().sum() for part in local(gradient).flatten().split(_SLICE))
         sums[key] = sums.get(key, 0) + torch.as_tensor(square, dtype=torch.float64).to(device)
     for key, square in sums.items():
-        mesh, placements = key or (None, ())
-        for dimension, placement in enumerate(placements):
+        for dimension, placement in enumerate(key[1] if key else ()):
             if not placement.is_replicate():
-                dist.all_reduce(square, group=mesh.get_group(dimension))
+                dist.all_reduce(square, group=key[0].get_group(dimension))
     return torch.stack(list(sums.values())).sum().sqrt().float()
