@@ -69,7 +69,12 @@ class _Nowhere(Region):
 
 
 class _Traced:
-    """What holds where Dynamo traces a region. Outside of traces it is always as it is made, for every thread."""
+    """What holds where Dynamo traces a region. Outside of traces it is always as it is made, for every thread.
+
+    It has slots, since Dynamo forgets what is written into the `__dict__` of an object behind a higher-order op.
+    """
+
+    __slots__ = ("casting", "inside", "maps", "rounding", "scope")
 
     def __init__(self) -> None:
         self.inside, self.casting, self.maps, self.scope = False, None, True, 0

@@ -24,7 +24,7 @@ import torch.jit._builtins
 from torch.compiler import config
 from torch.jit import _recursive
 
-from hmpx.base import region_state, run_in_region
+from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 
@@ -72,6 +72,9 @@ class Compilers:
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._tag_with(what)
         codes = {wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType)}
+        # `torch.compile(flex_attention)` is given the wrapper of an op that is a Python function, and compiles that.
+        in_python = [wrapper for wrapper, original in originals.items() if isinstance(original, types.FunctionType)]
+        codes -= {wrapper.__code__ for wrapper in in_python if id(wrapper.__code__) in process_state.rules}
         self._codes |= codes
         if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
             _skip(eval_frame, codes)

@@ -124,7 +124,7 @@ def disown(params: Iterable[Parameter]) -> None:
 def watch(changes: Changes) -> None:
     """Make clipping, norms, GradScaler and `zero_grad` raise for gradients that are gone, until `changes` end."""
     for function, argument in _CLIPPING.items():
-        cell = _cell(function)
+        cell = cell_of(function)
         changes.put(Cell(cell, f"torch.nn.utils.{function.__name__}"), _watched(cell.cell_contents, argument))
     for name, around in ((_UNSCALE, _watched_unscale), (_SCALE, _watched_scale)):
         for cls in _scalers(name):
@@ -133,7 +133,7 @@ def watch(changes: Changes) -> None:
         changes.put(Attribute(cls, "zero_grad", f"{cls.__name__}.zero_grad"), _watched_zero(cls.zero_grad, held))
 
 
-def _cell(function: Any) -> types.CellType:
+def cell_of(function: Any) -> types.CellType:
     """Return the closure cell in which a decorated function of torch holds the original."""
     return function.__closure__[function.__code__.co_freevars.index("func")]
 

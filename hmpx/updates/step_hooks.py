@@ -28,7 +28,7 @@ from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
-from hmpx.updates import optimizer_hooks, released
+from hmpx.updates import gradient_norms, optimizer_hooks, released
 from hmpx.updates.gradients import unclaimed_step
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
@@ -95,6 +95,7 @@ def _watch() -> None:
     _changes.callback(forget_warnings)
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_codes)
+    gradient_norms.watch(_changes, lambda: bool(_attached))
     released.watch(_changes)
     watch_joins(_changes)
 

@@ -12,6 +12,7 @@ Python function of torch that only checks its arguments and calls the C function
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -144,6 +145,9 @@ def _python_functions(found: Container[str]) -> Named:
                     loss="reduction" in inspect.signature(function).parameters,
                 )
                 yield attribute, Entry(module, attribute, f"{label}.{attribute}", signature)
+    for name, label in op_facts.ELSEWHERE.items():
+        signature = Signature(python=True, refuses_mixed=name in op_facts.REFUSES_MIXED)
+        yield name, Entry(importlib.import_module(label), name, f"{label}.{name}", signature)
 
 
 def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
@@ -206,7 +210,8 @@ def catalog() -> dict[str, Op]:
     return ops
 
 
-_PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.", "aten::")
+_ELSEWHERE = tuple(f"{module}." for module in op_facts.ELSEWHERE.values())
+_PREFIXES = (*_ELSEWHERE, "torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.", "aten::")
 
 
 def canonical(name: str) -> str:

@@ -75,6 +75,9 @@ WRITING = frozenset(
     {"__setitem__", *(attribute for name in OPERATORS if name.startswith("i") for attribute in OPERATORS[name])}
 )
 
+# Ops that are Python functions of modules that torch itself does not import.
+ELSEWHERE = {"flex_attention": "torch.nn.attention.flex_attention"}
+
 # Python functions that share their name with a C function and yet do not always end in it.
 NOT_FRONTS = frozenset({"block_diag", "norm", "smooth_l1_loss", "unfold"})
 
@@ -96,13 +99,14 @@ PYTHON_DEFAULTS = {"reduction": 0}
 MIXED_ON_CPU = frozenset("group_norm layer_norm native_group_norm native_layer_norm rms_norm".split())
 
 # Ops that raise when their floating tensor arguments differ in dtype, on some device. Norms are among them because
-# CUDA refuses what CPU takes, and huber_loss because its backward does.
+# CUDA refuses what CPU takes, huber_loss because its backward does, and flex_attention because it runs in the query's
+# dtype, silently.
 REFUSES_MIXED = frozenset(
     """
     _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul
     cholesky_solve conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cross
-    cross_entropy dot einsum embedding_bag grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
-    heaviside huber_loss inner quantile nanquantile _weight_norm
+    cross_entropy dot einsum embedding_bag flex_attention grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru
+    gru_cell heaviside huber_loss inner quantile nanquantile _weight_norm
     index_add index_copy index_put index_reduce instance_norm layer_norm lerp linalg_cross linalg_householder_product
     linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matmul linalg_multi_dot linalg_solve linalg_solve_ex
     linalg_solve_triangular linalg_tensorsolve linalg_vecdot linear lstm lstm_cell lu_solve masked_scatter matmul mm
@@ -220,6 +224,9 @@ INSIDE_THE_MODEL = (
     "torch.distributed.tensor._tp_conv:tp_convolution", "torch.distributed.tensor._tp_conv:tp_convolution_backward",
     "torch.distributed.tensor.parallel.loss:_log_softmax", "torch.distributed.tensor.parallel.loss:_nll_loss_forward",
     "torch.distributed.tensor.parallel.loss:_nll_loss_and_log_softmax_backward",
+    # the parts of flex_attention where no kernel is compiled for it
+    "torch._higher_order_ops.flex_attention:FlexAttentionHOP.__call__",
+    "torch._higher_order_ops.flex_attention:FlexAttentionBackwardHOP.__call__",
 )  # fmt: skip
 # What runs beside it, where every call is cast (``where="everywhere"``). `updates.step_hooks` watches optimizer steps.
 BESIDE_THE_MODEL = (

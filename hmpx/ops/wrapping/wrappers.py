@@ -218,14 +218,14 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
             return call(inner, args, kwargs)
         return call_cast(inner, rule, signature, args, kwargs)
 
-    wrapper.__code__ = _code_under(rule, wrapper.__code__)
+    wrapper.__code__ = _code_under(rule, wrapper.__code__, entry.attribute if signature.python else "wrapper")
     return wrapper
 
 
 @functools.cache
-def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
+def _code_under(rule: Rule, code: types.CodeType, name: str) -> types.CodeType:
     """Return a copy of the code for one rule, so that the running code tells the rule."""
-    own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
+    own = code.replace(co_name=f"{name}_{rule.name.lower()}")
     register(own, rule)
     return own
 

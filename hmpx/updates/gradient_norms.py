@@ -1,0 +1,80 @@
+"""The total norm of gradients, by which they are clipped, while an optimizer is attached.
+
+torch takes the norm of each BF16 gradient in BF16: three digits, and others for another cutting over ranks, so that
+clipped weights would depend on the number of ranks. Here squares are exact and added in FP64. Their order moves the sum
+by some 1e-16, which the rounding to FP32 hides. FP32 gradients, whose last digit depends on the cutting too, are
+treated alike. Scaling by the norm is torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from hmpx.base.changes import Cell, Changes
+from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.released import cell_of
+
+_SLICE = 1 << 20  # elements that are held in FP64 at once
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def watch(changes: Changes, is_attached: Callable[[], bool]) -> None:
+    """Take total norms of gradients in FP64 while `is_attached()`, until `changes` are undone."""
+    cell = cell_of(clip_grad._get_total_norm)
+    changes.put(Cell(cell, "torch.nn.utils._get_total_norm"), _exact(cell.cell_contents, is_attached))
+
+
+def _exact(function: Callable, is_attached: Callable[[], bool]) -> Callable:
+    @functools.wraps(function)
+    def exact(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        if not is_attached() or float(norm_type) != 2:
+            return function(tensors, norm_type, error_if_nonfinite, foreach)
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not all(map(_is_known, tensors)) or len({t.device_mesh if is_sharded(t) else None for t in tensors}) != 1:
+            return function(tensors, norm_type, error_if_nonfinite, foreach)
+        # torch's own check of the result, and of `foreach`: the largest of one number is this number.
+        norm = function([_norm(tensors)], math.inf, error_if_nonfinite, foreach)
+        first = tensors[0]
+        if not is_sharded(first):
+            return norm
+        from torch.distributed.tensor import Replicate
+
+        everywhere = [Replicate()] * first.device_mesh.ndim
+        return type(first).from_local(norm, first.device_mesh, everywhere, run_check=False)
+
+    return exact
+
+
+def _is_known(gradient: Any) -> bool:
+    """Whether the norm of a gradient can be taken in FP64: Apple's GPUs have none."""
+    known = isinstance(gradient, Tensor) and gradient.dtype in _DTYPES and gradient.layout is torch.strided
+    is_partial = known and is_sharded(gradient) and any(placement.is_partial() for placement in gradient.placements)
+    return known and not is_partial and gradient.device.type != "mps"
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm over all ranks, in FP32."""
+    sums: dict[Any, Tensor] = {}  # by how the ranks share a gradient
+    device = local(gradients[0]).device
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
+        square = sum(part.double().square_().sum() for part in local(gradient).flatten().split(_SLICE))
+        sums[key] = sums.get(key, 0) + torch.as_tensor(square, dtype=torch.float64).to(device)
+    for key, square in sums.items():
+        for dimension, placement in enumerate(key[1] if key else ()):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=key[0].get_group(dimension))
+    return torch.stack(list(sums.values())).sum().sqrt().float()

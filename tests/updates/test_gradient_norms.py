@@ -1,0 +1,120 @@
+"""Norms of gradients beside an attached optimizer: FP64 of exact squares, whatever the ranks hold of them."""
+
+from __future__ import annotations
+
+import fractions
+import math
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import hmpx
+from tests.support import ranks
+from tests.support.sharded import Small, digest, fixed_gradients, shard
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def attached():
+    optimizer = optim.SGD(Small().parameters(), lr=0.1)
+    handle = hmpx.attach(optimizer)
+    yield optimizer
+    handle.detach()
+
+
+def drawn(*shapes, dtype=BF16):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def exact(gradients):
+    """The nearest double, by fractions."""
+    squares = sum(fractions.Fraction(x) ** 2 for each in gradients for x in each.flatten().tolist())
+    return math.sqrt(squares)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_the_norm_is_the_exact_one_rounded_to_fp32(attached, dtype, foreach):
+    gradients = drawn((40, 30), (7,), (), (0, 3), dtype=dtype)
+    gradients.append(gradients[0].t())
+    found = get_total_norm((g for g in gradients), foreach=foreach)
+    assert found.dtype is FP32
+    assert found.item() == torch.tensor(exact(gradients), dtype=torch.float64).float().item()
+    assert get_total_norm(gradients[0]).item() == torch.tensor(exact(gradients[:1]), dtype=torch.float64).float().item()
+
+
+def test_without_an_attachment_and_for_other_norms_and_gradients_it_is_torchs():
+    gradients = drawn((40, 30), (7,))
+    others = {"one": (gradients, 1.0), "largest": (gradients, math.inf), "wide": ([g.double() for g in gradients], 2.0)}
+    before = {name: get_total_norm(*each) for name, each in others.items()}
+    torchs = get_total_norm(gradients)
+    optimizer = optim.SGD(Small().parameters(), lr=0.1)
+    handle = hmpx.attach(optimizer)
+    after = {name: get_total_norm(*each) for name, each in others.items()}
+    assert get_total_norm(gradients).dtype is FP32
+    assert get_total_norm([]) == 0
+    handle.detach()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype is after[name].dtype for name in others)
+    assert get_total_norm(gradients).dtype is torchs.dtype is BF16
+
+
+def test_a_norm_that_is_not_finite_is_told_as_torch_tells_it(attached):
+    gradients = [*drawn((3,)), torch.tensor([math.inf], dtype=BF16)]
+    assert get_total_norm(gradients) == math.inf
+    assert get_total_norm([gradients[0] * math.nan]).isnan()
+    with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
+        get_total_norm(gradients, error_if_nonfinite=True)
+
+
+def test_gradients_are_scaled_as_torch_scales_them_by_that_norm(attached):
+    (gradient,) = drawn((40, 30))
+    p = nn.Parameter(torch.zeros(40, 30, dtype=BF16))
+    p.grad = gradient.clone()
+    norm = clip_grad_norm_(p, 0.5)
+    assert norm.item() == torch.tensor(exact([gradient]), dtype=torch.float64).float().item()
+    assert torch.equal(p.grad, gradient * (0.5 / (norm + 1e-6)))
+
+
+def _trained(rank):
+    model = shard(Small(), "plain")
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    hmpx.attach(optimizer, model=model, seed=0)
+    norms = []
+    for step in range(12):
+        fixed_gradients(model, step)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        assert isinstance(norm, DTensor)
+        norms.append(norm.full_tensor().item())
+        optimizer.step()
+    return digest(dict(model.named_parameters())), norms
+
+
+def test_clipped_weights_do_not_depend_on_the_number_of_ranks():
+    found = [answer for world in (1, 2, 4) for answer in ranks.run(world, _trained)]
+    assert all(each == found[0] for each in found)
+
+
+def _placed(rank):
+    optimizer = optim.SGD(Small().parameters(), lr=0.1)
+    hmpx.attach(optimizer)
+    whole = drawn((6, 5), (9,), (4, 4))
+    mesh = init_device_mesh("cpu", (2, 2))
+    places = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1))]
+    placed = [distribute_tensor(each, mesh, place) for each, place in zip(whole, places, strict=True)]
+    part = DTensor.from_local(torch.full((3,), 0.25, dtype=BF16), mesh, (Partial(), Replicate()))
+    return get_total_norm(placed).full_tensor().item(), get_total_norm(whole).item(), _full(get_total_norm([part]))
+
+
+def _full(norm):
+    return norm.full_tensor().item()
+
+
+def test_each_element_counts_once_however_it_is_placed():
+    for found, expected, partial in ranks.run(4, _placed):
+        assert found == expected
+        assert partial == pytest.approx(0.5 * 3**0.5, rel=0.01)  # torch's own, of sums over two ranks
