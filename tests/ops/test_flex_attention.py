@@ -84,7 +84,7 @@ def test_it_is_computed_as_if_cast_by_hand(way, listed):
                 assert torch.equal(found, expected.to(found.dtype))
                 assert (found - right).norm() < 0.01 * right.norm()
         assert function(query, key, value).dtype is BF16
-        assert not handle.escaped
+        assert not [each for each in handle.escaped if "flex" in each]
     assert flex_attention(query, key, value).dtype is before(query, key, value).dtype is FP32
 
 
@@ -136,5 +136,5 @@ def test_it_stands_in_every_list_for_gpus_beside_scaled_dot_product_attention():
     lists = {path.parent.name: path.read_text().split("\n") for path in shipped().glob("*/bf16.txt")}
     one = [folder for folder, names in lists.items() if "scaled_dot_product_attention" in names]
     own = [folder for folder, names in lists.items() if "flex_attention" in names]
-    assert sorted(own) == sorted({*one} - {"autocast-cpu"}) and len(own) == 4
+    assert sorted(own) == sorted({*one} - {"autocast-cpu", "gaudi-autocast"}) and len(own) == 4
     assert canonical("torch.nn.attention.flex_attention.flex_attention") == "flex_attention"
