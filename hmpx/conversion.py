@@ -42,6 +42,7 @@ from hmpx.updates.attach import detach
 
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
+_ROUNDED = Attribute(process_state, "gradients_rounded", "the counts of rounded gradients")
 logger = logging.getLogger("hmpx")
 
 
@@ -87,6 +88,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
+        self._rounded: dict[str, int] = {}
         self._first_step, self._autocast = FirstStep(policy.low_precision), AutocastInside()
 
     def _scopes(self) -> set[int]:
@@ -184,6 +186,7 @@ class Conversion(Installation):
         wrap_forwards(changes)
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
+        changes.put(_ROUNDED, self._rounded)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops.computing.fp8_product import Cast, How, coded, product, quantize
+from hmpx.ops.computing.fp8_casts import quantize
+from hmpx.ops.computing.fp8_product import Cast, How, coded, product
 from hmpx.ops.computing.fp8_product import multiply as multiply_codes
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
@@ -47,7 +48,7 @@ def numbers_of(mantissa: int, bias: int, count: int) -> np.ndarray:
     return np.array(found)
 
 
-NUMBERS = {"e4m3": numbers_of(3, 7, 127), "e5m2": numbers_of(2, 15, 124)}
+NUMBERS = {"e4m3": numbers_of(3, 7, 127), "e5m2": numbers_of(2, 15, 124), "e2m1": numbers_of(1, 1, 8)}
 
 
 def nearest(x: np.ndarray, name: str) -> np.ndarray:
@@ -64,31 +65,35 @@ def groups(form: Format, shape: tuple[int, int], dim: int, weight: bool) -> np.n
     """A number for each element that says whom it shares its scale with."""
     row, column = np.indices(shape)
     along, across = (column, row) if dim == -1 else (row, column)
-    size = {"tensorwise": 10**6, "rowwise": 10**6, "blockwise": 128, "mx": 32}[form.scaling]
+    size = {"tensorwise": 10**6, "rowwise": 10**6, "blockwise": 128, "mx": 32, "nvfp4": 16}[form.scaling]
     if form.scaling == "tensorwise":
         across = across * 0
-    elif weight and form.scaling == "blockwise":
-        across = across // 128
+    elif weight and (form.scaling == "blockwise" or form.squares):
+        across = across // size
     return along // size * 10**6 + across
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("form", [*FORMATS.values(), Format(power_of_two=True)], ids=str)
 def test_a_cast_is_that_of_a_table_of_all_numbers(form, dim):
-    name = "e4m3" if dim == -1 else "e5m2"
+    name = "e2m1" if form.bits == "FP4" else "e4m3" if dim == -1 else "e5m2"
     torch.manual_seed(0)
     x = (torch.randn(150, 70) * torch.logspace(-6, 3, 70)).bfloat16()
     codes, scale = quantize(x, name, form, dim, form.scaling, weight=True)
-    assert codes.dtype is {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    assert codes.dtype is (torch.float8_e5m2 if name == "e5m2" else torch.float8_e4m3fn)
     exact, largest = x.double().numpy(), NUMBERS[name][-1]
     shared = groups(form, tuple(x.shape), dim, weight=True)
     wanted, scales = np.empty_like(exact), np.empty_like(exact)
+    of_tensor = np.float32(np.abs(exact).max() / (448 * largest))
     for group in np.unique(shared):
         members = shared == group
         amax = np.abs(exact[members]).max()
         if form.scaling == "mx":
-            power = math.ceil(math.log2(amax / largest)) if form.rceil else math.floor(math.log2(amax / largest * 1.75))
-            factor = 2.0**-power
+            by_floor = math.floor(math.log2(amax)) - math.floor(math.log2(largest))
+            factor = 2.0 ** -(math.ceil(math.log2(amax / largest)) if form.rceil else by_floor)
+        elif form.scaling == "nvfp4":
+            scale_of_block = nearest(np.clip(np.float32(amax / largest) / of_tensor, 2.0**-6, 448), "e4m3")
+            factor = float(np.float32(1 / of_tensor) / np.float32(scale_of_block))
         else:
             factor = float(np.float32(1 / (amax / largest)))
             if form.power_of_two:
@@ -186,7 +191,7 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
 @pytest.mark.parametrize(
     "form",
     [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True},
-     "rowwise", "blockwise", "mx"],
+     "rowwise", "blockwise", "mx", "mxfp4", {**FORMATS["nvfp4"].keys(), "stochastic": False, "hadamard": False}],
     ids=str,
 )  # fmt: skip
 def test_a_product_is_rounded_once(form, kernels):

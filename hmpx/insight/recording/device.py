@@ -17,7 +17,7 @@ import torch
 from hmpx.base import run_in_region
 from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
-from hmpx.ops.computing.fp8_product import spills_of
+from hmpx.ops.computing.fp8_casts import spills_of
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.rounding.devices import lacks_data
 

@@ -206,13 +206,13 @@ class Fp8Kernel:
         """How the backward pass computes, in words."""
         low = [name.replace("_", " of the ") for name in ("input_gradient", "weight_gradient")
                if name not in self.format.products]  # fmt: skip
-        return f"FP8 too{', but for ' + ' and '.join(low) if low else ''}"
+        return f"{self.format.bits} too{', but for ' + ' and '.join(low) if low else ''}"
 
     def __str__(self) -> str:
         if self.by == "scaled_mm" and self.format.scaling not in BLOCK:
-            return f"FP8 {self.format}, scaled_mm"
+            return f"{self.format.bits} {self.format}, scaled_mm"
         in_bf16 = self.by != "float32" and (self.format.scaling == "tensorwise" or self.format.exact_scales)
-        return f"FP8 {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
+        return f"{self.format.bits} {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
 
     def wrap(self, op: str, function: Callable) -> Callable:
         """Return `function`, which is torch's own for the op, in FP8 where that fits."""
