@@ -1,4 +1,4 @@
-"""FP4: the numbers of torchao's quantizers, stochastic rounding by hmpx's counter, the Hadamard matrix, the products."""
+"""FP4: the numbers of torchao's quantizers, stochastic rounding by hmpx's counter, the Hadamard matrix, products."""
 
 from __future__ import annotations
 
@@ -194,10 +194,51 @@ def test_a_weight_in_squares_has_the_same_numbers_in_both_products():
         ({"stochastic": True}, "stochastic: gradients in e2m1 are rounded so, and backward is e5m2"),
         ({"forward": "e2m1", "saturating": False}, "saturating: e2m1 has no inf and no NaN"),
         ({**NVFP4.keys(), "power_of_two": True}, "power_of_two: scales of nvfp4 are numbers of e4m3"),
-        ({"scaling": "mx", "weight_tensorwise": True}, "weight_tensorwise: of scales that differ along the sum"),
+        ({"scaling": "mx", "weight_tensorwise": True}, "weight_tensorwise: scales of mx differ along the sum"),
         ("nvpf4", "'nvpf4' is no format; did you mean 'nvfp4'"),
     ],
 )
 def test_what_does_not_fit_is_an_error(form, message):
     with pytest.raises(hmpx.HmpxError, match=message):
         Format.of(form)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is seen
+
+
+def test_record_counts_by_block():
+    """Of two blocks in the first row one is too small beside the largest of the tensor, and becomes zero."""
+    x = torch.zeros(16, 32)
+    x[0, :16], x[0, 16:], x[1, 0] = 2**-9, 1.0, 2.0**14  # scales of blocks reach from 2^-6 to 448, and x[1, 0] is there
+    with hmpx.convert(fp8=["linear"], fp8_format="nvfp4"), hmpx.record() as log:
+        F.linear(x, torch.eye(32))
+    (site,) = (site for site in log.sites if site.op == "linear")
+    wanted = {"largest": 2.0**14, "elements": 512.0, "underflowed": 16.0, "saturated": 0.0}
+    blocks = {"blocks": 32.0, "blocks_underflowed": 1.0, "blocks_saturated": 0.0}
+    assert site.fp8["inputs"] == wanted | blocks and site.fp8["weights"]["blocks"] == 4
+    assert "inputs up to 1.6e+04, 3.1 % underflowed, 3.1 % of blocks as a whole" in str(log)
+    x = torch.full((16, 32), 7.5)  # beyond 6, and the exponent of 7.5 is that of 4
+    with hmpx.convert(fp8=["linear"], fp8_format="mxfp4"), hmpx.record() as log:
+        F.linear(x, torch.eye(32))
+    (site,) = (site for site in log.sites if site.op == "linear")
+    assert site.fp8["inputs"]["saturated"] == 512 and site.fp8["inputs"]["blocks_saturated"] == 16
+
+
+def test_compare_and_tune():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+    batches = [(torch.randn(64, 16), torch.randint(16, (64,))) for _ in range(6)]
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x).float(), y)
+
+    def compared(form):
+        return hmpx.compare(model, batches, loss, lists={"fp8": ["linear"], "fp8_format": form}).gradient_error
+
+    errors = [compared(form) for form in ("tensorwise", "nvfp4", "nvfp4")]
+    assert 2 * errors[0] < errors[1] == errors[2] < 1  # the same numbers are drawn again
+    tuned = hmpx.tune(model, batches, loss, low="nvfp4", tolerance=0.15, progress=False)
+    assert tuned.met and 0 < tuned.share < 1 and tuned.recipe.policy().fp8_format == NVFP4
+    assert "of the FLOPs of matrix products run in FP4" in str(tuned)
+    assert {choice.dtype for choice in tuned.choices if choice.name == "linear"} == {"float4", "bfloat16"}

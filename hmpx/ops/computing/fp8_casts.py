@@ -52,9 +52,8 @@ def in_parts(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes, the scale, and where the tensor has one beside those of its blocks that one, else None."""
     wide = aten.to.dtype(x, torch.float32)
-    square = weight and (scaling == "blockwise" or (form.squares and scaling in BLOCK))
-    dims, whole = (-1, -2) if square else (dim,), None
-    largest = aten.to.dtype(_largest(x, scaling, dims), torch.float32)
+    dims, whole = _dims(form, scaling, weight, dim), None
+    largest = aten.to.dtype(_largest(aten.abs(x), scaling, dims), torch.float32)
     if scaling == "nvfp4":
         scale, whole, factor = nvfp4_scales(largest, largest_of(name))
     elif scaling == "mx":
@@ -111,9 +110,19 @@ def _codes(x: Tensor, name: str, saturating: bool, site: str) -> Tensor:
     return aten.to.dtype(to_e2m1(held, site) if name == "e2m1" else held, CODES[name])
 
 
-def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
+def of_scales(x: Tensor, form: Format, dim: int, scaling: str, weight: bool) -> Tensor:
+    """Return the largest number among those that share a scale, of numbers from 0 on."""
+    return _largest(x, scaling, _dims(form, scaling, weight, dim))
+
+
+def _dims(form: Format, scaling: str, weight: bool, dim: int) -> tuple[int, ...]:
+    """Return the dimensions along which a block extends."""
+    square = weight and (scaling == "blockwise" or (form.squares and scaling in BLOCK))
+    return (-1, -2) if square else (dim,)
+
+
+def _largest(magnitude: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
     """Return the largest magnitude for each scale: of all, of rows, or of each block along each of `dims`."""
-    magnitude = aten.abs(x)
     if scaling not in BLOCK:
         return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
     for dim in dims:

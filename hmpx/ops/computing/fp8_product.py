@@ -13,6 +13,7 @@ Everything is written in aten ops, which no wrapper of a conversion stands in fr
 
 from __future__ import annotations
 
+import functools
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from hmpx.base.imported_again import REMEMBERED
 from hmpx.base.process_state import fp8_watchers
 from hmpx.ops.computing.four_bits import mixed
-from hmpx.ops.computing.fp8_casts import decoded, in_parts
+from hmpx.ops.computing.fp8_casts import decoded, in_parts, of_scales
 from hmpx.ops.policies.fp8_format import BLOCK, Format
 
 Tensor = torch.Tensor
@@ -74,7 +75,9 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
     form = how.format
     codes, scale, whole = in_parts(x, cast.name, form, dim, cast.scaling, cast.weight, cast.site)
     if watcher is not None:
-        watcher.seen(cast.role, x, codes, scale if whole is None else aten.mul(scale, whole), cast.name)
+        all_scales = scale if whole is None else aten.mul(scale, whole)
+        shared = functools.partial(of_scales, form=form, dim=dim, scaling=cast.scaling, weight=cast.weight)
+        watcher.seen(cast.role, x, codes, all_scales, cast.name, shared)
     if how.by == "scaled_mm" and form.scaling not in BLOCK and x.dim() == 2:
         return Codes(codes, scale)
     numbers, factor = decoded(codes, cast.name, form.saturating)

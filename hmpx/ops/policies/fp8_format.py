@@ -78,9 +78,7 @@ class Format:
         if self.power_of_two is True and self.scaling == "nvfp4":
             wrong.append("power_of_two: scales of nvfp4 are numbers of e4m3")
         if self.weight_tensorwise is True and self.scaling in BLOCK:
-            wrong.append(
-                f"weight_tensorwise: of scales that differ along the sum, such as {self.scaling}, there is none"
-            )
+            wrong.append(f"weight_tensorwise: scales of {self.scaling} differ along the sum")
         if self.stochastic is True and self.backward != "e2m1":
             wrong.append(f"stochastic: gradients in e2m1 are rounded so, and backward is {self.backward}")
         if self.saturating is False and "e2m1" in (self.forward, self.backward):
