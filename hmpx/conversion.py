@@ -237,9 +237,9 @@ def convert(
             ``""`` and None stand for the default list. A YAML or JSON file given for one side also fills the sides not
             given.
         bf16, fp32, promote, fp8: the same lists, name by name, in the place of a file.
-        fp8_format: how ops in the fp8 list are multiplied: "tensorwise", "rowwise", "blockwise", "mx", "mx-floor", or
-            keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a list file says, else "tensorwise".
-            Inputs, results and gradients are in BF16.
+        fp8_format: how ops in the fp8 list are multiplied: "tensorwise", "rowwise", "blockwise", "mx", "mx-floor", of
+            four bits "mxfp4" and "nvfp4", or keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a
+            list file says, else "tensorwise". Inputs, results and gradients are in BF16.
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: what an unknown name in a list is: "error", or "warn" to skip it.
         enabled: True casts everywhere except in `disable_casts()` regions; False only in `enable_casts()` regions.

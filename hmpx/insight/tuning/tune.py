@@ -91,7 +91,8 @@ def tune(
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
     if low in FORMATS:
-        policy, low = replace(policy, fp8_format=FORMATS[low]), "fp8"
+        policy = replace(policy, fp8_format=FORMATS[low])
+    side: Low = "bf16" if low == "bf16" else "fp8"
     if recipe is not None and recipe.modules:
         raise HmpxError("tune: the recipe has rules for modules already, which tune is to find: leave `modules` out")
     subject = Subject(model, batches, loss, recipe, "tune")
@@ -114,7 +115,7 @@ def tune(
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            return Tuning(subject, tuning, counted, policy, recipe, kernels, low, float(tolerance)).run()
+            return Tuning(subject, tuning, counted, policy, recipe, kernels, side, float(tolerance)).run()
     finally:
         counted.end()
 
