@@ -2,7 +2,7 @@
 
 Each op that is a matrix product is taken apart into ``finish(a @ b)`` (`OPERANDS`); a kernel computes ``a @ b``.
 
-**FP8** (`Fp8Kernel`). A caller sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
+**FP8**, and FP4 (`Fp8Kernel`). One sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
 torch's own kernel, and `record` is told why: sizes that FP8 hardware does not take, vectors, tensor subclasses, sparse
 and nested tensors, forward-mode AD, ``out=``. In-place ops and calls in `disable_casts()` never come here.
 
