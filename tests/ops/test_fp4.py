@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
+from hmpx.insight.run_state import kept
 from hmpx.ops.computing.four_bits import mixed, to_e2m1
 from hmpx.ops.computing.fp8_casts import in_parts, quantize
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
@@ -114,6 +115,19 @@ def test_each_step_has_numbers_of_its_own_compiled_and_checkpointed_too():
     assert not any(map(torch.equal, first[:2], second[:2]))
     for name, (once, twice) in found.items():
         assert all(map(torch.equal, once, first)) and all(map(torch.equal, twice, second)), name
+
+
+def test_runs_of_the_laboratory_leave_the_counts():
+    model, x = small()
+    with hmpx.convert(fp8=["linear"], fp8_format="nvfp4"):
+        first, second = (gradients(model, model, x) for _ in range(2))
+    with hmpx.convert(fp8=["linear"], fp8_format="nvfp4"):
+        with kept(model):
+            assert all(map(torch.equal, gradients(model, model, x), first))
+        assert all(map(torch.equal, gradients(model, model, x), first))
+        batches = [(torch.randn(8, 32),) for _ in range(2)]
+        hmpx.compare(model, batches, lambda model, x: model(x).float().square().mean(), progress=False)
+        assert all(map(torch.equal, gradients(model, model, x), second))
 
 
 def test_the_mean_of_the_gradients_of_many_draws_is_that_of_unrounded_ones():

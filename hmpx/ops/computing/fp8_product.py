@@ -6,7 +6,8 @@ BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for 
 **One rounding.** A result in BF16 must not be rounded before it is scaled, as well as after. A scale that is a power of
 two changes no digit of a BF16 product. One scale for the whole product is a factor of it (`alpha` of ``addmm``), which
 a CPU applies before it rounds. All other scales want the product in FP32; where they differ along the sum (blocks), the
-numbers are decoded before they are multiplied.
+numbers are decoded before they are multiplied. NVFP4 has both: a number times the scale of its block is exact in BF16,
+and the scale of the tensor is a factor of the whole product.
 
 Everything is written in aten ops, which no wrapper of a conversion stands in front of.
 """
