@@ -1,7 +1,7 @@
 """Train the character transformer of `charlm.py` with FP8 products, everywhere and where `hmpx.tune` lets them.
 
 No FP8 hardware is needed: codes are multiplied in BF16, which is exact. ``python examples/fp8.py`` takes one to two
-minutes on one thread; ``--seed`` begins from other weights and batches.
+minutes on one thread; ``--seed`` begins from other weights and batches, ``--format nvfp4`` multiplies in FP4.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 
 import hmpx
 
-FP8 = {"fp8": ["linear"], "fp8_format": "tensorwise", "parameter_dtype": "float32"}  # also in a file: see oplists
-COLORS = {"FP32": "#8b949e", "BF16": "#2f81f7", "FP8 everywhere": "#e5534b", "FP8 as tuned": "#2da44e"}
+COLORS = ("#8b949e", "#2f81f7", "#e5534b", "#2da44e")
 
 
 def fresh(characters: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Generator]:
@@ -51,26 +50,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--format", default="tensorwise", help="of the fp8 list: tensorwise, mx, mxfp4, nvfp4, ...")
     parser.add_argument("--out", type=Path, default=Path("fp8.png"), metavar="PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, every = charlm.load_text(), max(options.steps // 10, 1)
+    low = {"fp8": ["linear"], "fp8_format": options.format, "parameter_dtype": "float32"}  # also in a file: see oplists
+    kind = hmpx.Recipe(**low).policy().fp8_format.bits
 
     _, early = trained(None, min(50, options.steps), 50, data, options.seed)
     generator = torch.Generator().manual_seed(options.seed + 1)
     batches = [charlm.batch(data[0], generator) for _ in range(6)]
-    tuned = hmpx.tune(early, batches, charlm.loss_of, low="fp8", lists=FP8, progress=False)
+    tuned = hmpx.tune(early, batches, charlm.loss_of, low="fp8", lists=low, progress=False)
     print(*(choice for choice in tuned.choices if choice.dtype == "bfloat16"), sep="\n")
 
     recipes = {
         "FP32": None,
         "BF16": {"parameter_dtype": "float32"},
-        "FP8 everywhere": FP8,
-        "FP8 as tuned": tuned.recipe,
+        f"{kind} everywhere": low,
+        f"{kind} as tuned": tuned.recipe,
     }
-    shares = {"BF16": 0.0, "FP8 everywhere": 1.0, "FP8 as tuned": tuned.share}
+    shares = dict(zip(list(recipes)[1:], (0.0, 1.0, tuned.share), strict=True))
     curves = {}
-    print(f"\n{'':16} {'validation loss':>15} {'above FP32':>11} {'gradient error':>15} {'products in FP8':>16}")
+    print(f"\n{'':16} {'validation loss':>15} {'above FP32':>11} {'gradient error':>15} {f'products in {kind}':>16}")
     for name, recipe in recipes.items():
         curves[name], _ = trained(recipe, options.steps, every, data, options.seed)
         loss, above = curves[name][-1], curves[name][-1] - curves["FP32"][-1]
@@ -81,9 +83,9 @@ def main() -> None:
         print(f"{name:16} {loss:15.4f} {above:+11.4f} {error:>15} {share:>16}")
 
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    for name, losses in curves.items():
+    for color, (name, losses) in zip(COLORS, curves.items(), strict=True):
         above = [a - b for a, b in zip(losses, curves["FP32"], strict=True)]
-        axes.plot([i * every for i in range(len(losses))], above, color=COLORS[name], label=name)
+        axes.plot([i * every for i in range(len(losses))], above, color=color, label=name)
     axes.set(xlabel="step", title="validation loss above FP32, nats per character")
     axes.legend(frameon=False)
     figure.savefig(options.out, dpi=110)

@@ -42,6 +42,7 @@ from hmpx.updates.attach import detach
 
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
+_ROUNDED = Attribute(process_state, "gradients_rounded", "the counts of rounded gradients")
 logger = logging.getLogger("hmpx")
 
 
@@ -87,6 +88,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
+        self._rounded: dict[str, int] = {}
         self._first_step, self._autocast = FirstStep(policy.low_precision), AutocastInside()
 
     def _scopes(self) -> set[int]:
@@ -184,6 +186,7 @@ class Conversion(Installation):
         wrap_forwards(changes)
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
+        changes.put(_ROUNDED, self._rounded)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
@@ -235,9 +238,9 @@ def convert(
             ``""`` and None stand for the default list. A YAML or JSON file given for one side also fills the sides not
             given.
         bf16, fp32, promote, fp8: the same lists, name by name, in the place of a file.
-        fp8_format: how ops in the fp8 list are multiplied: "tensorwise", "rowwise", "blockwise", "mx", "mx-floor", or
-            keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a list file says, else "tensorwise".
-            Inputs, results and gradients are in BF16.
+        fp8_format: how ops in the fp8 list are multiplied: "tensorwise", "rowwise", "blockwise", "mx", "mx-floor", of
+            four bits "mxfp4" and "nvfp4", or keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a
+            list file says, else "tensorwise". Inputs, results and gradients are in BF16.
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: what an unknown name in a list is: "error", or "warn" to skip it.
         enabled: True casts everywhere except in `disable_casts()` regions; False only in `enable_casts()` regions.

@@ -62,6 +62,10 @@ observers: list[Any] = []
 # Who looks at casts to FP8, by thread (insight.recording); empty while nobody does.
 fp8_watchers: dict[int, Any] = {}
 
+# How many gradients were rounded stochastically, by their name (ops.computing.four_bits): of the conversion in force,
+# or of products outside of one.
+gradients_rounded: dict[str, int] = {}
+
 # The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
 examined: list[Any] = []
 

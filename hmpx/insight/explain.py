@@ -178,7 +178,7 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     if policy is None:
         return "as torch runs them, in the dtypes that they are given"
     low = LOW_RULES[policy.low_precision].name
-    low8 = f"in FP8 ({policy.fp8_format})"
+    low8 = f"in {policy.fp8_format.bits} ({policy.fp8_format})"
     counts = [(len(policy.fp8), low8), (len(policy.bf16), f"in {low}")]
     counts += [(len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
     rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"

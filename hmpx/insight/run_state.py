@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base import process_state
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 
@@ -38,17 +39,22 @@ def set_state(state: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def kept(model: Any) -> Iterator[None]:
-    """Put back the random generators of torch, Python and NumPy, and the buffers of a module, at the end."""
+    """Put back the random generators of torch, Python and NumPy, the counts of gradients that were rounded by hmpx's
+    numbers, and the buffers of a module, at the end.
+    """
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
     values = {id(b): b.detach().clone() for _, owned in buffers for b in owned.values() if b is not None}
     python, numpy = random.getstate(), sys.modules.get("numpy")
+    rounded, before = process_state.gradients_rounded, dict(process_state.gradients_rounded)
     drawn = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng():
         try:
             yield
         finally:
             random.setstate(python)
+            rounded.clear()
+            rounded.update(before)
             if numpy is not None:
                 numpy.random.set_state(drawn)
             with torch.no_grad():

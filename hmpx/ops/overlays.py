@@ -109,7 +109,12 @@ class Overlay:
         if self.dtype is not None:
             return f"everything in {dtype_name(self.dtype)}{', products from bfloat16' if self.bf16_products else ''}"
         low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
-        how = {"bf16": f"in {low}", "fp8": "in FP8", "fp32": "in FP32", "promote": "promoted"}
+        how = {
+            "bf16": f"in {low}",
+            "fp8": f"in {self.fp8_format.bits if self.fp8_format else 'FP8'}",
+            "fp32": "in FP32",
+            "promote": "promoted",
+        }
         parts = []
         for side, word in how.items():
             names = [name for name, its, _ in self.names if its == side]
@@ -118,7 +123,7 @@ class Overlay:
         if self.low_precision and not any(side == "bf16" for _, side, _ in self.names):
             parts.append(f"the bf16 list in {low}")
         if self.fp8_format:
-            parts.append(f"FP8 {self.fp8_format}")
+            parts.append(f"{self.fp8_format.bits} {self.fp8_format}")
         return " and ".join(parts) or "as around it"
 
     def __reduce__(self) -> tuple:

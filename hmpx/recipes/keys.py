@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
 HEAD, NORMS = "<head>", "<norms>"  # patterns of `modules` that say what a module is for
+LAST = re.compile(r"<last ([1-9]\d?) ?%>")  # the same, of the blocks of a model
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 OF_OPS = frozenset((*SIDES, *LISTS, "opt_level", FP8_FORMAT, LOW_PRECISION, MODULES, "kernels", "where", "verbose"))
@@ -139,9 +141,9 @@ def _wrong_with(key: Any, value: Any, keys: Sequence[str]) -> Iterator[str]:
 def _wrong_inside(key: str, inside: str, value: Any) -> Iterator[str]:
     """Yield what is wrong with one entry of a mapping."""
     if key == MODULES:
-        if inside.startswith("<") and inside not in (HEAD, NORMS):
-            hint = did_you_mean(inside, (HEAD, NORMS))
-            yield f"{key}: {inside!r} is neither {HEAD} nor {NORMS}, nor the name of a module{hint}"
+        if inside.startswith("<") and inside not in (HEAD, NORMS) and not LAST.fullmatch(inside):
+            hint = did_you_mean(inside, (HEAD, NORMS, "<last 15%>"))
+            yield f"{key}: {inside!r} is none of {HEAD}, {NORMS} and <last 15%>, nor the name of a module{hint}"
         return
     if key == PARAMETERS:
         yield from (f"{key}: {inside!r}: {problem}" for problem in _wrong_of_parameters(value))

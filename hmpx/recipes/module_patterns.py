@@ -1,11 +1,13 @@
 """Finds the modules that a recipe's patterns fit, and makes their rules.
 
-A pattern is a name (``"*.attn"``) or a role (``"<head>"``, ``"<norms>"``): what a module is for, whatever its name.
+A pattern is a name (``"*.attn"``) or a role (``"<head>"``, ``"<norms>"``, ``"<last 15%>"``): what a module is for,
+whatever its name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections import Counter
@@ -18,7 +20,7 @@ import torch
 from hmpx.errors import Fault, HmpxError, did_you_mean, raise_faults, there_are
 from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
-from hmpx.recipes.keys import HEAD, MODULES, NORMS, PARAMETERS
+from hmpx.recipes.keys import HEAD, LAST, MODULES, NORMS, PARAMETERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.settings import fits_none
 from hmpx.updates.stepping.names import names_in, plain_names
@@ -45,8 +47,8 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
     wrong: list[Fault] = []
     for key, patterns in (("module_dtypes", recipe.module_dtypes), (MODULES, recipe.modules)):
         for pattern in patterns:
-            if key == MODULES and pattern in _ROLES:
-                find, looked_for = _ROLES[pattern]
+            if key == MODULES and (role := _role(pattern)):
+                find, looked_for = role
                 if not any(map(find, models)):
                     kinds = ", ".join(type(model).__name__ for model in models)
                     said = f"{key}: {pattern!r} is no module of {kinds}: looked for {looked_for}"
@@ -112,7 +114,7 @@ def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
     names: dict[Module, list[str]] = {}
     for name, module in _named(model):
         names.setdefault(module, []).append(name)
-    of_role = {pattern: _ROLES[pattern][0](model) for pattern in patterns if pattern in _ROLES}
+    of_role = {pattern: role[0](model) for pattern in patterns if (role := _role(pattern))}
 
     def fits(pattern: str, module: Module) -> bool:
         if pattern in of_role:
@@ -162,7 +164,25 @@ def _norms(model: Module) -> set[Module]:
     }
 
 
-_ROLES: dict[str, tuple[Callable[[Module], set[Module]], str]] = {
+def _last_blocks(model: Module, percent: int) -> set[Module]:
+    """Return the last blocks of a model, at least this part: of the largest container of modules of one class."""
+    containers = (each for each in model.modules() if isinstance(each, _CONTAINERS) and len(each) > 1)
+    alike = [list(each.children()) for each in containers if len(set(map(type, each.children()))) == 1]
+    blocks = max(alike, key=lambda its: sum(p.numel() for block in its for p in block.parameters()), default=[])
+    return set(blocks[len(blocks) - -(-len(blocks) * percent // 100) :])
+
+
+def _role(pattern: str) -> _Role | None:
+    """Return how the modules of a role are found and what is looked for; None if the pattern is a name."""
+    if last := LAST.fullmatch(pattern):
+        looked_for = "a ModuleList, ModuleDict or Sequential of blocks of one class; write their names in its place"
+        return functools.partial(_last_blocks, percent=int(last[1])), looked_for
+    return _ROLES.get(pattern)
+
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+_Role = tuple[Callable[[Module], set[Module]], str]
+_ROLES: dict[str, _Role] = {
     HEAD: (
         _head,
         "what get_output_embeddings() returns, a Linear that shares its weight with an Embedding, and a module that is "

@@ -11,7 +11,7 @@ from typing import Any
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.insight.tuning.tune import GONE, tune
-from hmpx.insight.tuning.worth import WIDE
+from hmpx.insight.tuning.worth import LOWS
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
@@ -29,7 +29,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     add_function(command)
     command.add_argument("--out", default="tuned", metavar="FOLDER", help="where the files go, default tuned")
-    command.add_argument("--low", choices=WIDE, default="bf16", help="what is chosen, beside FP32 or beside BF16")
+    command.add_argument("--low", choices=LOWS, default="bf16", help="what is chosen, beside FP32 or beside BF16")
     command.add_argument(
         "--tolerance", type=float, default=0.1, help="gradient error in units of the noise between batches, default 0.1"
     )

@@ -63,5 +63,5 @@ def test_where_nothing_may_be_in_fp8_the_recipe_takes_it_from_the_lists_that_it_
 
 
 def test_another_precision_is_refused():
-    with pytest.raises(hmpx.HmpxError, match=r"low 'fp4' does not exist \(legal: bf16, fp8\)"):
+    with pytest.raises(hmpx.HmpxError, match=r"low 'fp4' does not exist \(legal: bf16, fp8, tensorwise, .*nvfp4\)"):
         hmpx.tune(nn.Linear(2, 2), [], loss_of, low="fp4")

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops.computing.fp8_product import Cast, How, coded, product, quantize
+from hmpx.ops.computing.fp8_casts import quantize
+from hmpx.ops.computing.fp8_product import Cast, How, coded, product
 from hmpx.ops.computing.fp8_product import multiply as multiply_codes
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
@@ -49,7 +50,7 @@ def numbers_of(mantissa: int, bias: int, count: int) -> np.ndarray:
     return np.array(found)
 
 
-NUMBERS = {"e4m3": numbers_of(3, 7, 127), "e5m2": numbers_of(2, 15, 124)}
+NUMBERS = {"e4m3": numbers_of(3, 7, 127), "e5m2": numbers_of(2, 15, 124), "e2m1": numbers_of(1, 1, 8)}
 
 
 def nearest(x: np.ndarray, name: str) -> np.ndarray:
@@ -66,31 +67,35 @@ def groups(form: Format, shape: tuple[int, int], dim: int, weight: bool) -> np.n
     """A number for each element that says whom it shares its scale with."""
     row, column = np.indices(shape)
     along, across = (column, row) if dim == -1 else (row, column)
-    size = {"tensorwise": 10**6, "rowwise": 10**6, "blockwise": 128, "mx": 32}[form.scaling]
+    size = {"tensorwise": 10**6, "rowwise": 10**6, "blockwise": 128, "mx": 32, "nvfp4": 16}[form.scaling]
     if form.scaling == "tensorwise":
         across = across * 0
-    elif weight and form.scaling == "blockwise":
-        across = across // 128
+    elif weight and (form.scaling == "blockwise" or form.squares):
+        across = across // size
     return along // size * 10**6 + across
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("form", [*FORMATS.values(), Format(power_of_two=True)], ids=str)
 def test_a_cast_is_that_of_a_table_of_all_numbers(form, dim):
-    name = "e4m3" if dim == -1 else "e5m2"
+    name = "e2m1" if form.bits == "FP4" else "e4m3" if dim == -1 else "e5m2"
     torch.manual_seed(0)
     x = (torch.randn(150, 70) * torch.logspace(-6, 3, 70)).bfloat16()
     codes, scale = quantize(x, name, form, dim, form.scaling, weight=True)
-    assert codes.dtype is {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    assert codes.dtype is (torch.float8_e5m2 if name == "e5m2" else torch.float8_e4m3fn)
     exact, largest = x.double().numpy(), NUMBERS[name][-1]
     shared = groups(form, tuple(x.shape), dim, weight=True)
     wanted, scales = np.empty_like(exact), np.empty_like(exact)
+    of_tensor = np.float32(np.abs(exact).max() / (448 * largest))
     for group in np.unique(shared):
         members = shared == group
         amax = np.abs(exact[members]).max()
         if form.scaling == "mx":
-            power = math.ceil(math.log2(amax / largest)) if form.rceil else math.floor(math.log2(amax / largest * 1.75))
-            factor = 2.0**-power
+            by_floor = math.floor(math.log2(amax)) - math.floor(math.log2(largest))
+            factor = 2.0 ** -(math.ceil(math.log2(amax / largest)) if form.rceil else by_floor)
+        elif form.scaling == "nvfp4":
+            scale_of_block = nearest(np.clip(np.float32(amax / largest) / of_tensor, 2.0**-6, 448), "e4m3")
+            factor = float(np.float32(1 / of_tensor) / np.float32(scale_of_block))
         else:
             factor = float(np.float32(1 / (amax / largest)))
             if form.power_of_two:
@@ -188,7 +193,7 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
 @pytest.mark.parametrize(
     "form",
     [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True},
-     "rowwise", "blockwise", "mx"],
+     "rowwise", "blockwise", "mx", "mxfp4", {**FORMATS["nvfp4"].keys(), "stochastic": False, "hadamard": False}],
     ids=str,
 )  # fmt: skip
 def test_a_product_is_rounded_once(form, kernels):
@@ -522,6 +527,9 @@ def test_differentiated_twice_is_an_error():
 # What is seen
 
 
+FIGURES = ("largest", "elements", "underflowed", "saturated")
+
+
 def test_record_counts_what_fp8_does_not_hold(tmp_path):
     x = torch.zeros(16, 32)
     x[:, 0], x[0, 1], x[1, :3] = 100.0, 1e-4, 470.0  # 1e-4 is beneath half of the least number; 470 saturates by floor
@@ -529,8 +537,8 @@ def test_record_counts_what_fp8_does_not_hold(tmp_path):
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(32))
     for form, inputs in (
-        ("tensorwise", {"largest": 470.0, "elements": 1024.0, "underflowed": 2.0, "saturated": 0.0}),
-        ("mx-floor", {"largest": 470.0, "elements": 1024.0, "underflowed": 2.0, "saturated": 6.0}),
+        ("tensorwise", [470.0, 1024.0, 2.0, 0.0, 2.0, 0.0, 0.0]),
+        ("mx-floor", [470.0, 1024.0, 2.0, 6.0, 32.0, 0.0, 2.0]),
     ):
         with hmpx.convert(fp8=["linear"], fp8_format=form), hmpx.record() as log:
             for _ in range(2):
@@ -538,8 +546,8 @@ def test_record_counts_what_fp8_does_not_hold(tmp_path):
             model[1](x)
         first, last = (site for site in log.sites if site.op == "linear")
         assert first.rule == "fp8" and "fp8: listed at" in first.reason
-        assert first.fp8["inputs"] == {key: inputs[key] for key in first.fp8["inputs"]}
-        assert first.fp8["weights"] == {"largest": 1.0, "elements": 2048.0, "underflowed": 0.0, "saturated": 0.0}
+        assert list(first.fp8["inputs"].values()) == inputs
+        assert [first.fp8["weights"][key] for key in FIGURES] == [1.0, 2048.0, 0.0, 0.0]
         assert first.fp8["gradients"]["largest"] == 3.0 and first.fp8["gradients"]["elements"] == 1024.0
         reason = f"32 x 10 are no multiples of {32 if form == 'mx-floor' else 16}, which hardware wants"
         assert (last.fp8, last.in_low) == ({}, {reason: 1})

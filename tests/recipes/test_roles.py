@@ -1,4 +1,4 @@
-"""`<head>` and `<norms>` in `modules`, and the recipes `fp32-head` and `bf16-norms-fp32`, beside the same by hand."""
+"""`<head>`, `<norms>` and `<last 15%>` in `modules`, and the recipes that have them."""
 
 from __future__ import annotations
 
@@ -213,12 +213,15 @@ def test_a_rule_of_ones_own_comes_after_that_of_the_recipe_and_is_the_one_that_d
     hmpx.restore()
 
 
-@pytest.mark.parametrize("role, meant", [("<haed>", "<head>"), ("<norm>", "<norms>")])
+@pytest.mark.parametrize(
+    "role, meant",
+    [("<haed>", "<head>"), ("<norm>", "<norms>"), ("<last 15>", "<last 15%>"), ("<last 0%>", "<last 15%>")],
+)
 def test_a_misspelt_role_is_an_error_with_its_line(tmp_path, role, meant):
     (tmp_path / "mine.yaml").write_text(f"seed: 1\nmodules:\n  {role}: fp32\n")
     with pytest.raises(hmpx.HmpxError) as raised:
         read_recipe(tmp_path / "mine.yaml")
-    assert str(raised.value).startswith(f"{tmp_path}/mine.yaml:3: modules: '{role}' is neither <head> nor <norms>")
+    assert str(raised.value).startswith(f"{tmp_path}/mine.yaml:3: modules: '{role}' is none of <head>, <norms> and <")
     assert f"did you mean '{meant}'?" in str(raised.value)
 
 
@@ -297,3 +300,46 @@ def test_the_example_shows_log_probs_that_come_closer():
     assert all(0 < 1.5 * near < apart for near, apart in zip(wide[:2], before, strict=False))
     assert all(0 < 1.2 * near < apart for near, apart in zip(products[:2], before, strict=False))
     assert 0 < wide[2] < products[2] < before[2]
+
+
+class Deep(nn.Module):
+    """Blocks of two layers each, a larger list beside them that holds no blocks, and a head."""
+
+    def __init__(self, count, kind=nn.ModuleList):
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+        blocks = [nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(count)]
+        self.blocks = kind({str(i): each for i, each in enumerate(blocks)} if kind is nn.ModuleDict else blocks)
+        self.lm_head = nn.Linear(32, 48)
+
+    def forward(self, x):
+        x = self.begin(x)
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict, lambda blocks: nn.Sequential(*blocks)])
+@pytest.mark.parametrize(("count", "kept"), [(2, 1), (7, 2), (20, 3)])
+def test_the_last_blocks_and_the_head_stay_in_bf16(count, kept, kind):
+    """At least 15 %, as torchtitan has it: of 32 blocks the last 5, of 36 the last 6."""
+    model = Deep(count, kind)
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "torchao-nvfp4")
+    with hmpx.record() as log:
+        model(torch.randn(16, 32))
+    hmpx.restore()
+    rules = {site.module: site.rule for site in log.sites if site.op == "linear"}
+    low = {f"blocks.{i}.{j}" for i in range(count - kept) for j in range(2)} | {"begin.0", "begin.2"}
+    assert {name for name, rule in rules.items() if rule == "fp8"} == low
+    assert {name for name, rule in rules.items() if rule == "bf16"} == {
+        "lm_head", *(f"blocks.{i}.{j}" for i in range(count - kept, count) for j in range(2))
+    }  # fmt: skip
+
+
+def test_a_model_without_blocks_is_told_what_was_looked_for():
+    model = Decoder(tied=False)
+    with pytest.raises(
+        hmpx.HmpxError, match="'<last 15%>' is no module of Decoder: looked for a ModuleList, ModuleDict"
+    ):
+        hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "torchao-nvfp4")

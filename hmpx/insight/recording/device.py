@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from hmpx.base import run_in_region
 from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
-from hmpx.ops.computing.fp8_product import spills_of
+from hmpx.ops.computing.fp8_casts import spills_of
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.rounding.devices import lacks_data
 
@@ -25,7 +25,10 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 _NEVER = 2**62
 _SHIFT = 31  # a call's number among all, and beneath it the one among those of its site, in one integer
-_FIGURES = ("largest", "elements", "underflowed", "saturated")
+_FIGURES = (
+    *("largest", "elements", "underflowed", "saturated"),
+    *("blocks", "blocks_underflowed", "blocks_saturated"),
+)
 
 
 class DeviceSide:
@@ -99,15 +102,24 @@ class Fp8Casts:
         if why_not:
             self.in_low[why_not] += 1
 
-    def seen(self, role: str, x: Tensor, codes: Tensor, scale: Tensor, name: str) -> None:
-        """Note an operand, the codes that it was cast to, and the scale that decodes them."""
+    def seen(
+        self, role: str, x: Tensor, codes: Tensor, scale: Tensor, name: str, largest: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Note an operand, the codes that it was cast to, and the scale that decodes them.
+
+        largest: finds the largest number among those that share a scale.
+        """
         if not role:
             return
         size = aten.abs(aten.to.dtype(x.detach(), torch.float32))
         size = aten.where(aten.isfinite(size), size, 0.0)
-        zero = aten.bitwise_and(aten.eq(aten.to.dtype(codes, torch.float32), 0), aten.gt(size, 0))
+        made = aten.abs(aten.to.dtype(codes, torch.float32))
+        zero = aten.bitwise_and(aten.eq(made, 0), aten.gt(size, 0))
         beyond = aten.gt(aten.div(size, scale), spills_of(name))
-        counts = [aten.to.dtype(aten.sum(each), torch.float64) for each in (aten.ones_like(zero), zero, beyond)]
+        lost = aten.bitwise_and(aten.eq(largest(made), 0), aten.gt(largest(size), 0))
+        clipped = aten.gt(largest(aten.to.dtype(beyond, torch.float32)), 0)
+        every = aten.ones_like(zero), zero, beyond, aten.ones_like(lost), lost, clipped
+        counts = [aten.to.dtype(aten.sum(each), torch.float64) for each in every]
         found = aten.stack([aten.to.dtype(aten.amax(size), torch.float64), *counts])
         (self._rest or self)._add(role, found)
 

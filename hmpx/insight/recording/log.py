@@ -342,13 +342,15 @@ def _trips(log: Log, listed: bool) -> list[str]:
 
 
 def _fp8_casts(log: Log) -> Iterable[str]:
-    """Return how large the numbers of each site in FP8 are, and how many the format does not hold; the worst first."""
+    """Return how large the numbers of each site are, and how many the format does not hold; the worst first."""
 
     def lost(site: Site) -> float:
         return max((each["underflowed"] + each["saturated"]) / each["elements"] for each in site.fp8.values())
 
     def of_role(role: str, figures: Mapping[str, float]) -> str:
         shares = {how: figures[how] / figures["elements"] for how in ("underflowed", "saturated")}
+        for how, words in {"underflowed": "of blocks as a whole", "saturated": "of blocks somewhere"}.items():
+            shares[words] = figures.get(f"blocks_{how}", 0) / figures.get("blocks", 1)
         said = [f"{100 * share:.2g} % {how}" for how, share in shares.items() if share]
         return ", ".join([f"{role} up to {figures['largest']:.2g}", *said])
 

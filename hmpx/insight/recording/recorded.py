@@ -33,7 +33,9 @@ class Site:
         nonfinite: the first call, from 1, whose result had an inf or a NaN that is not the -inf of a mask; None if none
             had. nonfinite_at: that call's number among those of all sites.
         fp8: of a site in FP8, for "inputs", "weights" and "gradients" the "largest" magnitude, and of how many
-            "elements" how many "underflowed" to zero or "saturated"; complete when the region ends.
+            "elements" how many "underflowed" to zero or "saturated"; of how many "blocks", which share a scale, how
+            many became zero as a whole ("blocks_underflowed") and how many hold a number that saturated
+            ("blocks_saturated"). Complete when the region ends.
         in_low: why calls that are listed for FP8 were computed in BF16, and how many.
         unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
     """

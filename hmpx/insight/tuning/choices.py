@@ -15,7 +15,7 @@ from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
-DTYPES = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}  # what `Choice.dtype` says for a list
+DTYPES = {"FP4": "float4", "FP8": "float8", "BF16": "bfloat16", "FP32": "float32"}  # what `Choice.dtype` says
 Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
 
 
@@ -24,15 +24,15 @@ class Choice:
     """What `tune` decided about a list name, everywhere or in one module, and why.
 
     Attributes:
-        name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 "float8" or "bfloat16". module: where
-            that holds; "" where no other choice of this name does.
+        name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 or FP4 "float8", "float4" or
+            "bfloat16". module: where that holds; "" where no other choice of this name does.
         gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
             between batches. loss_change: in the loss; loss_error: that in units of the noise between losses. NaN where
             it was not run alone, as everything that saves something holds together. Where only parts of it were run
             alone, the figures are those of the worst part.
         gain: the FLOPs of its matrix products in one batch, forward; 0 for other ops.
         calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
-        why: what decided, in words. low: what is chosen beside that, "BF16" or "FP8".
+        why: what decided, in words. low: what is chosen beside that, "BF16", "FP8" or "FP4".
 
         reason: all of that as a comment of a list.
 
@@ -93,7 +93,7 @@ def choices_of(
         return Choice(
             name=name,
             module=module,
-            dtype=DTYPES[worths.low if unit & chosen else worths.wide],
+            dtype=DTYPES[worths.words if unit & chosen else worths.wide.upper()],
             gradient_error=alone.gradient_error,
             loss_change=alone.loss_change,
             loss_error=alone.loss_error,
@@ -101,14 +101,14 @@ def choices_of(
             calls=sum(worth.calls for worth in found),
             where=where if len(lines) == 1 else f"{where} and {len(lines) - 1} more",
             why=f"{why}; elsewhere {pinned}" if free and pinned else why,
-            low=worths.low.upper(),
+            low=worths.words,
         )
 
     def why_of(free: Unit, alone: Effect, gain: float) -> str:
         """Say what decided."""
         if free & chosen:
             return "fits"
-        words = worths.low.upper()
+        words = worths.words
         fell = [effect for tried, effect in failed.items() if tried & free]
         is_left = free <= Chosen().union(*search.left)
         if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
@@ -126,7 +126,7 @@ def choices_of(
     def order(each: Choice) -> tuple:
         """Return a key: by the error, and for names that were not run alone by what they save."""
         error = max(each.gradient_error, each.loss_error)
-        wide = each.dtype == DTYPES[worths.wide]
+        wide = each.dtype == DTYPES[worths.wide.upper()]
         return not wide, math.inf if math.isnan(error) else -error, -each.gain, each.name, each.module
 
     choices = []

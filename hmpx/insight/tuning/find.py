@@ -20,7 +20,7 @@ from hmpx.insight.trials.subject import Subject
 from hmpx.insight.tuning.choices import choices_of, lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths
+from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
@@ -56,7 +56,7 @@ class Tuning:
     def __post_init__(self) -> None:
         self._runs = Runs(self.subject, self.progress, loss_counts=True)
         self._searched, self._held_out = [*range(self.tuning)], [*range(self.tuning, len(self.subject.batches))]
-        self._worths = Worths(self.low, module_names(self.subject.model, all_names=True))
+        self._worths = Worths(self.low, module_names(self.subject.model, all_names=True), words_of(self.low, self.base))
         self._verified: dict[Chosen, Measured] = {}
 
     def run(self) -> Tuned:

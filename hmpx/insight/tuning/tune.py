@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from hmpx.insight.trials.runs import Progress
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.tuning.find import Tuning
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.worth import WIDE, Low
+from hmpx.insight.tuning.worth import LOWS, Low
 from hmpx.ops.module_rules import rules_of
+from hmpx.ops.policies.fp8_format import FORMATS
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
@@ -37,7 +39,7 @@ def tune(
     batches: Sequence[tuple],
     loss: Loss,
     *,
-    low: Low = "bf16",
+    low: Low | str = "bf16",
     tolerance: float = 0.1,
     held_out: Sequence[tuple] | None = None,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
@@ -58,7 +60,8 @@ def tune(
             gradients of all batches are kept in memory.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
         low: "bf16" chooses between BF16 and FP32; "fp8" between FP8 and BF16: which modules may multiply in FP8, in the
-            `fp8_format` of `lists`, and what cannot or may not is in BF16.
+            `fp8_format` of `lists`, and what cannot or may not is in BF16. The name of a format ("nvfp4") is "fp8" with
+            that one.
         tolerance: the gradient error that is allowed, in units of the noise between batches, see `Comparison`. The part
             of it that is the same in every batch may be half of that. The loss may change by as much of the noise
             between the losses of batches.
@@ -80,13 +83,16 @@ def tune(
         (True, True)
     """
     _refuse_gone(gone)
-    if low not in WIDE:
-        raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(WIDE)}){did_you_mean(str(low), WIDE)}")
+    if low not in LOWS:
+        raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(LOWS)}){did_you_mean(str(low), LOWS)}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
     if loss is None:
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
+    if low in FORMATS:
+        policy = replace(policy, fp8_format=FORMATS[low])
+    side: Low = "bf16" if low == "bf16" else "fp8"
     if recipe is not None and recipe.modules:
         raise HmpxError("tune: the recipe has rules for modules already, which tune is to find: leave `modules` out")
     subject = Subject(model, batches, loss, recipe, "tune")
@@ -109,7 +115,7 @@ def tune(
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            return Tuning(subject, tuning, counted, policy, recipe, kernels, low, float(tolerance)).run()
+            return Tuning(subject, tuning, counted, policy, recipe, kernels, side, float(tolerance)).run()
     finally:
         counted.end()
 

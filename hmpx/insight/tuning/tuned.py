@@ -13,7 +13,7 @@ from typing import Any
 from hmpx.insight.pages import Report, closed, grid, page, plain
 from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
-from hmpx.insight.tuning.worth import WIDE, Low
+from hmpx.insight.tuning.worth import WIDE, Low, words_of
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
@@ -120,9 +120,9 @@ class Tuned(Report):
 
     def _gain(self) -> str:
         """Say what the lists save, and beside it what FP32 and torch.autocast take."""
-        if not any(choice.dtype == DTYPES[self.low] for choice in self.choices):
+        if not any(choice.dtype == DTYPES[words_of(self.low, self.policy)] for choice in self.choices):
             return f"nothing saved: every op stays in {WIDE[self.low].upper()}"
-        said = f"{percent(self.share)} of the FLOPs of matrix products run in {self.low.upper()}"
+        said = f"{percent(self.share)} of the FLOPs of matrix products run in {words_of(self.low, self.policy)}"
         if not self.step_seconds:
             return said
         low, wide, autocast = (self.step_seconds[key] for key in ("tuned", "FP32", "torch.autocast"))
@@ -142,7 +142,7 @@ class Tuned(Report):
             if choice.module:
                 divided.setdefault(choice.name, []).append(choice.module)
         for name, modules in divided.items():
-            words = self.low.upper(), wide_list.upper()
+            words = words_of(self.low, self.policy), wide_list.upper()
             usual, other = words if name in getattr(self.policy, self.low) else words[::-1]
             reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
         low, wide = {*getattr(self.policy, self.low)} - {*divided}, {*getattr(self.policy, wide_list), *divided}

@@ -19,10 +19,13 @@ from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, exactly, in_fp32, is_recomputing, is_transformed
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.fp8_format import FORMATS
+from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import Seen, unobserved
 
 Low = Literal["bf16", "fp8"]
 WIDE: dict[Low, str] = {"bf16": "fp32", "fp8": "bf16"}  # the list that a name is in otherwise
+LOWS = (*WIDE, *FORMATS)  # what `tune` takes: a list, or "fp8" by the name of its format
 SLACK = 0.02  # of what low precision saves in all: less than that is no reason for an error
 
 
@@ -63,8 +66,9 @@ class Worth:
 class Worths:
     """The worth of each place. `Look` counts it. of_place: by place, in the order in which they were met."""
 
-    def __init__(self, low: Low = "bf16", modules: Collection[str] = ()) -> None:
+    def __init__(self, low: Low = "bf16", modules: Collection[str] = (), words: str = "") -> None:
         self.low, self.wide, self.names = low, WIDE[low], decidable(low)
+        self.words = words or low.upper()
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
         self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
@@ -95,6 +99,11 @@ class Worths:
             room -= gain
             chosen = chosen.difference(places)
         return chosen
+
+
+def words_of(low: Low, policy: Policy) -> str:
+    """Return what the low precision is called: "BF16", or of the fp8 list "FP8" or "FP4"."""
+    return policy.fp8_format.bits if low == "fp8" else low.upper()
 
 
 @functools.cache
@@ -131,7 +140,7 @@ class Look:
             with watched(casts):
                 one = worth_of(asked)
         except Exception as error:
-            return Worth(pinned=f"it does not run in {self._worths.low.upper()}: {in_a_line(error)}")
+            return Worth(pinned=f"it does not run in {self._worths.words}: {in_a_line(error)}")
         finally:
             run_state.set_state(before)
         if one is not None and casts.in_low:

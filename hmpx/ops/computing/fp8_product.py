@@ -1,4 +1,4 @@
-"""The product of two matrices in FP8, and its gradients: a cast of each operand to codes and scales, and their product.
+"""The product of two matrices in FP8 or FP4, and its gradients: both operands are cast, and their codes multiplied.
 
 **The maths.** A code of FP8 is exact in BF16 and the product of two is exact in FP32, so codes that are multiplied in
 BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for the order of the sum.
@@ -6,17 +6,15 @@ BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for 
 **One rounding.** A result in BF16 must not be rounded before it is scaled, as well as after. A scale that is a power of
 two changes no digit of a BF16 product. One scale for the whole product is a factor of it (`alpha` of ``addmm``), which
 a CPU applies before it rounds. All other scales want the product in FP32; where they differ along the sum (blocks), the
-numbers are decoded before they are multiplied.
-
-**Scales.** A scale is taken from the largest magnitude among the numbers that share it, so that this becomes the
-largest number of the format. Where that is inf or NaN, all who share the scale become NaN: torch's own cast to e4m3 on
-a CPU makes 448 of inf, which nobody would see.
+numbers are decoded before they are multiplied. NVFP4 has both: a number times the scale of its block is exact in BF16,
+and the scale of the tensor is a factor of the whole product.
 
 Everything is written in aten ops, which no wrapper of a conversion stands in front of.
 """
 
 from __future__ import annotations
 
+import functools
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -25,7 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from hmpx.base.imported_again import REMEMBERED
 from hmpx.base.process_state import fp8_watchers
-from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
+from hmpx.ops.computing.four_bits import mixed
+from hmpx.ops.computing.fp8_casts import decoded, in_parts, of_scales
+from hmpx.ops.policies.fp8_format import BLOCK, Format
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -45,25 +45,15 @@ class How(NamedTuple):
 class Cast(NamedTuple):
     """One operand of a product: its format, and how its scales are taken.
 
-    role: its name for a watcher; "" if the watcher has seen it before.
+    role: its name for a watcher; "" if the watcher has seen it before. site: of a gradient that is rounded
+    stochastically, the product that it is cast for.
     """
 
     name: str
     scaling: str
     weight: bool = False
     role: str = ""
-
-
-# Numbers stand in functions: of a module's numbers, torch.compile(dynamic=True) makes symbols that no subgraph takes.
-
-
-def _largest_of(name: str) -> float:
-    return torch.finfo(FP8[name]).max
-
-
-def spills_of(name: str) -> float:
-    """Return the bound above which numbers round to no number of the format."""
-    return 464.0 if name == "e4m3" else 61439.996
+    site: str = ""
 
 
 def watching() -> Any:
@@ -74,7 +64,7 @@ def watching() -> Any:
 class Codes(NamedTuple):
     """A tensor as it is multiplied: FP8 codes for scaled_mm, else their numbers, exact in BF16 or in FP32.
 
-    scale: decodes it; None where the scale differs along the sum, so that the numbers are decoded already.
+    scale: decodes it; None where all scales differ along the sum, so that the numbers are decoded already.
     """
 
     codes: Tensor
@@ -84,9 +74,11 @@ class Codes(NamedTuple):
 def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Codes:
     """Return (..., M, K) in FP8, for a product that sums over `dim`."""
     form = how.format
-    codes, scale = quantize(x, cast.name, form, dim, cast.scaling, cast.weight)
+    codes, scale, whole = in_parts(x, cast.name, form, dim, cast.scaling, cast.weight, cast.site)
     if watcher is not None:
-        watcher.seen(cast.role, x, codes, scale, cast.name)
+        all_scales = scale if whole is None else aten.mul(scale, whole)
+        shared = functools.partial(of_scales, form=form, dim=dim, scaling=cast.scaling, weight=cast.weight)
+        watcher.seen(cast.role, x, codes, all_scales, cast.name, shared)
     if how.by == "scaled_mm" and form.scaling not in BLOCK and x.dim() == 2:
         return Codes(codes, scale)
     numbers, factor = decoded(codes, cast.name, form.saturating)
@@ -94,7 +86,7 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
     if form.scaling not in BLOCK:
         return Codes(aten.to.dtype(numbers, torch.bfloat16), scale)
     wide = torch.bfloat16 if form.exact_scales and how.by != "float32" else torch.float32
-    return Codes(aten.to.dtype(aten.mul_(numbers, scale), wide), None)
+    return Codes(aten.to.dtype(aten.mul_(numbers, scale), wide), whole)
 
 
 def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
@@ -105,7 +97,7 @@ def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
         return _scaled_mm(a.codes, a.scale, b.codes, b.scale, dtype)
     if how.by != "float32" and a.codes.is_cpu and a.scale.dim() == b.scale.dim() == 0:
         return aten.to.dtype(torch.ops.hmpx.scaled_product(a.codes, b.codes, aten.mul(a.scale, b.scale)), dtype)
-    if how.by != "float32" and how.format.exact_scales:
+    if how.by != "float32" and how.format.power_of_two:
         made = aten.to.dtype(aten.matmul(a.codes, b.codes), torch.float32)
     else:
         made = wide_product(a.codes, b.codes)
@@ -188,7 +180,8 @@ class _Product(torch.autograd.Function):
         ctx.watcher, ctx.dtype, products = watching(), a.dtype, ctx.how.format.products
         codes = output[1:]
         ctx.mark_non_differentiable(*codes)
-        of_a = codes[:2] if codes and "weight_gradient" in products else (a, None)
+        whole = "weight_gradient" in products and not ctx.how.format.hadamard
+        of_a = codes[:2] if codes and whole else (a, None)
         of_b = codes[2:] if codes and "input_gradient" in products else (b, None)
         ctx.save_for_backward(*of_a, *of_b)
 
@@ -203,7 +196,7 @@ class _Product(torch.autograd.Function):
         of_a = of_b = None
         if ctx.needs_input_grad[0]:
             if "input_gradient" in form.products:
-                codes = coded(gradient, cast, -1, how, ctx.watcher)
+                codes = coded(gradient, cast._replace(site=_site(form, "input")), -1, how, ctx.watcher)
                 cast = cast._replace(role="")
                 scaling = "tensorwise" if form.weight_tensorwise else form.scaling
                 turned = _turned(b, scale_b, Cast(form.forward, scaling, how.weight), -2, how)
@@ -212,8 +205,10 @@ class _Product(torch.autograd.Function):
                 of_a = aten.matmul(gradient, b.transpose(-1, -2))
         if ctx.needs_input_grad[1]:
             if "weight_gradient" in form.products:
-                if codes is None or form.scaling != "tensorwise":
-                    codes = coded(gradient, cast, -2, how, ctx.watcher)
+                if form.hadamard:
+                    a, gradient = mixed(a, -2), mixed(gradient, -2)
+                if codes is None or form.scaling != "tensorwise" or form.hadamard:
+                    codes = coded(gradient, cast._replace(site=_site(form, "weight")), -2, how, ctx.watcher)
                 turned = _turned(a, scale_a, Cast(form.forward, form.scaling), -1, how)
                 of_b = multiply(turned, codes, how, ctx.dtype)
             else:
@@ -221,98 +216,11 @@ class _Product(torch.autograd.Function):
         return of_a, of_b, None
 
 
+def _site(form: Format, of: str) -> str:
+    return f"gradient of the {of}" if form.stochastic else ""
+
+
 def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, how: How) -> Codes:
     """Return a kept operand, transposed and in FP8: with a scale, it is codes already."""
     other = kept.transpose(-1, -2)
     return coded(other, cast, dim, how) if scale is None else Codes(other, scale)
-
-
-# Casts
-
-
-def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight: bool = False) -> tuple[Tensor, Tensor]:
-    """Return codes and their scale: ``codes.float() * scale`` are the numbers that `x` becomes.
-
-    Args:
-        x: (..., M, K), floating.
-        name: "e4m3" or "e5m2".
-        dim: -1 or -2, which the product sums over.
-        weight: whether blocks are square.
-
-    Returns:
-        FP8 of the shape of `x`, and FP32 of a shape that broadcasts to it.
-    """
-    wide = aten.to.dtype(x, torch.float32)
-    dims = (-1, -2) if weight and scaling == "blockwise" else (dim,)
-    largest = aten.to.dtype(_largest(x, scaling, dims), torch.float32)
-    if scaling == "mx":
-        factor = aten.exp2(aten.neg(_exponent(largest, name, form.rceil)))
-    else:
-        # In FP64 so that compiled code comes to the same bits.
-        least = aten.to.dtype(aten.clamp_min(largest, 2.0**-110), torch.float64)  # so that the scale is finite
-        factor = aten.reciprocal(aten.div(least, _largest_of(name)))
-        factor = aten.to.dtype(factor, torch.float32)
-        if form.power_of_two:
-            factor = aten.exp2(aten.sub(aten.frexp(factor)[1], 1))
-    factor = aten.where(aten.isfinite(largest), factor, torch.nan)
-    scale = aten.reciprocal(factor)
-    if scaling in BLOCK:
-        scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
-    # In place wherever memory is new: new memory costs a CPU more than the computation in it.
-    scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
-    return _codes(scaled, name, form.saturating), scale
-
-
-def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
-    """Return codes in FP32, and a factor that these numbers want beside the scale; NaN only where the scale is.
-
-    e4m3 with its bits moved to where FP16 has exponent and mantissa is an FP16 number of 1/256 of the value. To have
-    torch cast e4m3 takes a CPU ten times as long.
-    """
-    if name != "e4m3" or not saturating:  # which makes NaN of numbers alone
-        return aten.to.dtype(codes, torch.float32), 1.0
-    bits = aten.to.dtype(codes.view(torch.int8), torch.int16)
-    bits = aten.bitwise_and_(aten.bitwise_left_shift_(bits, 7), ~0x4000)  # the sign was copied to there
-    return aten.to.dtype(bits.view(torch.float16), torch.float32), 256.0
-
-
-def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
-    """Return the exponents of mx scales: nothing saturates, or by the OCP rule the exponent of the largest."""
-    fraction, exponent = aten.frexp(aten.div(largest, _largest_of(name)) if rceil else largest)
-    if rceil:
-        exponent = aten.sub(exponent, aten.to.dtype(aten.eq(fraction, 0.5), torch.int32))
-    else:
-        exponent = aten.sub(exponent, 9 if name == "e4m3" else 16)
-    return aten.clamp(exponent, -127, 127)
-
-
-def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
-    """Return `x`, which is overwritten, in FP8."""
-    most = _largest_of(name)
-    if not saturating:
-        over = torch.nan if name == "e4m3" else torch.inf
-        spilt = aten.copysign(torch.full_like(x, over), x)
-        clamped = aten.clamp(x, -most, most)
-        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), spills_of(name)), spilt, clamped), FP8[name])
-    return aten.to.dtype(aten.clamp_(x, -most, most), FP8[name])
-
-
-def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude for each scale: of all, of rows, or of each block along each of `dims`."""
-    magnitude = aten.abs(x)
-    if scaling not in BLOCK:
-        return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
-    for dim in dims:
-        rows = magnitude.transpose(dim, -1)
-        padded = aten.constant_pad_nd(rows, [0, -rows.shape[-1] % BLOCK[scaling]])
-        magnitude = aten.amax(padded.unflatten(-1, (-1, BLOCK[scaling])), [-1]).transpose(dim, -1)
-    return magnitude
-
-
-def _spread(of_blocks: Tensor, x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
-    """Return the value of its block for each element of `x`."""
-    for dim in dims:
-        rows = of_blocks.transpose(dim, -1).unsqueeze(-1)
-        repeated = rows.expand(*rows.shape[:-1], BLOCK[scaling]).flatten(-2)
-        of_blocks = repeated[..., : x.shape[dim]].transpose(dim, -1)
-    return of_blocks

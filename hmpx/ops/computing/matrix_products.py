@@ -2,7 +2,7 @@
 
 Each op that is a matrix product is taken apart into ``finish(a @ b)`` (`OPERANDS`); a kernel computes ``a @ b``.
 
-**FP8** (`Fp8Kernel`). A caller sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
+**FP8**, and FP4 (`Fp8Kernel`). One sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
 torch's own kernel, and `record` is told why: sizes that FP8 hardware does not take, vectors, tensor subclasses, sparse
 and nested tensors, forward-mode AD, ``out=``. In-place ops and calls in `disable_casts()` never come here.
 
@@ -206,13 +206,13 @@ class Fp8Kernel:
         """How the backward pass computes, in words."""
         low = [name.replace("_", " of the ") for name in ("input_gradient", "weight_gradient")
                if name not in self.format.products]  # fmt: skip
-        return f"FP8 too{', but for ' + ' and '.join(low) if low else ''}"
+        return f"{self.format.bits} too{', but for ' + ' and '.join(low) if low else ''}"
 
     def __str__(self) -> str:
         if self.by == "scaled_mm" and self.format.scaling not in BLOCK:
-            return f"FP8 {self.format}, scaled_mm"
+            return f"{self.format.bits} {self.format}, scaled_mm"
         in_bf16 = self.by != "float32" and (self.format.scaling == "tensorwise" or self.format.exact_scales)
-        return f"FP8 {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
+        return f"{self.format.bits} {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
 
     def wrap(self, op: str, function: Callable) -> Callable:
         """Return `function`, which is torch's own for the op, in FP8 where that fits."""

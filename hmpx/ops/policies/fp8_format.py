@@ -1,4 +1,4 @@
-"""The format of an fp8 list: one readable object, by name or by keys."""
+"""The format of an fp8 list, of eight bits or of four: one readable object, by name or by keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from hmpx.errors import Fault, HmpxError, did_you_mean, raise_faults
 
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-BLOCK = {"blockwise": 128, "mx": 32}  # elements that share a scale, along the dimension that is summed over
+# What holds the codes of each kind of element. Every number of e2m1 is one of e4m3.
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
+BLOCK = {"blockwise": 128, "mx": 32, "nvfp4": 16}  # elements that share a scale, along the dimension of the sum
 SCALINGS = ("tensorwise", "rowwise", *BLOCK)
 PRODUCTS = ("output", "input_gradient", "weight_gradient")
 # Where torchao's filter leaves a layer in BF16 as too small to gain: K and N both at most these (None: any). Source:
@@ -24,12 +25,13 @@ SMALL: dict[str, tuple[tuple[int | None, int | None], ...]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """How the operands of a product are brought to FP8, and which products are.
+    """How the operands of a product are brought to FP8 or FP4, and which products are.
 
     Attributes:
         scaling: who shares a scale: "tensorwise", "rowwise" (a row along the sum), "blockwise" (128 along the sum; of a
-            weight 128 x 128), "mx" (32 along the sum, a power of two).
-        forward, backward: "e4m3" or "e5m2", of inputs and weights, and of gradients.
+            weight 128 x 128), "mx" (32 along the sum, a power of two), "nvfp4" (16 along the sum, a number of e4m3,
+            beside one scale in FP32 for the tensor).
+        forward, backward: "e4m3", "e5m2" or, of four bits, "e2m1"; of inputs and weights, and of gradients.
         products: which of the output, the gradient of the input and that of the weight are in FP8; the others are in
             low precision. Of two inputs the second is the weight.
         power_of_two: scales are rounded to powers of two, so that no value grows beyond the format; "mx" always is.
@@ -37,6 +39,11 @@ class Format:
         saturating: a number beyond the format's largest becomes that; else NaN, in e5m2 inf.
         weight_tensorwise: the weight has one scale in the gradient of the input.
         auto_filter: layers that torchao's filter takes for too small to gain stay in low precision.
+        squares: blocks of a weight are as high as wide, so that both products with it have the same numbers of it;
+            "blockwise" always has them.
+        stochastic: gradients in e2m1 are rounded stochastically.
+        hadamard: both operands of the gradient of the weight are mixed before they are cast: each 16 numbers along the
+            sum by a Hadamard matrix with random signs, which leaves their product as it is and spreads an outlier.
 
     Example:
         >>> recipe = hmpx.Recipe(fp8=("linear",), fp8_format={"scaling": "rowwise", "backward": "e4m3"})
@@ -54,16 +61,28 @@ class Format:
     saturating: bool = True
     weight_tensorwise: bool = False
     auto_filter: bool = False
+    squares: bool = False
+    stochastic: bool = False
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "products", tuple(self.products))
-        legal: dict[str, tuple] = {"scaling": SCALINGS, "forward": tuple(FP8), "backward": tuple(FP8)}
+        elements = ("e2m1",) if self.scaling == "nvfp4" else tuple(CODES)
+        legal: dict[str, tuple] = {"scaling": SCALINGS, "forward": elements, "backward": elements}
         for key in (each.name for each in fields(self) if each.type == "bool"):
             legal[key] = (True, False)
         wrong = [_none_of(key, getattr(self, key), words) for key, words in legal.items()]
         wrong += [_none_of("products", product, PRODUCTS) for product in self.products]
         if self.auto_filter is True and self.scaling in BLOCK:
             wrong.append(f"auto_filter: torchao has none for {self.scaling} scales")
+        if self.power_of_two is True and self.scaling == "nvfp4":
+            wrong.append("power_of_two: scales of nvfp4 are numbers of e4m3")
+        if self.weight_tensorwise is True and self.scaling in BLOCK:
+            wrong.append(f"weight_tensorwise: scales of {self.scaling} differ along the sum")
+        if self.stochastic is True and self.backward != "e2m1":
+            wrong.append(f"stochastic: gradients in e2m1 are rounded so, and backward is {self.backward}")
+        if self.saturating is False and "e2m1" in (self.forward, self.backward):
+            wrong.append("saturating: e2m1 has no inf and no NaN, and so can do nothing else")
         raise_faults(Fault(each) for each in wrong if each)
 
     @classmethod
@@ -88,14 +107,19 @@ class Format:
         return FORMATS[name]
 
     @property
+    def bits(self) -> str:
+        """What it is called by its width: "FP8", or "FP4" if all its elements have four bits."""
+        return "FP4" if self.forward == self.backward == "e2m1" else "FP8"
+
+    @property
     def multiple(self) -> int:
         """The number that hardware wants the sizes of a product's operands to be multiples of."""
         return 32 if self.scaling == "mx" else 16
 
     @property
     def exact_scales(self) -> bool:
-        """Whether scales are powers of two, which change no digit of a number in BF16."""
-        return self.scaling == "mx" or self.power_of_two
+        """Whether an element times the scale of its block or row is exact in BF16: powers of two, e2m1 times e4m3."""
+        return self.scaling in ("mx", "nvfp4") or self.power_of_two
 
     def keys(self) -> dict[str, Any]:
         """Return the keys that differ from the default, as `of` takes them."""
@@ -120,4 +144,6 @@ FORMATS = {
     "blockwise": Format("blockwise", backward="e4m3"),
     "mx": Format("mx", backward="e4m3"),
     "mx-floor": Format("mx", backward="e4m3", rceil=False),
+    "mxfp4": Format("mx", "e2m1", "e2m1", rceil=False),
+    "nvfp4": Format("nvfp4", "e2m1", "e2m1", squares=True, stochastic=True, hadamard=True),
 }
