@@ -198,7 +198,7 @@ def test_a_model_without_a_head_is_told_what_was_looked_for(model):
     kind, before = type(model).__name__, [p.clone() for p in model.parameters()]
     with pytest.raises(hmpx.HmpxError) as raised:
         hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "fp32-head")
-    assert f"fp32-head.yaml:7: modules: '<head>' is no module of {kind}: looked for what get_out" in str(raised.value)
+    assert f"fp32-head.yaml:8: modules: '<head>' is no module of {kind}: looked for what get_out" in str(raised.value)
     assert "lm_head, head, output or embed_out; write the name of the module" in str(raised.value)
     assert same([*model.parameters()], before) and all(p.dtype is FP32 for p in model.parameters())
     with hmpx.activate("fp32-head"), pytest.raises(hmpx.HmpxError, match="'<head>' is no module of"):
