@@ -116,6 +116,7 @@ NAMES: dict[str, str] = {
     "torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks": "the user's hooks run before ours",
     "torch._foreach_copy_": "copies many small tensors in one call",
     "torch._foreach_add_": "the same, in place",
+    "torch._foreach_norm": "the largest number of each of many small tensors in one call",
     "torch._C._dynamo.guards.TensorGuards": "whether all tensors have the class, dtype and layout of the last step",
     "torch._C._set_grad_enabled": "turns gradients off in a step, in one call that an interrupt cannot cut in two",
     # Gradients

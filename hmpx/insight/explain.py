@@ -235,7 +235,7 @@ def recipes_table() -> str:
 
 _FOOTNOTE = """\
 bytes: of a parameter, with weights, gradients, masters and two state tensors as of Adam.
-recipes NAME prints one as a file, explain NAME says what it does, run --recipe NAME SCRIPT runs a script under it."""
+recipes NAME prints one as a file, explain NAME says what it does, run --recipe NAME runs a script."""
 
 
 def _for_whom(name: str) -> str:

@@ -58,8 +58,8 @@ def test_a_yaml_file_is_a_recipe_where_a_key_is_one_of_a_recipes(text, meant, tm
 def test_check_passes_the_shipped_lists_and_recipes(capsys):
     names = recipe_names()
     files = [*map(str, shipped().glob("*/*.txt")), *map(str, shipped().glob("recipes/*.yaml"))]
-    assert len(files) == 23 + len(names)
-    assert run(capsys, "check", *names, *files)[:2] == (0, f"{23 + 2 * len(names)} checked, 0 problems\n")
+    assert len(files) == 26 + len(names)
+    assert run(capsys, "check", *names, *files)[:2] == (0, f"{26 + 2 * len(names)} checked, 0 problems\n")
 
 
 @pytest.mark.parametrize(
