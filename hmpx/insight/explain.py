@@ -222,12 +222,16 @@ def _seed(recipe: Recipe) -> str:
 
 def recipes_table() -> str:
     """Return a table of the recipes that come with hmpx, by kind: their bytes per parameter, and for whom each is."""
-    kinds: dict[str, list[tuple[str, str, str]]] = {"BF16 weights": [], "FP32 weights": [], "FP32 weights, FP8": []}
+    kinds: dict[str, list[tuple[str, str, str]]] = {
+        "BF16 weights": [],
+        "FP32 weights": [],
+        "FP32 weights, FP8 or FP4": [],
+    }
     for name in recipe_names():
         recipe = read_recipe(name)
         kind = "BF16 weights" if recipe.parameter_dtype == "bfloat16" else "FP32 weights"
         size = sum(recipe.bytes_per_parameter().values())
-        kinds[f"{kind}, FP8" if recipe.fp8 else kind].append((f"  {name}", f"{size:.3g}", _for_whom(name)))
+        kinds[f"{kind}, FP8 or FP4" if recipe.fp8 else kind].append((f"  {name}", f"{size:.3g}", _for_whom(name)))
     rows = [row for kind, recipes in kinds.items() for row in ((kind, "", ""), *recipes)]
     columns = [Column(*each) for each in zip(("recipe", "bytes", "for whom"), zip(*rows, strict=True), strict=True)]
     return "\n".join([*table(columns, sys.maxsize), "", _FOOTNOTE])
