@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import hmpx
+from hmpx.insight.recording.recorded import RoundTrip, Site
+from hmpx.updates.lost_updates import UpdateRow, Updates
 
+PARTS = {"Log": (Site, RoundTrip), "Attachment": (Updates, UpdateRow)}  # what attributes and methods give
 GROUPS = {
     "A whole run": "prepare activate restore Recipe Activation",
     "Which op runs in what": """convert policy_for policies_of casts bf16 fp16 fp32 promote cached_weights Conversion
@@ -40,6 +43,8 @@ def reference() -> str:
         parts.append(f"## {group}")
         for name in names.split():
             parts += _entry(f"hmpx.{name}", getattr(hmpx, name), "###")
+            for part in PARTS.get(name, ()):
+                parts += _entry(part.__name__, part, "####")
     return "\n\n".join(parts) + "\n"
 
 
