@@ -87,7 +87,7 @@ def _prose(docstring: str) -> Iterator[str]:
         elif section == "Returns":
             yield f"Returns: {' '.join(block.split())}"
         else:
-            items = [" ".join(item.split()) for item in re.split(r"\n(?! )", block.strip())]
+            items = [" ".join(item.split()) for item in re.split(r"\n(?! )|(?<=\.)\s+(?=[a-z_, ]+: )", block.strip())]
             named = [re.sub(r"^([\w, ]+): ", lambda found: f"`{found[1]}`: ", item) for item in items]
             yield "\n".join((f"{section}:", *(f"- {item}" for item in named)))
         yield from _paragraphs(text[len(indented) :])
