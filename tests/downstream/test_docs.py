@@ -19,7 +19,7 @@ from tests.downstream.lightning_net import Net
 from tests.downstream.trainer import arguments, gpt2, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-GUIDE = (Path(hmpx.__file__).parent.parent / "examples" / "GUIDE.md").read_text()
+GUIDE = (Path(hmpx.__file__).parent.parent / "examples" / "README.md").read_text()
 BLOCK = re.compile(r"^```python with (\w+)\n((?s:.*?))^```$", re.MULTILINE)
 
 
