@@ -179,9 +179,13 @@ class Checkpoints:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool:
-    """Whether masters differ from the weights. Of shards, whose ranks must agree: whether nothing else has state."""
+    """Whether masters are saved of a parameter without state: where no parameter has any, or where they tell more.
+
+    A distributed load reads what the target saves, whose masters equal its weights before it. Ranks must agree on what
+    they save of shards.
+    """
     p = segment.param
-    return stateless if is_sharded(p) else not lacks_data(p) and not torch.equal(masters, p.float())
+    return stateless or (not is_sharded(p) and not lacks_data(p) and not torch.equal(masters, p.float()))
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:

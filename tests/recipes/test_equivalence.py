@@ -164,6 +164,7 @@ def _made(op, sample, dtype):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("everything_is_looked_through")  # the database holds torch's functions
 def test_gaudis_recipe_casts_as_its_lists_do_at_the_dispatcher():
     """The dtypes of every op in these lists, and its bits, except of norms, whose weights are cast here."""
     named = {canonical(name) for group in GAUDI.values() for name in group}

@@ -67,7 +67,7 @@ if __name__ == "__main__":
     print(train(), sys.argv[1:])
 '''
 DTYPES = {  # of the weights, the loss and the state
-    **dict.fromkeys(recipe_names(), "float32 " * 3),
+    **dict.fromkeys({*recipe_names()} - {"torchao-nvfp4"}, "float32 " * 3),  # it is for a model of several blocks
     **dict.fromkeys(("bf16-sr", "fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
