@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.pages import Report, bars, box, closed, grid, page
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike, place_columns
+from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike, fp8_in_words, place_columns, trips_in_words
 from hmpx.insight.text_table import (
     Column,
     milliseconds,
@@ -297,15 +297,15 @@ def attention(log: Log) -> Iterator[tuple[str, list[str]]]:
         "Cast outside of any model: put `with hmpx.disable_casts():` around it, or say where: model": (
             f"{site.place} ({times(site.outside)})" for site in alike(log.sites) if site.outside
         ),
-        "Cast there and back, though no list asks for both": _trips(log, listed=False),
+        "Cast there and back, though no list asks for both": trips_in_words(log.round_trips, listed=False),
         "Updates of weights that round-to-nearest would lose": map(_lost_updates, log.updates),
         "Ops that no wrapper reaches": log.escaped,
         "In your fp8 list, and computed in BF16": (
             f"{site.place}: {why} ({times(calls)})" for site in alike(log.sites) for why, calls in site.in_low.items()
         ),
-        "Casts to FP8": _fp8_casts(log),
+        "Casts to FP8": fp8_in_words(log.sites),
         "Names in your lists that no call matched": log.unmatched,
-        _AS_ASKED: _trips(log, listed=True),
+        _AS_ASKED: trips_in_words(log.round_trips, listed=True),
     }.items():
         if found := list(lines):
             yield heading, found
@@ -327,32 +327,3 @@ def _lost_updates(updates: dict[str, Any]) -> str:
         answer = f"most of {worst['name']!r}, {100 * worst['lost']:.0f} %"
     head = f"{updates['optimizer']}, weights={updates['weights']!r}, {number(updates['steps'], 'step')}"
     return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"
-
-
-def _trips(log: Log, listed: bool) -> list[str]:
-    """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
-    found: dict[tuple, RoundTrip] = {}
-    for trip in log.round_trips:
-        if trip.listed is listed:
-            key = trip.first, trip.then, trip.ops, trip.dtypes
-            known = found.setdefault(key, RoundTrip(*key, listed=listed))
-            known.calls += trip.calls
-            known.bytes += trip.bytes
-    return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
-
-
-def _fp8_casts(log: Log) -> Iterable[str]:
-    """Return how large the numbers of each site are, and how many the format does not hold; the worst first."""
-
-    def lost(site: Site) -> float:
-        return max((each["underflowed"] + each["saturated"]) / each["elements"] for each in site.fp8.values())
-
-    def of_role(role: str, figures: Mapping[str, float]) -> str:
-        shares = {how: figures[how] / figures["elements"] for how in ("underflowed", "saturated")}
-        for how, words in {"underflowed": "of blocks as a whole", "saturated": "of blocks somewhere"}.items():
-            shares[words] = figures.get(f"blocks_{how}", 0) / figures.get("blocks", 1)
-        said = [f"{100 * share:.2g} % {how}" for how, share in shares.items() if share]
-        return ", ".join([f"{role} up to {figures['largest']:.2g}", *said])
-
-    for site in sorted((site for site in alike(log.sites) if site.fp8), key=lost, reverse=True):
-        yield f"{site.place}: {'; '.join(of_role(*each) for each in site.fp8.items())}"

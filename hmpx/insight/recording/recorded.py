@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -152,3 +152,32 @@ def _figures(group: list[Site]) -> dict[str, dict[str, float]]:
         for name, figure in figures.items():
             known[name] = max(known[name], figure) if name == "largest" else known[name] + figure
     return found
+
+
+def trips_in_words(trips: Iterable[RoundTrip], listed: bool) -> list[str]:
+    """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
+    found: dict[tuple, RoundTrip] = {}
+    for trip in trips:
+        if trip.listed is listed:
+            key = trip.first, trip.then, trip.ops, trip.dtypes
+            known = found.setdefault(key, RoundTrip(*key, listed=listed))
+            known.calls += trip.calls
+            known.bytes += trip.bytes
+    return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
+
+
+def fp8_in_words(sites: Iterable[Site]) -> Iterator[str]:
+    """Yield how large the numbers of each site are, and how many the format does not hold; the worst first."""
+
+    def lost(site: Site) -> float:
+        return max((each["underflowed"] + each["saturated"]) / each["elements"] for each in site.fp8.values())
+
+    def of_role(role: str, figures: Mapping[str, float]) -> str:
+        shares = {how: figures[how] / figures["elements"] for how in ("underflowed", "saturated")}
+        for how, words in {"underflowed": "of blocks as a whole", "saturated": "of blocks somewhere"}.items():
+            shares[words] = figures.get(f"blocks_{how}", 0) / figures.get("blocks", 1)
+        said = [f"{100 * share:.2g} % {how}" for how, share in shares.items() if share]
+        return ", ".join([f"{role} up to {figures['largest']:.2g}", *said])
+
+    for site in sorted((site for site in alike(sites) if site.fp8), key=lost, reverse=True):
+        yield f"{site.place}: {'; '.join(of_role(*each) for each in site.fp8.items())}"
