@@ -45,7 +45,7 @@ _SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 _ONLY_WRITTEN = {"copy_", "_foreach_copy_", "arange", "fill_", "zero_"}
 
 WAYS_OF_A_STEP: list[tuple[Weights, StateDtype]] = [
-    *((weights, dtype) for dtype in STATE_FORMS for weights in ("stochastic", "split8")),
+    *((weights, dtype) for dtype in (torch.float32, BF16, "8bit") for weights in ("stochastic", "split8")),
     *((weights, torch.float32) for weights in ("nearest", "master", "split")),
 ]
 

@@ -34,6 +34,8 @@ _STATE = {
     "float32": "float32",
     "bfloat16": "bfloat16, rounded stochastically",
     "8bit": "8 bits with a scale for 128 elements, rounded stochastically",
+    "fp8": "float8_e4m3fn with a scale for 128 elements, rounded stochastically",
+    "4bit": "4 bits with a scale for 128 elements, rounded stochastically",
 }
 
 

@@ -18,6 +18,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import WHERE, Policy
 from hmpx.recipes.vendors import NXD, NXD_MASTERS
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.settings import SWITCHES
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
@@ -155,7 +156,7 @@ def _wrong_inside(key: str, inside: str, value: Any) -> Iterator[str]:
 
 def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
     for key, value in rule.items():
-        if key == "dtype" and value in (*WAYS, "8bit"):
+        if key == "dtype" and value in (*WAYS, *STATE_CODES):
             meant = f"{{{'weights' if value in WAYS else 'state_dtype'}: {value}}}"
             yield f"dtype is {value!r}, none of {', '.join(DTYPES)}; did you mean {meant}?"
         elif key in _OF_PARAMETERS:

@@ -1,4 +1,4 @@
-"""How tensors in 8 bits lie in memory: codes, and a scale for each block of a row."""
+"""How tensors in a few bits lie in memory: codes, and a scale for each block of a row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Rows(NamedTuple):
 
 
 class BlockCodes(NamedTuple):
-    """Numbers in 8 bits: codes, flat, from the element `start` on, and the BF16 scales of all rows that are held."""
+    """Numbers in a few bits: codes, from the element `start` on, and the BF16 scales of all rows that are held.
+
+    codes: flat uint8, one an element; or two of 4 bits in a byte, the first in the upper half.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -44,6 +44,11 @@ What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3
 RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
 of mean 1 and standard deviation 0.05, 1.8 % of the weights were NaN after 100 steps, and none with BF16 or FP32 state.
 
+**FP8.** `state_dtype="fp8"` has the numbers of torch's float8_e4m3fn instead, 448 at most and 2^-9 at least, with the
+same rounding, and scales up to 2^119; an inf becomes NaN. It has one bit of mantissa less, and is for those who come
+from torchao. `OptimStateFp8` there reads the same numbers from the same codes and scales; its scales are FP32 numbers
+that bring the largest of a block of 256 to 448, and it rounds to nearest.
+
 Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
 2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023).
 """
@@ -51,161 +56,77 @@ Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from hmpx.rounding import native
-from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
-from hmpx.rounding.devices import is_on_host, reinterpreted, shifted
-from hmpx.rounding.kernels import kernels_for
-from hmpx.rounding.keys import Keys, Span, derive_key
-from hmpx.rounding.stochastic import numbers_of
+from hmpx.rounding.coding import CodeName, StateCode
+from hmpx.rounding.devices import reinterpreted, shifted
 
 Tensor = torch.Tensor
 
-_CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
-_SHEETS = 2  # on an accelerator, where a call costs more than its elements: parts of a tensor
 _LEAST, _MOST = 1, 253  # exponents of scales: their inverses are normal numbers, too
-_SHIFT = 23 - 4  # bits of an FP32 mantissa that a code has not
 
 
-class _Sheet(NamedTuple):
-    """Elements `start` ... `stop - 1`: a rectangle, and the rectangle of scales over its blocks."""
-
-    start: int
-    stop: int
-    width: int
-    rows: slice
-    blocks: slice
-    padding: tuple[int, int]  # to whole blocks, at both ends of a row
-
-    def in_blocks(self, x: Tensor, origin: int) -> Tensor:
-        """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
-        held = x[self.start - origin : self.stop - origin].view(-1, self.width)
-        return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
-
-    def out_of_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo `in_blocks`; the result is flat."""
-        rows = blocks.view(-1, self.width + sum(self.padding))
-        return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
-
-
-def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
-    """Yield rectangles of the elements of `x`, which begin at element `start` of what is held, in whole blocks."""
-    stop = start + x.numel()
-    chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
-    while start < stop:
-        row, column = divmod(start, rows.width)
-        count = (stop - start) // rows.width if not column else 0
-        width = rows.width if count else min(rows.width - column, stop - start)
-        if width > chunk:
-            width = rows.floor(start + chunk) - start
-        left, right = (rows.first + column) % BLOCK, -(rows.first + column + width) % BLOCK
-        count = max(min(count, chunk // (left + width + right)), 1) if width == rows.width else 1
-        block = (rows.first + column) // BLOCK
-        blocks = slice(block, block + (left + width + right) // BLOCK)
-        yield _Sheet(start, start + count * width, width, slice(row, row + count), blocks, (left, right))
-        start += count * width
-
-
-def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-    """Return for each block the bits of its largest finite magnitude, and whether it has a negative number; flat int32.
-
-    x: FP32 and flat, the elements from `start` on. Where other ranks hold a part of a block, only the own part counts;
-    blocks between two rows that are held get 0.
-    """
-    if not x.numel():
-        return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
-    found = rows.range(start, start + x.numel())
-    above, below = start // rows.width, -(-(start + x.numel()) // rows.width)
-    magnitudes = torch.zeros(below - above, rows.blocks, dtype=torch.int32, device=x.device)
-    negatives = torch.zeros_like(magnitudes)
-    for sheet in _sheets(start, x, rows):
-        blocks = sheet.in_blocks(x, start)
-        bits = reinterpreted(blocks, torch.int32) & 0x7FFFFFFF
-        here = slice(sheet.rows.start - above, sheet.rows.stop - above), sheet.blocks
-        shape = magnitudes[here].shape
-        magnitudes[here] = torch.where(bits < 0x7F800000, bits, 0).amax(1).view(shape)
-        negatives[here] = (blocks < 0).any(1).to(torch.int32).view(shape)
-    told = slice(found.start - above * rows.blocks, found.stop - above * rows.blocks)
-    return magnitudes.view(-1)[told], negatives.view(-1)[told]
-
-
-def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
-    """Return the BF16 scales of blocks, from the result of `largest`."""
-    exponents = shifted(magnitudes + 0x17FFFF, 23).clamp(_LEAST, _MOST)  # the next one where 1.8125 is passed
-    return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
-
-
-def _kernels(held: BlockCodes, x: Tensor) -> ModuleType | None:
-    """Return the kernels that can move codes from or to FP32 `x`; None if there are none, or no elements."""
-    if not x.numel() or not native.is_plain(held.scales) or held.scales.device != x.device:
-        return None  # scales have a shape of their own
-    return kernels_for(held.codes, x)
-
-
-def encode(held: BlockCodes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
-    """Write FP32 `x`, flat, rounded stochastically.
+class FloatCode(StateCode):
+    """Floating-point numbers of 8 bits, with scales that are powers of two.
 
     Args:
-        spans, keys: what the random numbers of the elements of `x` depend on.
-        given: whether the scales are there; else those of these elements are written.
+        mantissa: its bits.
+        ones: the exponents of the number 1, in blocks that are nowhere negative and in signed ones.
+        last: how far the code of the largest number is behind that of 1; inf and NaN come after it.
+        has_inf: whether the first code after it is inf; else it is NaN.
     """
-    codes, scales, rows, start = held
-    kernels = _kernels(held, x)
-    if kernels is not None and all(span.has_one_key for span in spans):
-        kernels.encode_8bit(held, x, spans, derive_key(*keys), given)
-        return
-    if not x.numel():
-        return
-    if not given:
-        scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
-    numbers = numbers_of(x, spans, keys)
-    for sheet in _sheets(start, x, rows):
-        scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
-        values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
+
+    def __init__(
+        self, name: CodeName, prefix: str, *, mantissa: int, ones: tuple[int, int], last: int, has_inf: bool
+    ) -> None:
+        self.name, self.prefix, self._last, self._nan = name, prefix, last, last + 1 + has_inf
+        self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code has not
+        self._unsigned, self._signed = ones
+
+    def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
+        exponent, mantissa = divmod(self._last, self._step)
+        up = ((self._step - mantissa) << self._shift) - 1  # the next exponent where the largest mantissa is passed
+        exponents = (shifted(magnitudes + up, 23) - exponent).clamp(_LEAST, min(_MOST, 254 - exponent))
+        negatives = (not_positive > 1).to(torch.int32)
+        return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
+
+    def codes_of(self, values: Tensor, r: Tensor, scale: Tensor) -> Tensor:
         signed, magnitude = scale < 0, values.abs()
-        top = _top(signed)
+        one = self._one(signed)
         y = torch.where(magnitude < math.inf, magnitude, 0) * (1 / scale.float().abs())
-        normal = reinterpreted(y, torch.int32) - (127 - top) * 0x800000
-        below = reinterpreted(y + _power_of_two(1 - top), torch.int32) - (128 - top) * 0x800000  # an ulp is 1 there
-        code = shifted(torch.maximum(below, normal) + (r * 8 + 4), _SHIFT)
+        normal = reinterpreted(y, torch.int32) - (127 - one) * 0x800000
+        below = reinterpreted(y + _power_of_two(1 - one), torch.int32) - (128 - one) * 0x800000  # an ulp is 1 there
+        unit = 1 << (self._shift - 16)
+        code = shifted(torch.maximum(below, normal) + (r * unit + unit // 2), self._shift)
         code = torch.where(signed | (magnitude == 0), code, code.clamp(min=1))
-        code = torch.minimum(code, top * 16 + 13)
-        code = torch.where(magnitude == math.inf, top * 16 + 14, torch.where(values.isnan(), top * 16 + 15, code))
-        code = torch.where(values < 0, code + 0x80, code)
-        codes[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(code).to(torch.uint8)
+        last = one * self._step + self._last
+        code = torch.minimum(code, last)
+        code = torch.where(magnitude == math.inf, last + 1, torch.where(values.isnan(), self._nan_of(one), code))
+        return torch.where(values < 0, code + 0x80, code)
 
-
-def decode(out: Tensor, held: BlockCodes) -> None:
-    """Write the numbers to flat FP32 `out`."""
-    codes, scales, rows, start = held
-    kernels = _kernels(held, out)
-    if kernels is not None:
-        kernels.decode_8bit(held, out)
-        return
-    for sheet in _sheets(start, out, rows):
-        scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
-        code = sheet.in_blocks(codes, start).to(torch.int32)
+    def numbers_of(self, codes: Tensor, scale: Tensor) -> Tensor:
         signed = scale < 0
-        top = _top(signed)
-        magnitude = torch.where(signed, code & 0x7F, code)
-        bits = magnitude * (1 << _SHIFT) + (127 - top) * 0x800000
-        below = reinterpreted(bits + 0x800000, torch.float32) - _power_of_two(1 - top)
-        y = torch.where(magnitude < 16, below, reinterpreted(bits, torch.float32))
-        y = torch.where(magnitude == top * 16 + 14, math.inf, torch.where(magnitude == top * 16 + 15, math.nan, y))
+        one = self._one(signed)
+        magnitude = torch.where(signed, codes & 0x7F, codes)
+        bits = magnitude * (1 << self._shift) + (127 - one) * 0x800000
+        below = reinterpreted(bits + 0x800000, torch.float32) - _power_of_two(1 - one)
+        y = torch.where(magnitude < self._step, below, reinterpreted(bits, torch.float32))
+        y = torch.where(magnitude == one * self._step + self._last + 1, math.inf, y)
+        y = torch.where(magnitude == self._nan_of(one), math.nan, y)
         y = y * scale.float().abs()
-        y = torch.where(signed & (code >= 0x80), -y, y)
-        out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
+        return torch.where(signed & (codes >= 0x80), -y, y)
+
+    def _one(self, signed: Tensor) -> Tensor:
+        """Return the exponent of the number 1 in each block, int32."""
+        return self._unsigned + (self._signed - self._unsigned) * signed.to(torch.int32)
+
+    def _nan_of(self, one: Tensor) -> Tensor:
+        return one * self._step + self._nan
 
 
-def _top(signed: Tensor) -> Tensor:
-    """Return the largest exponent of a block's code, int32."""
-    return 15 - 8 * signed.to(torch.int32)
+EIGHT_BITS = FloatCode("8bit", "hmpx_codes_", mantissa=4, ones=(15, 7), last=13, has_inf=True)
+FP8 = FloatCode("fp8", "hmpx_fp8_", mantissa=3, ones=(7, 7), last=70, has_inf=False)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values
 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 = range(1, 8)  # kinds, of `native_held.c`
+CODES = "8bit", "fp8", "4bit"  # of `native_codes.c`, in its order
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
 _HELD = 6  # words of a tensor that is held in some way
@@ -177,19 +178,21 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def encode_8bit(held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
-    """Do what `eight_bits.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
+def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+    """Do what `StateCode.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     codes, scales, rows, start = held
+    each = x.numel() // codes.numel()
     for first, last, offset, width, stride in spans:
-        pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
+        pointers = x[first:last].data_ptr(), codes[first // each : last // each].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows
-        _kernels().encode_8bit(*pointers, *where, given, torch.get_num_threads())
+        _kernels().encode_codes(CODES.index(name), *pointers, *where, each, given, torch.get_num_threads())
 
 
-def decode_8bit(held: BlockCodes, out: torch.Tensor) -> None:
-    """Do what `eight_bits.decode` does, to tensors with elements. Needs `library()`."""
-    pointers = held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()
-    _kernels().decode_8bit(*pointers, out.numel(), held.start, *held.rows, torch.get_num_threads())
+def decode_codes(name: str, held: BlockCodes, out: torch.Tensor) -> None:
+    """Do what `StateCode.decode` does, to tensors with elements. Needs `library()`."""
+    pointers, each = (held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()), out.numel() // held.codes.numel()
+    where = out.numel(), held.start, *held.rows
+    _kernels().decode_codes(CODES.index(name), *pointers, *where, each, torch.get_num_threads())
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:

@@ -1,4 +1,4 @@
-/* eight_bits.py: optimizer state in 8 bits. */
+/* state_codes.py: optimizer state in codes of a few bits. */
 
 #include "native.h"
 
@@ -31,79 +31,166 @@ static Largest largest_finite(const float *restrict x, int64_t count) {
   return found;
 }
 
+/* A `FloatCode` of eight_bits.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
+typedef struct { int missing, of_unsigned, of_signed, last, inf, nan; } FloatCode;
+
+#define EIGHT_BITS ((FloatCode){19, 15, 7, 13, 14, 15})
+#define FP8 ((FloatCode){20, 7, 7, 70, 71, 71})
+#define ONE(CODE, IS_SIGNED) ((IS_SIGNED) ? (CODE).of_signed : (CODE).of_unsigned)
+#define STEPS(CODE) (1 << (23 - (CODE).missing)) /* codes of one exponent */
+#define LOOP static inline __attribute__((always_inline)) /* of which the compiler makes one for each code, and leaves
+                                                             out what its blocks do not have */
+
+/* The bits of the largest number, for a scale of these bits. */
+LOOP uint64_t last_of(uint32_t scale, const FloatCode code) {
+  return scale + ((uint64_t)(code.last / STEPS(code)) << 23) + ((uint64_t)(code.last % STEPS(code)) << code.missing);
+}
+
 /* The scale of a block, as BF16: a power of two, negative where a number is. */
-static inline uint16_t scale_of(const float *restrict x, int64_t count, Largest largest) {
+LOOP uint16_t scale_of(const float *restrict x, int64_t count, Largest largest, const FloatCode code) {
   if (largest.magnitude >= 0x7F800000u) largest = largest_finite(x, count);
-  uint32_t exponent = (largest.magnitude + 0x17FFFFu) >> 23; /* the next one where 1.8125 is passed */
-  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+  int32_t up = ((STEPS(code) - code.last % STEPS(code)) << code.missing) - 1; /* where the last mantissa is passed */
+  int32_t exponent = (int32_t)((largest.magnitude + (uint32_t)up) >> 23) - code.last / STEPS(code);
+  int32_t most = code.last < STEPS(code) ? 253 : 254 - code.last / STEPS(code); /* the largest number is finite */
+  exponent = exponent < 1 ? 1 : exponent > most ? most : exponent;
   return (uint16_t)(exponent << 7 | (largest.bits > 0x80000000u) << 15);
 }
 
-#define MISSING 19 /* bits of an FP32 mantissa that a code has not */
-#define CODE(N) ((N) << MISSING)
-#define LOOP static inline __attribute__((always_inline)) void /* of which the compiler makes four: each leaves out what
-                                                                  its blocks do not have */
-
 /* Of two ways to read a number, as one that is below the least exponent and as another one, the larger code is right.
    All is done in 32 bits and narrowed at the end: compilers would do some of it in 8, and narrow each part. */
-LOOP encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
-               const uint16_t *restrict r, const int is_signed, const int is_within) {
-  int32_t top = is_signed ? 7 : 15, least = (128 - top) << 23; /* the bits of the least number with an exponent */
+LOOP void encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+                    const uint16_t *restrict r, const int is_signed, const int is_within, const FloatCode c) {
+  int32_t one = ONE(c, is_signed), least = (128 - one) << 23; /* the bits of the least number with an exponent */
+  int32_t last = one * STEPS(c) + c.last, half = 1 << (c.missing - 17);
   float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23);
   for (int64_t j = 0; j < count; j++) {
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
     float y = (is_within || magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse;
     int32_t below = (int32_t)bits_of(y + float_of((uint32_t)least)), normal = (int32_t)bits_of(y) + 0x800000;
-    int32_t code = (below > normal ? below : normal) + (int32_t)((uint32_t)r[j] << 3) + (4 - least);
+    int32_t code = (below > normal ? below : normal) + (int32_t)((uint32_t)r[j] << (c.missing - 16)) + (half - least);
     if (!is_signed) { /* no positive number becomes 0 */
-      int32_t lowest = magnitude > 0 ? CODE(1) : 0;
+      int32_t lowest = magnitude > 0 ? 1 << c.missing : 0;
       code = code > lowest ? code : lowest;
     }
     if (!is_within) {
-      code = code < CODE(top * 16 + 14) ? code : CODE(top * 16 + 13);
-      code = magnitude == 0x7F800000u ? CODE(top * 16 + 14) : magnitude > 0x7F800000u ? CODE(top * 16 + 15) : code;
+      int32_t inf = (one * STEPS(c) + c.inf) << c.missing, nan = (one * STEPS(c) + c.nan) << c.missing;
+      code = code < (last + 1) << c.missing ? code : last << c.missing;
+      code = magnitude == 0x7F800000u ? inf : magnitude > 0x7F800000u ? nan : code;
     }
-    if (is_signed) code += x[j] < 0.0f ? CODE(0x80) : 0;
-    codes[j] = (uint8_t)(code >> MISSING);
+    if (is_signed) code += x[j] < 0.0f ? 0x80 << c.missing : 0;
+    codes[j] = (uint8_t)(code >> c.missing);
   }
 }
 
-/* r: the random numbers of the elements. largest: of the block. */
-static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count,
-                                                   uint16_t scale, const uint16_t *restrict r, uint32_t largest) {
-  int is_signed = scale >> 15, is_within = largest <= ((scale & 0x7F80u) << 16) + 0x680000u; /* 1.8125 of the scale */
-  if (is_within)
-    is_signed ? encode_as(x, codes, count, scale, r, 1, 1) : encode_as(x, codes, count, scale, r, 0, 1);
+LOOP void encode_float(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+                       const uint16_t *restrict r, uint32_t largest, const FloatCode c) {
+  if (largest <= last_of((scale & 0x7F80u) << 16, c))
+    scale >> 15 ? encode_as(x, codes, count, scale, r, 1, 1, c) : encode_as(x, codes, count, scale, r, 0, 1, c);
   else
-    is_signed ? encode_as(x, codes, count, scale, r, 1, 0) : encode_as(x, codes, count, scale, r, 0, 0);
+    scale >> 15 ? encode_as(x, codes, count, scale, r, 1, 0, c) : encode_as(x, codes, count, scale, r, 0, 0, c);
 }
 
 /* Of the same two ways, the smaller number is right; both have no sign, so that integers compare as they do. */
-LOOP decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale, const int is_signed,
-               const int is_finite) {
-  uint32_t top = is_signed ? 7 : 15, zero = (127 - top) << 23, mask = CODE(is_signed ? 0x7Fu : 0xFFu);
+LOOP void decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale,
+                    const int is_signed, const int is_finite, const FloatCode c) {
+  uint32_t one = ONE(c, is_signed), zero = (127 - one) << 23, mask = (is_signed ? 0x7Fu : 0xFFu) << c.missing;
+  uint32_t inf = (one * STEPS(c) + c.inf) << c.missing, nan = (one * STEPS(c) + c.nan) << c.missing;
   float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of(zero + 0x800000u);
   for (int64_t j = 0; j < count; j++) {
-    uint32_t code = CODE((uint32_t)(is_signed ? (int8_t)codes[j] : codes[j])), magnitude = code & mask;
-    int32_t normal = (int32_t)(magnitude | zero);
+    uint32_t code = (uint32_t)(is_signed ? (int8_t)codes[j] : codes[j]) << c.missing, magnitude = code & mask;
+    int32_t normal = (int32_t)(c.missing == 19 ? magnitude | zero : magnitude + zero);
     int32_t below = (int32_t)bits_of(float_of((uint32_t)normal + 0x800000u) - least);
     float y = float_of((uint32_t)(below < normal ? below : normal)) * factor;
-    if (!is_finite) y = magnitude == CODE(top * 16 + 14) ? INFINITY : magnitude == CODE(top * 16 + 15) ? NAN : y;
+    if (!is_finite) y = magnitude == nan ? NAN : magnitude == inf ? INFINITY : y;
     x[j] = is_signed ? float_of(bits_of(y) | (code & 0x80000000u)) : y;
   }
 }
 
-static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale) {
+LOOP void decode_float(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale,
+                       const FloatCode c) {
   int is_signed = scale >> 15;
   uint8_t mask = is_signed ? 0x7F : 0xFF, largest = 0;
   for (int64_t j = 0; j < count; j++) {
     uint8_t magnitude = codes[j] & mask;
     largest = magnitude > largest ? magnitude : largest;
   }
-  if (largest < (is_signed ? 7 : 15) * 16 + 14)
-    is_signed ? decode_as(codes, x, count, scale, 1, 1) : decode_as(codes, x, count, scale, 0, 1);
+  if (largest < ONE(c, is_signed) * STEPS(c) + c.inf)
+    is_signed ? decode_as(codes, x, count, scale, 1, 1, c) : decode_as(codes, x, count, scale, 0, 1, c);
   else
-    is_signed ? decode_as(codes, x, count, scale, 1, 0) : decode_as(codes, x, count, scale, 0, 0);
+    is_signed ? decode_as(codes, x, count, scale, 1, 0, c) : decode_as(codes, x, count, scale, 0, 0, c);
+}
+
+/* In 8 bits. r: the random numbers of the elements. largest: of the block. */
+static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count,
+                                                   uint16_t scale, const uint16_t *restrict r, uint32_t largest) {
+  encode_float(x, codes, count, scale, r, largest, EIGHT_BITS);
+}
+
+static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count,
+                                                   uint16_t scale) {
+  decode_float(codes, x, count, scale, EIGHT_BITS);
+}
+
+/* four_bits.py */
+
+static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.21249999105930328f, -0.0775f, -0.0325000025331974f,
+                                -0.0055f, 0.0f, 0.0055f, 0.0325000025331974f, 0.0775f, 0.21249999105930328f, 0.4375f,
+                                0.6625f, 0.8875f, 1.0f};
+
+static uint16_t scale_of_four(const float *restrict x, int64_t count) {
+  uint32_t needed = 0, not_positive = 0; /* one more than the bits of the largest of these */
+  for (int64_t j = 0; j < count; j++) {
+    uint32_t bits = bits_of(x[j]) & 0x7FFFFFFFu, its = x[j] <= 0.0f ? bits + 1 : 0;
+    needed = bits > needed ? bits : needed;
+    not_positive = its > not_positive ? its : not_positive;
+  }
+  if (needed >= 0x7F800000u) return 0x7FC0; /* NaN */
+  uint32_t stretched = bits_of(float_of(not_positive ? not_positive - 1 : 0) * (float)(1 / 0.8875));
+  needed = stretched > needed ? stretched : needed;
+  uint32_t odd = not_positive == 1, of = not_positive ? (needed + (2 - odd) * 0x10000u - 1) >> 17 : (needed + 0xFFFFu) >> 16;
+  uint32_t least = not_positive ? 0x0040 : 0x0080, most = not_positive ? 0x3FBF : 0x7F7F;
+  of = of < least ? least : of > most ? most : of;
+  return (uint16_t)(not_positive ? 0x8000u | of << 1 | odd : of);
+}
+
+LOOP void encode_four_as(const float *restrict x, uint8_t *restrict codes, int64_t count, float scale,
+                         const uint16_t *restrict r, const int is_signed, uint8_t lowest) {
+  for (int64_t j = 0; j < count; j++) {
+    float y = x[j] / scale, low = SIXTEEN[0], gap = SIXTEEN[1] - SIXTEEN[0];
+    int32_t code = 0;
+    if (is_signed) {
+      for (int k = 1; k < 15; k++) {
+        low = y >= SIXTEEN[k] ? SIXTEEN[k] : low;
+        gap = y >= SIXTEEN[k] ? SIXTEEN[k + 1] - SIXTEEN[k] : gap;
+        code += y >= SIXTEEN[k];
+      }
+    } else {
+      code = (int32_t)(y * 16.0f) - 1;
+      code = code < 0 ? 0 : code > 14 ? 14 : code;
+      low = (float)(code + 1) * 0.0625f, gap = 0.0625f;
+    }
+    code += (y - low) * 65536.0f > ((float)r[j] + 0.5f) * gap;
+    codes[j] = (uint8_t)(x[j] > 0.0f && code < lowest ? lowest : code);
+  }
+}
+
+static __attribute__((noinline)) void encode_four(const float *restrict x, uint8_t *restrict to, int64_t count,
+                                                  uint16_t scale, const uint16_t *restrict r, int per_byte) {
+  uint8_t codes[CODES];
+  float magnitude = from_bf16(scale & 0x7FFF);
+  if (magnitude != magnitude) memset(codes, 0, sizeof codes);
+  else if (scale >> 15) encode_four_as(x, codes, count, magnitude, r, 1, scale & 1 ? 8 : 0); /* 8: above 0 */
+  else encode_four_as(x, codes, count, magnitude, r, 0, 0);
+  if (per_byte == 1) memcpy(to, codes, (size_t)count);
+  else for (int64_t j = 0; j < count / 2; j++) to[j] = (uint8_t)(codes[2 * j] << 4 | codes[2 * j + 1]);
+}
+
+static __attribute__((noinline)) void decode_four(const uint8_t *restrict from, float *restrict x, int64_t count,
+                                                  uint16_t scale, int per_byte) {
+  float numbers[16], magnitude = from_bf16(scale & 0x7FFF);
+  for (int k = 0; k < 16; k++) numbers[k] = (scale >> 15 ? SIXTEEN[k] : (float)(k + 1) * 0.0625f) * magnitude;
+  if (per_byte == 1) for (int64_t j = 0; j < count; j++) x[j] = numbers[from[j] & 15];
+  else for (int64_t j = 0; j < count / 2; j++) x[2 * j] = numbers[from[j] >> 4], x[2 * j + 1] = numbers[from[j] & 15];
 }
 
 /* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
@@ -121,21 +208,33 @@ static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes
     BODY                                                                                                 \
   }
 
+enum { OF_8BIT, OF_FP8, OF_4BIT }; /* in the order of native.py */
+
 /* Element i of the n is element `offset + i / width * stride + i % width` of the parameter; no block goes over the end
    of such a row. `given`: whether the scales are there, else they are written. */
-void encode_8bit(const float *x, uint8_t *codes, uint16_t *scales, int64_t n, uint64_t key, uint64_t offset,
-                 int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks, int given,
-                 int threads) {
+void encode_codes(int code, const float *x, uint8_t *codes, uint16_t *scales, int64_t n, uint64_t key, uint64_t offset,
+                  int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks,
+                  int per_byte, int given, int threads) {
   FOR_EACH_CODED({
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, offset + at / width * stride + at % width);
+    if (code == OF_4BIT) {
+      if (!given) scales[scale] = scale_of_four(x + at, count);
+      encode_four(x + at, codes + at / per_byte, count, scales[scale], r, per_byte);
+      continue;
+    }
     Largest largest = largest_of(x + at, count);
-    if (!given) scales[scale] = scale_of(x + at, count, largest);
-    encode_block(x + at, codes + at, count, scales[scale], r, largest.magnitude);
+    if (!given) scales[scale] = code == OF_FP8 ? scale_of(x + at, count, largest, FP8) : scale_of(x + at, count, largest, EIGHT_BITS);
+    if (code == OF_FP8) encode_float(x + at, codes + at, count, scales[scale], r, largest.magnitude, FP8);
+    else encode_block(x + at, codes + at, count, scales[scale], r, largest.magnitude);
   })
 }
 
-void decode_8bit(const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start, int64_t row,
-                 int64_t first, int64_t blocks, int threads) {
-  FOR_EACH_CODED({ decode_block(codes + at, out + at, count, scales[scale]); })
+void decode_codes(int code, const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start,
+                  int64_t row, int64_t first, int64_t blocks, int per_byte, int threads) {
+  FOR_EACH_CODED({
+    if (code == OF_4BIT) decode_four(codes + at / per_byte, out + at, count, scales[scale], per_byte);
+    else if (code == OF_FP8) decode_float(codes + at, out + at, count, scales[scale], FP8);
+    else decode_block(codes + at, out + at, count, scales[scale]);
+  })
 }

@@ -74,7 +74,7 @@ static inline void closed(const Held *held, int64_t at, int64_t count, int64_t r
     FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
     largest = found;
     FOR_EACH_SCALE({
-      *scale = scale_of(room + j, n, *largest);
+      *scale = scale_of(room + j, n, *largest, EIGHT_BITS);
       encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
     })
   }

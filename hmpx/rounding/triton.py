@@ -20,6 +20,7 @@ from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
 
 KERNELS = native.KERNELS
+CODES = ("8bit",)
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
@@ -176,8 +177,8 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_8bit(held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
-    """Do what `native.encode_8bit` does."""
+def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+    """Do what `native.encode_codes` does."""
     codes, scales, (row, column, whole), start = held
     parts = []
     for first, last, offset, width, stride in spans:
@@ -187,8 +188,8 @@ def encode_8bit(held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: i
     _launch("move_list", parts)
 
 
-def decode_8bit(held: BlockCodes, out: torch.Tensor) -> None:
-    """Do what `native.decode_8bit` does."""
+def decode_codes(name: str, held: BlockCodes, out: torch.Tensor) -> None:
+    """Do what `native.decode_codes` does."""
     codes, scales, (row, column, whole), start = held
     count = out.numel()
     lain = _Lain(count, 0, count, 0, row, whole, start, column)

@@ -66,8 +66,9 @@ def attach(
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
-            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`), but
-            Muon's momentum in BF16: orthogonalised, the noise of 8 bits costs loss.
+            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`),
+            "fp8" in the numbers of float8_e4m3fn, and "4bit" in 4 bits (`hmpx.rounding.four_bits`). Muon's momentum
+            is in BF16 then: orthogonalised, the noise of 8 bits costs loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
             is as above.
@@ -79,8 +80,8 @@ def attach(
         fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
-            parameters, ones that are not contiguous or share memory, amsgrad, and all where there is no C compiler or
-            Triton (the head of `stepping/fused_batch.py` has the list).
+            parameters, ones that are not contiguous or share memory, state in "fp8" or "4bit", amsgrad, and all where
+            there is no C compiler or Triton (the head of `stepping/fused_batch.py` has the list).
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 
@@ -136,13 +137,13 @@ def attach(
         raise
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
-    if any(way.state_dtype == "8bit" for way in settings.ways) and any(
-        group.get("centered") for group in target.param_groups
-    ):
+    coded = [way.state_dtype for way in settings.ways if way.is_coded]
+    if coded and any(group.get("centered") for group in target.param_groups):
         logger.warning(
-            "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype='8bit'; "
+            "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype=%r; "
             "torch.bfloat16 does not have that",
             type(target).__name__,
+            coded[0],
         )
     attachment = Attachment(
         target, settings, given, slices, process_group, methods=writing, are_whole=names is not None
@@ -158,7 +159,7 @@ def attached(optimizer: Optimizer) -> Attachment | None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Make an optimizer a plain torch one again, if it is attached or has state of regions or in 8 bits.
+    """Make an optimizer a plain torch one again, if it is attached or has state of regions or in codes.
 
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
@@ -175,7 +176,7 @@ def detach(optimizer: Optimizer) -> None:
     optimizer, attachment = inside_zero(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
-    elif allow_plain_steps(optimizer) or state_dtypes.has_codes(optimizer):
+    elif allow_plain_steps(optimizer) or state_dtypes.code_in(optimizer):
         state_dtypes.release_state(optimizer)
 
 

@@ -30,8 +30,9 @@ class Footprint:
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
         masters: beside the weights, 4 (FP32), 2.0625 or 1.0625 (the lower halves, of 16 or 8 bits, and their checks;
             these take 2 bytes in parameters of at most 4096 elements).
-        state: of the optimizer, between two steps. In 8 bits, with the scales of rows that are whole blocks; of one
-            with fewer than 128 elements, and of others' last blocks, each scale serves fewer.
+        state: of the optimizer, between two steps. In codes, with the scales of rows that are whole blocks; of one
+            with fewer than 128 elements, and of others' last blocks, each scale serves fewer. In 4 bits, of parameters
+            with two dimensions or more, in rows of a multiple of 16 elements.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
     """
@@ -67,11 +68,12 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
     wide_gradients = settings.use_fp32_grad_acc
     form = STATE_FORMS[settings.state_dtype]
+    compared = 0 if form.is_fused else WAYS[settings.weights].has_masters  # masters and weights, by torch's operators
     return Footprint(
         weights=dtype.itemsize,
         gradients=0 if settings.release_gradients else _FP32 if wide_gradients else dtype.itemsize,
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
-        slice=0 if settings.fused else _FP32 * (4 + (0 if form.as_left else states)),
+        slice=0 if settings.fused and form.is_fused else _FP32 * (4 + (0 if form.as_left else states)) + compared,
     )

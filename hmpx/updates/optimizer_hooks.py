@@ -25,9 +25,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from hmpx.base import awaited, region_state
 from hmpx.base.changes import Attribute, Changes
+from hmpx.rounding.state_codes import code_of
 from hmpx.rounding.stochastic import stochastic_round
 from hmpx.updates import gradients
-from hmpx.updates.holding.state_tensors import CODES
 from hmpx.updates.ranks.ddp import watch_wrapping
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
@@ -75,13 +75,13 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
 def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
     """Keep FP32 state in `load_state_dict`, which would cast it to the parameter's dtype and make a resume inexact.
 
-    Codes of 8-bit state are no numbers, and are never cast.
+    Codes of state are no numbers, and are never cast.
     """
 
     def process(
         param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None
     ) -> torch.Tensor:
-        if value.dtype is torch.uint8 and str(key).startswith(CODES) and is_installed():
+        if value.dtype is torch.uint8 and code_of(key) is not None and is_installed():
             return value.to(device=param.device)
         is_fp32_state = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
         if is_fp32_state and is_installed():

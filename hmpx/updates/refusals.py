@@ -1,4 +1,4 @@
-"""Plain steps of BF16 parameters: refused if state of regions or in 8 bits forbids them, else warned of once."""
+"""Plain steps of BF16 parameters: refused if state of regions or in codes forbids them, else warned of once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
-    """After a step in a region or a load of 8-bit state: refuse plain steps, and keep the step number in checkpoints.
+    """After a step in a region or a load of codes: refuse plain steps, and keep the step number in checkpoints.
 
     By hooks on the optimizer: hmpx may not be installed by then.
     """
@@ -52,21 +52,22 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_steps_on_codes(optimizer: Optimizer) -> None:
-    """After a load, refuse plain steps if it has brought state in 8 bits."""
-    if state_dtypes.has_codes(optimizer):
+    """After a load, refuse plain steps if it has brought state in codes."""
+    if state_dtypes.code_in(optimizer) is not None:
         refuse_plain_steps(optimizer)
 
 
 def refuse_codes(optimizer: Optimizer) -> None:
-    """Refuse a plain step on state in 8 bits. One that asks for its state by `get`, as SGD, would begin anew.
+    """Refuse a plain step on state in codes. One that asks for its state by `get`, as SGD, would begin anew.
 
     Raises:
-        HmpxError: there is state in 8 bits.
+        HmpxError: there is state in codes.
     """
-    if step_count.stored(optimizer) and state_dtypes.has_codes(optimizer):
+    code = state_dtypes.code_in(optimizer) if step_count.stored(optimizer) else None
+    if code is not None:
         raise HmpxError(
-            f"{type(optimizer).__name__} has state in 8 bits, from a checkpoint of an optimizer with "
-            'state_dtype="8bit", which a plain step cannot read: hmpx.attach(optimizer) takes it over, '
+            f"{type(optimizer).__name__} has state in {code.bits} bits, from a checkpoint of an optimizer with "
+            f'state_dtype="{code.name}", which a plain step cannot read: hmpx.attach(optimizer) takes it over, '
             "hmpx.detach(optimizer) brings it to the dtype of the parameters"
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from tests.support.state_codes import PREFIXES
+
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMATS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
 
@@ -261,14 +263,14 @@ def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
     if draw.random() < 0.5:
         attach["seed"] = draw.randrange(2**64)
     if draw.random() < 0.3:
-        attach["state_dtype"] = draw.choice([BF16, "8bit"])
+        attach["state_dtype"] = draw.choice([BF16, "8bit", "8bit", "fp8", "4bit"])
     if draw.random() < 0.3 and hasattr(torch.Tensor, "grad_dtype"):
         attach["use_fp32_grad_acc"] = True
     if draw.random() < 0.6 and attach["weights"] in ("master", "split", "split8"):
         attach["use_master_weights_in_ckpt"] = True
     if draw.random() < 0.25 and cls in BY_PARTS:
         attach["release_gradients"] = True
-    in_kernel = cls in IN_ONE_KERNEL and attach["weights"] == "stochastic" and attach.get("state_dtype") != "8bit"
+    in_kernel = cls in IN_ONE_KERNEL and attach["weights"] == "stochastic" and attach.get("state_dtype") not in PREFIXES
     if draw.random() < 0.4 and in_kernel:
         attach["fused"] = True
     return attach

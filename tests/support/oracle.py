@@ -9,24 +9,24 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
   (split, and split8, whose numbers are first rounded to 24 bits). An element of the weight that its master rounds to
   in neither way was written by hand, and counts.
 - `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
-  `"8bit"`: every one that has the parameter's shape and a dimension, to numbers that `eight_bits.py` lists, and before
-  the step as "parameter.key.moved", which changes what was held in another form. Of Muon, `"8bit"` is BF16.
+  `"8bit"`, `"fp8"`, `"4bit"`: every one that has the parameter's shape and a dimension, to numbers that
+  `state_codes.py` lists, and before the step as "parameter.key.moved" what was held in another form. Of Muon, BF16.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 import hmpx
-from tests.support.eight_bits import in_8_bits
-from tests.support.eight_bits import numbers as drawn
 from tests.support.models import BF16, BY_PARTS, FP32, Setup, made_optimizer
+from tests.support.state_codes import PREFIXES, in_code
+from tests.support.state_codes import numbers as drawn
 
 Tensor = torch.Tensor
 SCALARS = ("step", "mu_product", "eta", "mu", "H_diag", "t")  # of torch's optimizers: these are no moments
@@ -75,6 +75,7 @@ class Entry:
     loaded: bool = False  # the master, from a checkpoint of either way to hold it
     grad: Tensor | None = None
     grad_dtype: torch.dtype = FP32
+    coded: dict[str, tuple[str, Tensor]] = field(default_factory=dict)  # the code of each state tensor, and its numbers
     # for the length of a step:
     before: Tensor | None = None
     shown: tuple[Tensor, int] | None = None
@@ -120,7 +121,7 @@ class Reference:
     @property
     def state_dtype(self) -> Any:
         given = self.settings.get("state_dtype")
-        return BF16 if given == "8bit" and self.setup.optimizer == "Muon" else given
+        return BF16 if given in PREFIXES and self.setup.optimizer == "Muon" else given
 
     def names(self) -> dict[Entry, str]:
         """What the random numbers of each parameter are keyed by."""
@@ -200,7 +201,9 @@ class Reference:
         elif narrow:
             state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
         if entry.weight is not None:
-            self._to_8_bits(entry, name + ".{}.moved", numbers)
+            self._to_codes(entry, name + ".{}.moved", numbers)
+        else:
+            entry.coded = {}
 
     def adopt_early(self, entry: Entry, name: str, shown: dict[str, Any]) -> None:
         """A step that failed may have done this to a part of the state; the next one would do just the same."""
@@ -269,13 +272,16 @@ class Reference:
             for key, value in self.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
                     value.copy_(hmpx.stochastic_round(value, **numbers, name=f"{name}.{key}"))
-        self._to_8_bits(entry, name + ".{}", numbers)
+        self._to_codes(entry, name + ".{}", numbers)
 
-    def _to_8_bits(self, entry: Entry, name: str, numbers: dict) -> None:
-        if self.state_dtype == "8bit":
-            for key, value in self.optimizer.state.get(entry.q, {}).items():
-                if isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape:
-                    value.copy_(in_8_bits(value, **numbers, name=name.format(key))[0])
+    def _to_codes(self, entry: Entry, name: str, numbers: dict) -> None:
+        """What stands in this code already stays; in 4 bits, rounding it once more could change it."""
+        entry.coded = {key: each for key, each in entry.coded.items() if each[0] == self.state_dtype}
+        for key, value in self.optimizer.state.get(entry.q, {}).items() if self.state_dtype in PREFIXES else ():
+            is_held = isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape
+            if is_held and not (key in entry.coded and torch.equal(value, entry.coded[key][1])):
+                value.copy_(in_code(value, self.state_dtype, **numbers, name=name.format(key))[0])
+                entry.coded[key] = self.state_dtype, value.clone()
 
     def succeed(self, settings: dict[str, Any]) -> None:
         """A new optimizer, attached with these settings, over the parameters of the old one."""
@@ -283,7 +289,7 @@ class Reference:
         self.settings = settings
         self.count, self.stored_seed = 0, None
         for entry in self.entries:
-            entry.master = None
+            entry.master, entry.coded = None, {}
 
     def detach(self) -> None:
         """State goes to the parameter's dtype, masters are dropped, and so are seed and step number."""
@@ -296,7 +302,7 @@ class Reference:
                 if not entry.q.dim() and type(self.optimizer).__module__.startswith("torch.optim"):
                     state.update({key: _as_bf16(value) for key, value in state.items() if key not in SCALARS})
         for entry in self.entries:
-            entry.master = None
+            entry.master, entry.coded = None, {}
         self.count, self.stored_seed = 0, None
 
     def save(self) -> dict[str, Any]:
@@ -305,6 +311,7 @@ class Reference:
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "weights": {entry.name: entry.seen.clone() for entry in self.entries},
             "masters": [None if entry.weight is None else self.read(entry).clone() for entry in self.held()],
+            "coded": [dict(entry.coded) for entry in self.held()],
             "numbers": (self.count, self.stored_seed),
         }
 
@@ -319,6 +326,8 @@ class Reference:
         own = saved["numbers"] == (self.count, self.stored_seed) and _equal(state, now) and (state or not self.count)
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.count, self.stored_seed = saved["numbers"]
+        for entry, coded in zip(self.held(), saved["coded"], strict=True):
+            entry.coded = dict(coded)
         if weights:
             for entry in self.entries:
                 self.write(entry, saved["weights"][entry.name])

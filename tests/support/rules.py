@@ -22,9 +22,9 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from tests.support.eight_bits import widened
 from tests.support.models import BF16, FP32, SharpnessAware, laid_out, make, random_attach, random_spec, values
 from tests.support.oracle import Entry, Stopped, TorchRefuses
+from tests.support.state_codes import PREFIXES, widened
 from tests.support.world import Different, World, same_bits
 
 Tensor = torch.Tensor
@@ -72,8 +72,12 @@ def pick(choices: list, which: int) -> Any:
 
 
 def followed(w: World) -> list[Entry]:
-    """Parameters whose gradients have a known dtype: one that was taken out keeps FP32 until that is noticed."""
-    return w.held if any_in_fp32(w) else w.entries
+    """Parameters whose gradients are known: one that was taken out keeps FP32 until that is noticed.
+
+    An older attachment that releases gradients steps it in backward again.
+    """
+    releases = any(settings.get("release_gradients") for _, settings in w.older)
+    return w.held if releases or any_in_fp32(w) else w.entries
 
 
 def any_in_fp32(w: World) -> bool:
@@ -403,7 +407,7 @@ def interrupted_step(w: World, at: int, signalled: bool) -> None:
 
 def adopt_early(w: World) -> None:
     for entry, name in w.reference.names().items():
-        w.reference.adopt_early(entry, name, widened(w.optimizer.state.get(w[entry.name], {})))
+        w.reference.adopt_early(entry, name, widened(w.optimizer.state.get(w[entry.name], {}), entry.q.shape))
 
 
 def none_or_told(w: World) -> None:
@@ -562,7 +566,7 @@ def other_state(w: World, which: int, how: str) -> None:
     """Somebody puts other tensors into the state, or casts those that are there."""
     ready(w)
     need(w.cls not in (optim.Adagrad, optim.LBFGS))  # which make state once, and cannot step without it
-    need(w.reference.state_dtype != "8bit" and not w.was_in_8_bits)
+    need(w.reference.state_dtype not in PREFIXES and not w.was_in_codes)
     entry = pick([e for e in w.held if e.weight is not None and e.q in w.reference.optimizer.state], which)
     state, meant = w.optimizer.state[w[entry.name]], w.reference.optimizer.state[entry.q]
     if how == "removed":

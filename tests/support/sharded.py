@@ -24,12 +24,13 @@ def digest(tensors):
 
 
 class Small(nn.Module):
-    """Layers whose rows two and four ranks cannot share evenly."""
+    """Layers whose rows two and four ranks cannot share evenly; or with rows of other lengths."""
 
-    def __init__(self):
+    def __init__(self, taken=6, width=10):
         super().__init__()
         torch.manual_seed(7)
-        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+        self.sizes = taken, width
+        self.first, self.norm, self.last = nn.Linear(taken, width), nn.LayerNorm(width), nn.Linear(width, 3)
         self.bfloat16()
 
     def forward(self, x):
@@ -52,7 +53,7 @@ def shard(model, how):
     """Cut a `Small` by FSDP2; "tensor": after tensor parallelism, both along the first dimension."""
     _cut(model, how)
     if how == "tensor":  # `distribute_tensor` cannot cut gradients so: they are picked by what torch cuts of indices
-        indices = Small().double()
+        indices = Small(*model.sizes).double()
         with torch.no_grad():
             for p in indices.parameters():
                 p.copy_(torch.arange(p.numel()).view(p.shape))

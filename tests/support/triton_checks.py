@@ -17,15 +17,15 @@ import torch
 import hmpx
 from hmpx.rounding import eager, halves, native, triton
 from hmpx.rounding.blocks import BlockCodes, Rows
-from hmpx.rounding.eight_bits import decode, encode
+from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.stochastic import numbers_of
 from hmpx.updates.holding.checksums import checksums, clear_written
 from hmpx.updates.stepping import batching
-from tests.support.eight_bits import beside_the_finest_steps
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
+from tests.support.state_codes import beside_the_finest_steps
 
 
 @contextlib.contextmanager
@@ -67,8 +67,8 @@ def coded(by, x, rows, start, spans, given):
         scales = torch.full((-(-(start + x.numel()) // rows.width) * rows.blocks,), -4.0, dtype=torch.bfloat16)
         scales[::2] = 8.0
         before, back = scales.clone(), torch.empty_like(x)
-        encode(BlockCodes(codes, scales, rows, start), x, spans, (3, 4, "w"), given)
-        decode(back, BlockCodes(codes, scales, rows, start))
+        EIGHT_BITS.encode(BlockCodes(codes, scales, rows, start), x, spans, (3, 4, "w"), given)
+        EIGHT_BITS.decode(back, BlockCodes(codes, scales, rows, start))
         assert not given or same(scales, before)
         return codes, scales[rows.range(start, start + x.numel())], back
 
@@ -192,7 +192,7 @@ def step_as_specified(size, row, kind):
         x, states = read_by_the_specification(held), []
         for each in one.states:
             states.append(torch.empty(size))
-            decode(states[-1], BlockCodes(each.tensor, each.beside, Rows.of(row)))
+            EIGHT_BITS.decode(states[-1], BlockCodes(each.tensor, each.beside, Rows.of(row)))
     assert same(triton.read(held), x), (kind, size, row)
     wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
@@ -201,7 +201,7 @@ def step_as_specified(size, row, kind):
         expected = written_by_the_specification(x, held)
         for state, name in zip(states, ("w.m", "w.v"), strict=True):
             codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].beside)
-            encode(BlockCodes(codes, scales, Rows.of(row)), state, [Span(0, size, 0, size, 0)], (*KEY, name))
+            EIGHT_BITS.encode(BlockCodes(codes, scales, Rows.of(row)), state, [Span(0, size, 0, size, 0)], (*KEY, name))
             expected += [codes, scales]
     for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
         assert same(a, b), (kind, size, row, number)
@@ -234,7 +234,7 @@ def check_a_read_of_codes():
         held = made(size, row, BF16).states[0]
         with kernels("eager"):
             out = torch.empty(size)
-            decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
+            EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
         assert same(triton.read(held), out)
 
 

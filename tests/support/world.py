@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import hmpx
-from tests.support.eight_bits import widened
 from tests.support.models import BF16, BY_ELEMENT, CLASSES, FP32, Setup, made_optimizer, make
 from tests.support.oracle import Entry, Reference
+from tests.support.state_codes import PREFIXES, widened
 
 Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ class World:
         self.saved: list[tuple] = []
         self.older: list[tuple] = []  # optimizers of the same parameters before this one, with their settings
         self.schedulers: list | None = None
-        self.attached = self.stepped = self.was_in_8_bits = False
+        self.attached = self.stepped = self.was_in_codes = False
         if setup.attach is not None:
             self.attach()
 
@@ -80,7 +80,7 @@ class World:
             more["model"], self.reference.given = self.model, {entry.name for entry in self.entries}
         hmpx.attach(self.optimizer, **self.settings, **more)
         self.attached = True
-        self.was_in_8_bits |= self.reference.state_dtype == "8bit"
+        self.was_in_codes |= self.reference.state_dtype in PREFIXES
         self.adopted()
 
     def adopted(self) -> None:
@@ -152,11 +152,11 @@ class World:
     def _check_state(self, agree: Callable) -> None:
         ours, theirs = self.optimizer.state, self.reference.optimizer.state
         real = {id(self[entry.name]) for entry in self.entries}
-        # What was rounded to -0 in 8 bits is 0 when it is rounded once more, and no weight depends on which it is.
-        agree_on = (lambda a, b: agree(a + 0.0, b + 0.0)) if self.was_in_8_bits else agree
+        # What was rounded to -0 in a code is 0 when it is rounded once more, and no weight depends on which it is.
+        agree_on = (lambda a, b: agree(a + 0.0, b + 0.0)) if self.was_in_codes else agree
         _demand(all(id(p) in real for p in ours), "state of something that is no parameter of the model")
         for entry in self.entries:
-            given, meant = widened(ours.get(self[entry.name], {})), theirs.get(entry.q, {})
+            given, meant = widened(ours.get(self[entry.name], {}), entry.q.shape), theirs.get(entry.q, {})
             _demand(set(given) == set(meant), f"state of {entry.name}", set(given), set(meant))
             if meant.get("step") == 0:  # what a constructor made, which the first step brings into its dtype
                 continue
@@ -169,7 +169,7 @@ class World:
             self.reference.write(entry, self[entry.name].detach())
             for key, value in self.reference.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor):
-                    value.copy_(widened(self.optimizer.state[self[entry.name]])[key])
+                    value.copy_(widened(self.optimizer.state[self[entry.name]], entry.q.shape)[key])
 
 
 def _demand(condition: Any, what: str, *sides: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from tests.support.eight_bits import in_8_bits, read, widened
+from tests.support.state_codes import in_code, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"a": (20, 300), "b": (77,)}
@@ -46,7 +46,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("into", [FP32, BF16])
 @pytest.mark.parametrize("attached_first", [True, False])
-def test_a_checkpoint_in_8_bits_is_read_exactly_into_wider_state(into, attached_first):
+def test_a_checkpoint_in_code_is_read_exactly_into_wider_state(into, attached_first):
     params, optimizer = made("8bit", 3)
     others, wide = made(into if attached_first else None)
     wide.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -70,7 +70,7 @@ def test_wider_state_is_rounded_stochastically_when_it_comes_to_8_bits(held):
     for name, p in others.items():
         for key in MOMENTS:
             before = optimizer.state[params[name]][key].float()
-            expected, codes, _ = in_8_bits(before, seed=0, step=3, name=f"{name}.{key}.moved")
+            expected, codes, _ = in_code(before, seed=0, step=3, name=f"{name}.{key}.moved")
             assert torch.equal(narrow.state[p][f"hmpx_codes_{key}"], codes)
             assert torch.equal(read(narrow.state[p], key), expected)
 
@@ -89,7 +89,7 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
     "saved, own, state_dtype",
     [((40, 64), (64, 40), "8bit"), ((64, 32), (32, 32), "8bit"), ((200,), (300,), BF16)],
 )
-def test_state_in_8_bits_of_another_shape_is_refused(saved, own, state_dtype):
+def test_state_in_code_of_another_shape_is_refused(saved, own, state_dtype):
     """When it is loaded, or by the first step if `attach` comes after the load; nothing changes."""
 
     def of_shape(shape):

@@ -32,7 +32,7 @@ COUNT = 4 * 15 * 133_312
         *(({"weights": way, "state_dtype": torch.float32}, i % 2 == 1) for i, way in enumerate(WAYS)),
         *(({"weights": "master", "state_dtype": dtype}, False) for dtype in STATE_FORMS),
         ({"weights": "split8", "state_dtype": "8bit"}, True),
-        *(({"fused": True, "state_dtype": dtype}, None) for dtype in (torch.float32, "8bit")),
+        *(({"fused": True, "state_dtype": dtype}, None) for dtype in (torch.float32, "8bit", "4bit")),
     ],
     ids=str,
 )

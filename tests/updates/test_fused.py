@@ -14,8 +14,8 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping.batch import Batch
-from tests.support.eight_bits import in_8_bits, read
 from tests.support.numbers import nearly_equal
+from tests.support.state_codes import in_code, read
 
 BF16 = torch.bfloat16
 CONFIGURATIONS = {
@@ -296,7 +296,7 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
     (wide, reference), (named, optimizer) = both
     if cls is optim.Adagrad:  # whose constructor has made the state
         for key, p in wide:
-            reference.state[p]["sum"] = in_8_bits(
+            reference.state[p]["sum"] = in_code(
                 torch.full(p.shape, 0.1 if "initial_accumulator_value" in options else 0.0),
                 **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
             )[0]
@@ -309,7 +309,7 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
             assert torch.equal(p, q), (key, step)
             for part, value in reference.state[q].items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    value.copy_(in_8_bits(value, seed=4, step=step, name=f"{key}.{part}")[0])
+                    value.copy_(in_code(value, seed=4, step=step, name=f"{key}.{part}")[0])
                     assert torch.equal(read(optimizer.state[p], part), value), (key, part, step)
     assert any("hmpx_codes" in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.updates.holding.state_tensors import HeldCodes
-from tests.support.eight_bits import widened
+from tests.support.state_codes import widened
 from tests.support.training import parameters, set_gradients, train
 
 BF16 = torch.bfloat16

@@ -13,9 +13,9 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping import batching
-from tests.support.eight_bits import in_8_bits, read
 from tests.support.optimizers import UnlistedSGD
 from tests.support.oracle import away_from_zero, to_24_bits
+from tests.support.state_codes import PREFIXES, in_code, read
 from tests.support.training import masters_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,8 +47,8 @@ class Copies:
                 for part, value in self.optimizer.state[q].items() if q.grad is not None else ():
                     if value.dim() and self.state_dtype is BF16:
                         value.copy_(hmpx.stochastic_round(value, **key, name=f"{name}.{part}"))
-                    elif value.dim() and self.state_dtype == "8bit":
-                        value.copy_(in_8_bits(value, **key, name=f"{name}.{part}")[0])
+                    elif value.dim() and self.state_dtype in PREFIXES:
+                        value.copy_(in_code(value, self.state_dtype, **key, name=f"{name}.{part}")[0])
                 if q.grad is not None and self.way == "stochastic":
                     q.copy_(hmpx.stochastic_round(q, **key, name=name))
                 elif self.way == "nearest":
@@ -86,9 +86,10 @@ def assert_same(params, optimizer, copies):
         assert torch.equal(params[name], weight), name
         state = optimizer.state.get(params[name], {})
         for part, value in copies.optimizer.state[copies.params[name]].items():
-            assert torch.equal(read(state, part).float(), value), (name, part)
-            held = state[f"hmpx_codes_{part}" if copies.state_dtype == "8bit" and value.dim() else part]
-            dtype = torch.uint8 if copies.state_dtype == "8bit" else copies.state_dtype
+            assert torch.equal(read(state, part, value.shape).float(), value), (name, part)
+            is_coded = copies.state_dtype in PREFIXES
+            held = state[PREFIXES[copies.state_dtype] + part if is_coded and value.dim() else part]
+            dtype = torch.uint8 if is_coded else copies.state_dtype
             assert not value.dim() or held.dtype is dtype, (name, part)
 
 
@@ -102,7 +103,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(
     "way, state_dtype, cls, options, into",
-    [(*held, *of) for held, of in zip(product(WAYS, [FP32, BF16, "8bit"]), cycle(OPTIMIZERS))],
+    [(*held, *of) for held, of in zip(product(WAYS, [FP32, BF16, *PREFIXES]), cycle(OPTIMIZERS))],
 )
 def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, into, monkeypatch):
     monkeypatch.setattr(batching, "_FLOOR", 64)

@@ -93,6 +93,11 @@ class Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    @property
+    def laid(self) -> Tensor:
+        """A tensor of the parameter's shape, laid as what is held; whoever asks does not look at its values."""
+        return self.tensor
+
     def itself(self, segment: Segment) -> Tensor | None:
         """Return the held memory itself if a step may work on it without a copy, else None."""
         return None

@@ -16,11 +16,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from hmpx.rounding.coding import CodeName
 from hmpx.updates.ranks.sharding import Box, is_sharded, local
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Weights = Literal["stochastic", "nearest", "master", "split", "split8"]
+StateDtype = torch.dtype | CodeName
 Order = tuple[int, ...]  # of dimensions, the outermost in memory first
 
 
@@ -54,7 +56,12 @@ class Way(NamedTuple):
     """
 
     weights: Weights = "stochastic"
-    state_dtype: torch.dtype | Literal["8bit"] = torch.float32
+    state_dtype: StateDtype = torch.float32
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether state of the parameter's shape is held in codes."""
+        return isinstance(self.state_dtype, str)
 
 
 USUAL = Way()

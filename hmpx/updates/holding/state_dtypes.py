@@ -15,6 +15,8 @@ import torch
 from torch import optim
 from torch._subclasses import FakeTensor
 
+from hmpx.rounding.coding import StateCode
+from hmpx.rounding.state_codes import code_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
 
@@ -50,7 +52,9 @@ def cast_state(
     lists: bool = True,
     keeps_own: bool = False,
 ) -> bool:
-    """Cast the state of one parameter from `wrong` to `dtype`, and 8-bit state, which both hold exactly, to `dtype`.
+    """Cast the state of one parameter from `wrong` to `dtype`, and state in codes to `dtype`, to nearest.
+
+    Both dtypes hold 8 bits exactly, and FP32 nearly all of 4 bits.
 
     Args:
         name: of the parameter, for errors.
@@ -114,7 +118,7 @@ def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str
 
 
 def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -> None:
-    """Cast the 8-bit state of a parameter, if it has any, to another dtype."""
+    """Cast the state of a parameter that is in codes, if it has any, to another dtype."""
     if not is_coded(state):
         return
     seen = held(state, p, name)
@@ -124,13 +128,13 @@ def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -
                 if isinstance(value, HeldCodes):
                     state.clear()
                     seen[key] = HeldTensor(value.whole().to(dtype))
-        finally:  # if there was no memory for one of them, it is still in 8 bits
+        finally:  # if there was no memory for one of them, it is still in codes
             state.clear()
             state.update(entries(seen))
 
 
 def has_fp32_state(optimizer: optim.Optimizer) -> bool:
-    """Whether BF16 parameters have FP32 or 8-bit state, which torch's own step cannot use."""
+    """Whether BF16 parameters have FP32 state or codes, which torch's own step cannot use."""
     if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
         return False
     params = [p for _, p in members(optimizer) if p.dtype is BF16 and isinstance(optimizer.state.get(p), dict)]
@@ -139,9 +143,10 @@ def has_fp32_state(optimizer: optim.Optimizer) -> bool:
     return held or any(_scalar_moments(optimizer, p) for p in params)
 
 
-def has_codes(optimizer: optim.Optimizer) -> bool:
-    """Whether there is state in 8 bits."""
-    return any(map(is_coded, optimizer.state.values()))
+def code_in(optimizer: optim.Optimizer) -> StateCode | None:
+    """Return the code that some state is in; None if there is none."""
+    keys = (key for state in optimizer.state.values() if isinstance(state, dict) for key in state)
+    return next(filter(None, map(code_of, keys)), None)
 
 
 def _scalar_moments(optimizer: optim.Optimizer, p: Parameter) -> list[str]:

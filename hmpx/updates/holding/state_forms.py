@@ -1,37 +1,44 @@
-"""Forms of optimizer state between two steps: as left, in BF16 or in 8 bits. Steps see FP32.
+"""Forms of optimizer state between two steps: as left, in BF16 or in codes of a few bits. Steps see FP32.
 
 ================  ================================================================  ==================
 torch.float32     as the step leaves it                                             4 bytes an element
 torch.bfloat16    rounded stochastically                                            2
-"8bit"            rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
+"8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
                   (`hmpx.rounding.eight_bits`)                                      rows below 128
+"4bit"            the same (`hmpx.rounding.four_bits`)                              a half and a 64th; a whole one
+                                                                                    in one dimension, and in rows of
+                                                                                    no multiple of 16
 ================  ================================================================  ==================
 
 The random numbers of a state tensor go by its own name, ``parameter.key``. BF16 holds every floating tensor with a
-dimension, 8 bits every one with the parameter's shape; counts of steps stay as they are in every form.
+dimension, codes every one with the parameter's shape; counts of steps stay as they are in every form.
 
-To add a form, derive a class from `StateForm` and name it in `STATE_FORMS`.
+To add a code, see `hmpx.rounding.state_codes`; to add another form, derive a class from `StateForm` and name it in
+`STATE_FORMS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.rounding.blocks import BLOCK
+from hmpx.rounding.coding import StateCode
+from hmpx.rounding.devices import shows_values
+from hmpx.rounding.eight_bits import EIGHT_BITS
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.segment import Segment, StateDtype
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, held
-from hmpx.updates.ranks.sharding import box_of, local
+from hmpx.updates.ranks.sharding import box_of, is_sharded, local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
-StateDtype = torch.dtype | Literal["8bit"]
 
 
 class StateForm:
@@ -40,10 +47,12 @@ class StateForm:
     Attributes:
         bytes_each: of an element of a state tensor.
         as_left: whether a step on a whole parameter leaves state as it is to be held.
+        is_fused: whether the kernels that step parameters know it.
     """
 
-    bytes_each: ClassVar[float] = 4.0
-    as_left: ClassVar[bool] = True
+    bytes_each: float = 4.0
+    as_left: bool = True
+    is_fused: bool = True
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         """Before a step, bring the state of a parameter, which may be held in another form, to this one.
@@ -76,8 +85,8 @@ class StateForm:
 class InBF16(StateForm):
     """BF16, by stochastic rounding; state of other shapes, such as factored moments, too."""
 
-    bytes_each: ClassVar[float] = 2.0
-    as_left: ClassVar[bool] = False
+    bytes_each = 2.0
+    as_left = False
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         cast_state(optimizer, group, segment.param, FP32, BF16, name=segment.name, lists=False)
@@ -100,11 +109,14 @@ class InBF16(StateForm):
         return out
 
 
-class In8Bits(StateForm):
-    """Codes of 8 bits, by stochastic rounding, with a scale for each block."""
+class InCodes(StateForm):
+    """Codes of a few bits, by stochastic rounding, with a scale for each block."""
 
-    bytes_each: ClassVar[float] = 1 + BF16.itemsize / BLOCK
-    as_left: ClassVar[bool] = False
+    as_left = False
+
+    def __init__(self, code: StateCode) -> None:
+        self._code, self.bytes_each = code, code.bits / 8 + BF16.itemsize / BLOCK
+        self.is_fused = code is EIGHT_BITS
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
@@ -112,21 +124,23 @@ class In8Bits(StateForm):
         for key in [key for key, value in state.items() if is_bf16(value)]:
             filled_again(optimizer, group, p, key, FP32)
         for key, value in held(state, p, segment.name).items():
-            if isinstance(value, HeldTensor) and is_moment(value.tensor):
-                codes = HeldCodes.new(p)
+            in_other = isinstance(value, HeldCodes) and value.code is not self._code
+            if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
+                codes = HeldCodes.new(self._code, p)
                 # Numbers of its own: the step may round the same element again.
-                codes.write(segment, value.tensor, f"{segment.name}.{key}.moved", rounding_key)
-                del state[key]
+                codes.write(segment, value.whole(), f"{segment.name}.{key}.moved", rounding_key)
+                for entry in value.entries(key):
+                    del state[entry]
                 state.update(codes.entries(key))
         return False
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         if not is_moment(value):
             return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
-        return before if isinstance(before, HeldCodes) else HeldCodes.new(param)
+        return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code, param)
 
     def zeros(self, param: Tensor) -> HeldState:
-        made = HeldCodes.new(param)
+        made = HeldCodes.new(self._code, param)
         made.tensor.zero_()
         made.scales.fill_(1)
         return made
@@ -140,7 +154,8 @@ def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:
     return HeldTensor(torch.empty_like(param, dtype=dtype, requires_grad=False))
 
 
-STATE_FORMS: dict[StateDtype, StateForm] = {FP32: StateForm(), BF16: InBF16(), "8bit": In8Bits()}
+STATE_FORMS: dict[StateDtype, StateForm] = {FP32: StateForm(), BF16: InBF16()}
+STATE_FORMS |= {name: InCodes(code) for name, code in STATE_CODES.items()}
 
 
 def form_of(segment: Segment) -> StateForm:
@@ -151,7 +166,7 @@ def form_of(segment: Segment) -> StateForm:
 def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
     """Before a step, bring the state of each parameter to the form in which it is held.
 
-    segments: the BF16 parameters. 8-bit state of the others is cast to their dtype.
+    segments: the BF16 parameters. State in codes of the others is cast to their dtype.
 
     Returns:
         Whether BF16 state was found where state is held in FP32.
@@ -175,8 +190,19 @@ def written(
     if not is_dense or not value.dim() or value.shape != segment.param.shape:
         return {key: form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)}
     holder = form.holder(segment.param, value, before)
-    holder.write(segment, value, name, rounding_key)
+    if holder is not before or not _is_kept(holder, value):
+        holder.write(segment, value, name, rounding_key)
     return holder.entries(key)
+
+
+def _is_kept(held: HeldState, value: Tensor) -> bool:
+    """Whether a step has left what was held, as for a parameter without a gradient, and rounding would change it."""
+    if not isinstance(held, HeldCodes) or held.code.is_stable or not shows_values(held.tensor):
+        return False
+    before = held.whole()
+    before = before if is_sharded(value) or not is_sharded(before) else before.full_tensor()
+    differs = (before != value).any()
+    return not (differs.full_tensor() if is_sharded(differs) else differs)  # the same on every rank
 
 
 def state_name(dtype: StateDtype) -> str:

@@ -1,6 +1,6 @@
-"""Holders of one state tensor between two steps: as it is, or in 8 bits.
+"""Holders of one state tensor between two steps: as it is, or in codes of a few bits.
 
-A tensor in 8 bits stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
+A tensor in codes stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
 hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors where the parameter is
 one, so that whatever saves, moves or shards optimizer state does so with them.
 """
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
-from hmpx.rounding.eight_bits import decode, encode, largest, scales_for
+from hmpx.rounding.coding import StateCode
+from hmpx.rounding.eight_bits import EIGHT_BITS
+from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
+_SHARED = 16  # elements: rows that up to eight ranks share, two elements in a byte
 
 
 class StateBlocks(NamedTuple):
@@ -69,6 +72,24 @@ class StateBlocks(NamedTuple):
         scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
+    def per_byte(self, code: StateCode, tensor: Tensor) -> int:
+        """Return how many codes of a tensor with this layout share a byte.
+
+        A checkpoint goes to any ranks where this does not depend on them. So it is one for rows whose length is no
+        multiple of `_SHARED` and for tensors of one dimension, which are cut anyhow; and where a rank would hold a part
+        of a byte.
+        """
+        each, length = 8 // code.bits, math.prod(tensor.shape[self.folded :])
+        if each == 1 or not self.folded or self.is_scattered or length % _SHARED:
+            return 1
+        ranks = math.prod(dist.get_world_size(group) for group in self.cut)
+        return each if tensor.shape[self.folded] % ranks == 0 and length % (each * ranks) == 0 else 1
+
+    def of_codes(self, shape: torch.Size, per_byte: int) -> torch.Size:
+        """Return the shape of the codes of a tensor, or of a rank's part, of this shape."""
+        row = math.prod(shape[self.folded :]) // per_byte
+        return shape if per_byte == 1 else torch.Size((*shape[: self.folded], row))
+
     def of_all(self, tensor: Tensor) -> torch.Size:
         """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""
         return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
@@ -84,23 +105,21 @@ class StateBlocks(NamedTuple):
         return both[0], both[1]
 
 
-def sharded_scales(scales: Tensor, param: Tensor, layout: StateBlocks) -> Tensor:
-    """Make the scales of a sharded parameter a DTensor: cut as its rows are, else whole on every rank."""
+def _sharded(part: Tensor, param: Tensor, shape: torch.Size, cut: int) -> Tensor:
+    """Make what this rank holds of a tensor of this shape a DTensor, if the parameter is one.
+
+    cut: dimensions that are cut as the parameter's are. Of one that is cut further on, each rank holds all.
+    """
     if not is_sharded(param):
-        return scales
+        return part
     from torch.distributed.tensor import DTensor, Replicate
 
-    placements = [
-        each if getattr(each, "dim", layout.folded) < layout.folded else Replicate() for each in param.placements
-    ]
-    shape = layout.of_all(param)
+    placements = [each if getattr(each, "dim", -1) < cut else Replicate() for each in param.placements]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(scales, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(part, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 BF16 = torch.bfloat16
-
-CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
 
 
 class HeldState(Held):
@@ -133,77 +152,89 @@ class HeldTensor(HeldState):
 
 
 class HeldCodes(HeldState):
-    """A tensor in 8 bits; `hmpx.rounding.eight_bits` has the code.
+    """A tensor in codes of a few bits.
 
     Attributes:
-        tensor: the codes, uint8, of the parameter's shape, contiguous.
+        code: what the codes mean.
+        tensor: the codes, uint8, contiguous: in the parameter's shape, or as `StateBlocks.of_codes` says.
         scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
             and the last one counts the blocks of a row; see `StateBlocks`.
     """
 
-    kind = native.CODED
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+    def __init__(self, code: StateCode, codes: Tensor, scales: Tensor, param: Tensor) -> None:
         super().__init__(codes)
-        self.scales = scales
+        self.code, self.scales, self._param, self._layout = code, scales, param, StateBlocks.of(param)
 
     @classmethod
-    def new(cls, param: Tensor) -> HeldCodes:
+    def new(cls, code: StateCode, param: Tensor, per_byte: int | None = None) -> HeldCodes:
         """Uninitialised memory for the state of a parameter."""
         held, layout = local(param), StateBlocks.of(param)
-        codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
+        per_byte = layout.per_byte(code, param) if per_byte is None else per_byte
+        codes = torch.empty(layout.of_codes(held.shape, per_byte), dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
-        return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
+        codes = _sharded(codes, param, layout.of_codes(param.shape, per_byte), param.dim())
+        return cls(code, codes, _sharded(scales, param, layout.of_all(param), layout.folded), param)
+
+    @property
+    def laid(self) -> Tensor:
+        return torch.empty(local(self._param).shape, device="meta")
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        row = StateBlocks.of(self.tensor).rows.width
-        return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=row)
+        if self.code is not EIGHT_BITS:
+            return None
+        return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
-        layout = StateBlocks.of(self.tensor)
-        if layout.is_scattered:  # a part is all that this rank holds
+        if self._layout.is_scattered:  # a part is all that this rank holds
             out.copy_(local(self.whole()).reshape(out.shape))
             return
-        codes = self._codes(segment)
-        flat = out if out.is_contiguous() else torch.empty_like(codes.codes, dtype=torch.float32)
-        decode(flat.view(-1), codes)
+        flat = out if out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        self.code.decode(flat.view(-1), self._codes(segment))
         if flat is not out:
-            out.copy_(flat.view(out.shape))
+            out.copy_(flat)
 
     def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        layout = StateBlocks.of(self.tensor)
+        layout = self._layout
         if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
-            if value.shape != self.tensor.shape or is_sharded(value):
-                value = like(cast("DTensor", self.tensor), local(value).view(local(self.tensor).shape)).full_tensor()
-            whole = HeldCodes.new(value)
+            if value.shape != self._param.shape or is_sharded(value):
+                value = like(cast("DTensor", self._param), local(value).view(local(self._param).shape)).full_tensor()
+            whole = HeldCodes.new(self.code, value, self._per_byte)
             whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
             local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
             local(self.scales).copy_(held_part(self.scales, whole.scales))
             return
         x, scales = local(value).float().contiguous().view(-1), local(self.scales)
         if layout.cut:
-            scales.view(-1).copy_(scales_for(*layout.over_ranks(*largest(x, layout.rows, 0))))
+            found = layout.over_ranks(*self.code.largest(x, layout.rows, 0))
+            scales.view(-1).copy_(self.code.scales_for(*found))
         numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
-        encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
+        self.code.encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
+
+    @property
+    def _per_byte(self) -> int:
+        return 1 if self.tensor.shape == self._param.shape else 8 // self.code.bits
 
     def _codes(self, segment: Segment | None = None) -> BlockCodes:
         """Return the codes of a segment, or of all that this rank holds."""
-        codes, rows = local(self.tensor).view(-1), StateBlocks.of(self.tensor).rows
-        if segment is not None and segment.start is not None:
-            return BlockCodes(codes[segment.start : segment.stop], local(self.scales), rows, segment.start)
-        return BlockCodes(codes, local(self.scales), rows)
+        codes, scales, rows = local(self.tensor).view(-1), local(self.scales), self._layout.rows
+        if segment is not None and segment.start is not None and segment.stop is not None:
+            each = self._per_byte
+            return BlockCodes(codes[segment.start // each : segment.stop // each], scales, rows, segment.start)
+        return BlockCodes(codes, scales, rows)
 
     def whole(self) -> Tensor:
-        if StateBlocks.of(self.tensor).is_scattered:
-            codes, scales = cast("DTensor", self.tensor), cast("DTensor", self.scales)
-            whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
-            return like(codes, held_part(codes, whole).contiguous())
-        out = torch.empty_like(local(self.tensor), dtype=torch.float32)
-        decode(out.view(-1), self._codes())
-        return like(self.tensor, out) if is_sharded(self.tensor) else out
+        param = self._param
+        if self._layout.is_scattered:
+            codes, scales = cast("DTensor", self.tensor).full_tensor(), cast("DTensor", self.scales).full_tensor()
+            whole = HeldCodes(self.code, codes, scales, codes).whole()
+            return like(cast("DTensor", param), held_part(param, whole).contiguous())
+        held = local(param)
+        out = torch.empty(held.shape, dtype=torch.float32, device=local(self.tensor).device)
+        self.code.decode(out.view(-1), self._codes())
+        return like(param, out) if is_sharded(param) else out
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        return {CODES + key: self.tensor, SCALES + key: self.scales}
+        return {self.code.prefix + key: self.tensor, SCALES + key: self.scales}
 
 
 def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
@@ -215,18 +246,21 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         HmpxError: codes or scales have not the shapes that the parameter's have, or a rank holds another part of them.
     """
     for key, codes in state.items():
-        if not isinstance(key, str) or not key.startswith(CODES):
+        code = code_of(key)
+        if code is None:
             continue
-        layout, own = StateBlocks.of(param), key.removeprefix(CODES)
+        layout, own = StateBlocks.of(param), key.removeprefix(code.prefix)
         scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
         if scales is None:
-            raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
+            raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
         kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
-        fits = tuple(param.shape), tuple(layout.of_all(param)), tuple(local(param).shape), layout.shape
+        per_byte = layout.per_byte(code, param)
+        whole, here = (tuple(layout.of_codes(each.shape, per_byte)) for each in (param, local(param)))
+        fits = whole, tuple(layout.of_all(param)), here, layout.shape
         if kept != fits:
             raise HmpxError(
-                f"{own!r} of {of} is in 8 bits for another shape, or sharded in another way: {kept[0]} with scales "
-                f"{kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is {fits[0]} with "
+                f"{own!r} of {of} is in {code.bits} bits for another shape, or sharded in another way: {kept[0]} with "
+                f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is {fits[0]} with "
                 f"{fits[1]}, here {fits[2]} with {fits[3]}"
             )
 
@@ -241,11 +275,12 @@ def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = key if isinstance(key, str) else ""
-        if name.startswith(CODES):
+        code = code_of(name)
+        if code is not None:
             # A load that hmpx does not see casts the codes to the parameter's dtype, which holds them exactly.
             codes = value if value.dtype is torch.uint8 else value.to(torch.uint8)
-            own = name.removeprefix(CODES)
-            found[own] = HeldCodes(codes, state[SCALES + own].to(BF16))
+            own = name.removeprefix(code.prefix)
+            found[own] = HeldCodes(code, codes, state[SCALES + own].to(BF16), param)
         elif not name.startswith(SCALES):
             is_held = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
             found[key] = HeldTensor(value) if is_held else value
@@ -261,16 +296,18 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a parameter by the optimizer's own keys; of 8-bit tensors, the codes."""
+    """Return the state of a parameter by the optimizer's own keys; of tensors in codes, those."""
     if not is_coded(state):
         return state
-    return {key.removeprefix(CODES): value for key, value in state.items() if not key.startswith(SCALES)}
+    coded = {key: code_of(key) for key in state}
+    own = {key: key if code is None else key.removeprefix(code.prefix) for key, code in coded.items()}
+    return {own[key]: value for key, value in state.items() if not key.startswith(SCALES)}
 
 
 def is_coded(state: Any) -> TypeGuard[dict]:
-    """Whether some of a parameter's state is in 8 bits."""
+    """Whether some of a parameter's state is in codes of a few bits."""
     if isinstance(state, dict):
         for key in state:  # a loop, as every step asks this of every parameter
-            if isinstance(key, str) and key.startswith(CODES):
+            if code_of(key) is not None:
                 return True
     return False

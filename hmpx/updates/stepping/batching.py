@@ -12,9 +12,9 @@ import torch
 
 from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import by_own_keys
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import scope_of
 
@@ -149,7 +149,8 @@ def can_be_cut(optimizer: Optimizer, segments: list[Segment]) -> bool:
         p, state = segment.param, optimizer.state.get(segment.param)
         if is_lazy(p) or (p.grad is not None and p.grad.layout is not torch.strided):
             return False
-        for value in by_own_keys(state).values() if by_element and isinstance(state, dict) else ():
-            if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
+        for key, value in state.items() if by_element and isinstance(state, dict) else ():
+            is_apart = isinstance(value, Tensor) and value.dim() and value.shape != p.shape
+            if is_apart and code_of(key) is None and not str(key).startswith(SCALES):
                 return False
     return True

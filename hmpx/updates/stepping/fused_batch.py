@@ -11,6 +11,7 @@ Parameters that no kernel takes are stepped in other batches:
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
+- with state in "fp8" or "4bit";
 - on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in 8 bits, in several rows whose
   length is no multiple of 128.
 """
@@ -28,13 +29,15 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
+from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
+from hmpx.rounding.state_codes import SCALES
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import CODES, SCALES, HeldCodes, StateBlocks, by_own_keys
+from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.stepping.shown import StepContext
@@ -76,8 +79,8 @@ def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool
     if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
         return False
     _refuse_dtypes(segment, formula.states(group), state)
-    in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
-    if in_8_bits and not _can_be_coded(segment, state, kernels):
+    is_coded = segment.way.is_coded and any(formula.states(group))
+    if is_coded and not (form_of(segment).is_fused and _can_be_coded(segment, state, kernels)):
         return False
     held = [v for v in known.values() if isinstance(v, Tensor) and v.dim()]
     return p.numel() < 2**32 and grad.dtype in (torch.bfloat16, torch.float32) and kernels.can_read(p, grad, *held)
@@ -233,9 +236,10 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     if key is None:
         return None
     name = name_id(f"{segment.name}.{key}")
-    if CODES + key not in state:
+    if EIGHT_BITS.prefix + key not in state:
         return StoredTensor.of(state[key], name)
-    return HeldCodes(state[CODES + key], state[SCALES + key]).for_kernels(segment, name)
+    codes, scales = state[EIGHT_BITS.prefix + key], state[SCALES + key]
+    return HeldCodes(EIGHT_BITS, codes, scales, segment.param).for_kernels(segment, name)
 
 
 def _can_be_coded(segment: Segment, state: dict, kernels: ModuleType) -> bool:

@@ -211,7 +211,7 @@ class BF16Parameters:
 
     def _way(self, optimizer: Optimizer, name: str) -> Way:
         way = self._settings.way(name)
-        return way._replace(state_dtype=torch.bfloat16) if way.state_dtype == "8bit" and is_muon(optimizer) else way
+        return way._replace(state_dtype=torch.bfloat16) if way.is_coded and is_muon(optimizer) else way
 
     def _segment(self, optimizer: Optimizer, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
         if getattr(p, "_fsdp_flattened", False):
@@ -226,10 +226,10 @@ class BF16Parameters:
         place = self.places.get(name)
         if place is None:
             return box_of(p, name)
-        if way.state_dtype == "8bit" and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
+        if way.is_coded and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
             raise HmpxError(
-                f"places: {name!r} is cut across rows, which in 8 bits share scales with other ranks: give it "
-                "state_dtype=torch.bfloat16, or shard it as a DTensor"
+                f"places: {name!r} is cut across rows, which with state_dtype={way.state_dtype!r} share scales with "
+                "other ranks: give it state_dtype=torch.bfloat16, or shard it as a DTensor"
             )
         return placed(p, name, place)
 

@@ -180,7 +180,7 @@ class Shown:
         if self.grad is not None:
             self.grad.show(room, p if self._by_memory else self.segment.grad)
         for key, piece in self._pieces.items():
-            piece.show(room, p if self._by_memory else piece.held.tensor)
+            piece.show(room, p if self._by_memory else piece.held.laid)
             assert self._state.shown is not None, "pieces are shown in it"
             self._state.shown[key] = piece.x
         self.rest()

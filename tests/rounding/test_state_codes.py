@@ -1,4 +1,4 @@
-"""State in 8 bits: every code and scale against an oracle in FP64, the mean, the corners, and parts of a tensor."""
+"""State in codes: every code and scale against an oracle, the mean, the corners, parts of a tensor, torchao."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes, Rows
-from hmpx.rounding.eight_bits import decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.keys import Span
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks
-from tests.support.eight_bits import beside_the_finest_steps, in_8_bits, numbers, read, row_length
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
+from tests.support.state_codes import beside_the_finest_steps, in_code, numbers, read, row_length
 
 
 @pytest.fixture(params=["C", "eager"], autouse=True)
@@ -33,58 +33,76 @@ KEY = {"seed": 7, "step": 3}
 SHAPES = [(5,), (300,), (128,), (3, 128), (5, 300), (40, 9), (8, 4, 3, 3), (2, 3, 130), (7, 1), (0,), (3, 0), (1, 1000)]
 
 
-def written(x, name="w.exp_avg", **key):
-    held = HeldCodes.new(x)
-    held.write(Segment(torch.nn.Parameter(x.bfloat16()), "w"), x, name, RoundingKey(**(key or KEY)))
+def written(x, code="8bit", **key):
+    held = HeldCodes.new(STATE_CODES[code], x)
+    held.write(Segment(torch.nn.Parameter(x.bfloat16()), "w"), x, "w.exp_avg", RoundingKey(**(key or KEY)))
     return held
 
 
-def check(x, **key):
-    held, (values, codes, scales) = written(x, **key), in_8_bits(x, **(key or KEY), name="w.exp_avg")
+def check(x, code="8bit", **key):
+    held, (values, codes, scales) = written(x, code, **key), in_code(x, code, **(key or KEY), name="w.exp_avg")
     assert torch.equal(held.tensor, codes)
-    assert torch.equal(held.scales.double().view(-1), scales)
+    assert torch.equal(held.scales.double().view(-1).nan_to_num(nan=5e37), scales.nan_to_num(nan=5e37))
     assert torch.equal(held.whole().nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
-    assert torch.equal(read(held.entries("m"), "m").nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
+    assert torch.equal(read(held.entries("m"), "m", x.shape).nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
     return held
 
 
+of_every_code = pytest.mark.parametrize("code", STATE_CODES)
+
+
+@of_every_code
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_every_code_and_scale_is_the_oracles(shape):
+def test_every_code_and_scale_is_the_oracles(shape, code):
+    """Signed, nowhere negative, and all above 0."""
     for seed in range(4):
-        check(spread(shape, seed), seed=seed, step=seed + 1)
+        check(spread(shape, seed), code, seed=seed, step=seed + 1)
+        check(spread(shape, seed).square() + 1e-3, code, seed=seed, step=seed + 1)
 
 
+@of_every_code
 @torch.no_grad()
-def test_special_values_stay_what_they_are():
+def test_special_values_do_not_become_numbers(code):
+    """In 8 bits they stay what they are; e4m3 has no inf; in 4 bits the block is NaN."""
     x = special_values()
-    held = check(x)
-    assert torch.equal(held.whole().isnan(), x.isnan()) and torch.equal(held.whole().isinf(), x.isinf())
-    check(x.abs().nan_to_num(nan=1e-40)[x.abs() < 1e-30])  # a block of numbers below the normal range
-    for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 1.85 * 2.0**126, 3.4e38, -1e-45):
-        check(torch.full((130,), value))
-    assert not written(torch.zeros(3, 200)).tensor.any()
+    seen = check(x, code).whole()
+    unlike = {"8bit": x.isnan(), "fp8": ~x.isfinite(), "4bit": torch.ones_like(x, dtype=torch.bool)}
+    assert torch.equal(seen.isnan(), unlike[code]) and torch.equal(seen.isinf(), x.isinf() & (code == "8bit"))
+    check(x.abs().nan_to_num(nan=1e-40)[x.abs() < 1e-30], code)  # a block of numbers below the normal range
+    for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 1.85 * 2.0**126, 3.4e38, -3.4e38, -1e-45):
+        check(torch.full((130,), value), code)
+    assert not written(torch.zeros(3, 200), code).whole().any()
 
 
+@pytest.mark.parametrize("code", [code for code in STATE_CODES if STATE_CODES[code].is_stable])
 @torch.no_grad()
-def test_what_a_code_holds_stays_itself_in_bf16_too():
+def test_what_a_code_holds_stays_itself_in_bf16_too(code):
     for seed in range(4):
-        held = written(spread((4, 300), seed))
+        held = written(spread((4, 300), seed), code)
         once = held.whole()
         assert torch.equal(once, once.bfloat16().float())
-        assert torch.equal(written(once, seed=99, step=99).whole(), once)
+        assert torch.equal(written(once, code, seed=99, step=99).whole(), once)
 
 
-@pytest.mark.parametrize("value", [4e-6, 0.013, 0.7, -1e-7, -2e-4, -0.3])
+@pytest.mark.parametrize(
+    "code, value",
+    [
+        *(("8bit", value) for value in (4e-6, 0.013, 0.7, -1e-7, -2e-4, -0.3)),
+        *(("fp8", value) for value in (3e-4, 0.7, -1e-7, -0.3)),
+        *(("4bit", value) for value in (0.07, 0.99, -1e-4, -0.3, -0.93)),
+    ],
+)
 @torch.no_grad()
-def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value):
+def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(code, value):
     """Beside a 1 in its block, in many steps."""
     x = torch.full((100, 128), value)
     x[:, 0] = 1.0
-    found = torch.stack([written(x, seed=0, step=step).whole()[:, 1:] for step in range(20)]).double()
-    spacing = (found.max() - found.min()).item()
-    noise = math.sqrt(abs(value) * spacing / found.numel())  # at most, of a rounding between two neighbours
-    assert abs(found.mean().item() - value) < 4.5 * noise + abs(value) * 1e-4
+    found = torch.stack([written(x, code, seed=0, step=step).whole() for step in range(80)]).double()
+    for part, mean in ((found[..., 1:], value), (found[..., 0], 1.0)):
+        spacing = (part.max() - part.min()).item()
+        noise = math.sqrt(abs(mean) * spacing / part.numel())  # at most, of a rounding between two neighbours
+        assert abs(part.mean().item() - mean) < 4 * noise + abs(mean) * 2e-5
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -94,21 +112,54 @@ def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to
     assert torch.equal(check(x).tensor[1:], codes[1:])
 
 
+@pytest.mark.parametrize("code, least, of_signed", [("8bit", 2.0**-18, 2.0**-10), ("fp8", 2.0**-17, 2.0**-17)])
 @torch.no_grad()
-def test_no_positive_number_becomes_0_where_none_is_negative():
-    """The least number is 2^-18 beside a 1; zero stays zero, and with a -1 both are met."""
-    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
+def test_no_positive_number_becomes_0_where_none_is_negative(code, least, of_signed):
+    """The least number beside a 1: of e4m3, 2^-9 where 256 is 1; zero stays zero, and with a -1 both are met."""
+    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, least / 2, least, -0.0])
     for step in range(40):
-        assert written(x, seed=0, step=step).whole().tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
-    signed = torch.cat([torch.full((100,), 2.0**-11), torch.tensor([-1.0])])
-    assert written(signed).whole().unique().tolist() == [-1.0, 0.0, 2.0**-10]
+        assert written(x, code, seed=0, step=step).whole().tolist() == [1.0, 0.0, *[least] * 4, 0.0]
+    signed = torch.cat([torch.full((100,), of_signed / 2), torch.tensor([-1.0])])
+    assert written(signed, code).whole().unique().tolist() == [-1.0, 0.0, of_signed]
 
 
 @torch.no_grad()
-def test_parts_have_the_bits_of_the_whole():
+def test_in_4_bits_zero_stays_zero_and_no_positive_number_becomes_it():
+    """Unless the block has negative numbers; without a zero, the least number is a sixteenth."""
+    for step in range(40):
+        key = {"seed": 0, "step": step}
+        assert (written(torch.tensor([1.0, 0.0, 1e-30, 1e-3]), "4bit", **key).whole() > 0).tolist() == [1, 0, 1, 1]
+        least, most = written(torch.tensor([[1.0, 1e-30]]), "4bit", **key).whole()[0].tolist()[::-1]
+        assert least == 1 / 16 and most == 1.0
+    seen = written(torch.cat([torch.full((100,), 0.002), torch.tensor([-0.8875])]), "4bit").whole()
+    assert seen[:100].unique().tolist() == [0.0, torch.tensor(0.0055).item()] and seen[100] < -0.66
+
+
+@torch.no_grad()
+def test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales():
+    """Its 4 bits, signed and not, and its FP8, a block a row; it computes them in FP32, too."""
+    four, fp8 = pytest.importorskip("torchao.optim.subclass_4bit"), pytest.importorskip("torchao.optim.subclass_fp8")
+    maps = {True: four.get_qmap_signed(), False: four.get_qmap_unsigned()}
+    for signed, meant in maps.items():
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+        held = written(x if signed else x.square() + 1e-6, "4bit")
+        assert held.tensor.shape == (64, 128) and bool((held.scales < 0).all()) is signed
+        scales = held.scales.float().abs().view(-1)
+        theirs = four.OptimState4bit(held.tensor.view(-1), scales, torch.tensor(meant), signed, x.shape)
+        assert torch.equal(theirs.dequantize(), held.whole())
+        held = written(x if signed else x.square(), "fp8")
+        codes = held.tensor.view(torch.float8_e4m3fn).view(-1)
+        assert torch.equal(
+            fp8.OptimStateFp8(codes, held.scales.float().abs().view(-1)).dequantize().view(64, 256), held.whole()
+        )
+
+
+@of_every_code
+@torch.no_grad()
+def test_parts_have_the_bits_of_the_whole(code):
     for shape in SHAPES:
         x = spread(shape)
-        whole, parts, p = written(x), HeldCodes.new(x), torch.nn.Parameter(x.bfloat16())
+        whole, parts, p = written(x, code), HeldCodes.new(STATE_CODES[code], x), torch.nn.Parameter(x.bfloat16())
         parts.tensor.fill_(77)
         parts.scales.fill_(7)
         segments = list(Segment(p, "w").parts(64, StateBlocks.of(x).rows.floor))
@@ -151,10 +202,12 @@ def both(kernel, arguments, monkeypatch):
     return found
 
 
-def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
+@of_every_code
+def test_the_c_kernels_have_the_bits_of_the_eager_ones(code, kernel, monkeypatch):
     """Rows of any width, from any column on, of a parameter of nearly 2^32 elements."""
     if native.can_read(torch.zeros(1)) is False:
         return  # nothing to compare
+    coder = STATE_CODES[code]
     for i, (width, first, count) in enumerate(itertools.product((1, 127, 129, 300), (0, 5, 128, 250), (1, 7))):
         x = spread((width * count,), i)
         special = special_values()[: len(x)]
@@ -167,11 +220,12 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
             codes, scales = torch.empty(len(x), dtype=torch.uint8), torch.ones(count * rows.blocks).bfloat16()
             return BlockCodes(codes, scales, rows), x, spans, keys
 
-        (codes, scales, _), (eager_codes, eager_scales, _) = both(encode, coded, monkeypatch)
+        (codes, scales, _), (eager_codes, eager_scales, _) = both(coder.encode, coded, monkeypatch)
         assert torch.equal(codes, eager_codes), (width, first, count)
         held = BlockCodes(codes, scales, rows)
-        seen = both(decode, lambda held=held: (torch.empty(len(held.codes)), held), monkeypatch)
-        decode(out := torch.empty(len(x)), held._replace(scales=eager_scales))  # of blocks that are not held: any
+        seen = both(coder.decode, lambda held=held: (torch.empty(len(held.codes)), held), monkeypatch)
+        of_eager = held._replace(scales=eager_scales)  # of blocks that are not held: any
+        coder.decode(out := torch.empty(len(x)), of_eager)
         assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))
         assert torch.equal(*(each[0].nan_to_num(nan=3e30) for each in seen))
 

@@ -1,0 +1,176 @@
+"""How optimizer state becomes codes of a few bits, and numbers again: a row of blocks at a time, in eager torch.
+
+A `StateCode` says which numbers a code has. It gets the elements of whole blocks, [blocks, BLOCK], and one scale for
+each block; `encode` and `decode` here find these in a tensor that is held in parts, on any device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from hmpx.rounding import native
+from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
+from hmpx.rounding.devices import is_on_host, reinterpreted
+from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.keys import Keys, Span, derive_key
+from hmpx.rounding.stochastic import numbers_of
+
+Tensor = torch.Tensor
+CodeName = Literal["8bit", "fp8", "4bit"]
+
+_CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
+_SHEETS = 2  # on an accelerator, where a call costs more than its elements: parts of a tensor
+_INFINITY = 0x7F800000  # as bits
+
+
+class _Sheet(NamedTuple):
+    """Elements `start` ... `stop - 1`: a rectangle, and the rectangle of scales over its blocks."""
+
+    start: int
+    stop: int
+    width: int
+    rows: slice
+    blocks: slice
+    padding: tuple[int, int]  # to whole blocks, at both ends of a row
+
+    def in_blocks(self, x: Tensor, origin: int) -> Tensor:
+        """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
+        held = x[self.start - origin : self.stop - origin].view(-1, self.width)
+        return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
+
+    def out_of_blocks(self, blocks: Tensor) -> Tensor:
+        """Undo `in_blocks`; the result is flat."""
+        rows = blocks.view(-1, self.width + sum(self.padding))
+        return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
+
+
+def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
+    """Yield rectangles of the elements of `x`, which begin at element `start` of what is held, in whole blocks."""
+    stop = start + x.numel()
+    chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
+    while start < stop:
+        row, column = divmod(start, rows.width)
+        count = (stop - start) // rows.width if not column else 0
+        width = rows.width if count else min(rows.width - column, stop - start)
+        if width > chunk:
+            width = rows.floor(start + chunk) - start
+        left, right = (rows.first + column) % BLOCK, -(rows.first + column + width) % BLOCK
+        count = max(min(count, chunk // (left + width + right)), 1) if width == rows.width else 1
+        block = (rows.first + column) // BLOCK
+        blocks = slice(block, block + (left + width + right) // BLOCK)
+        yield _Sheet(start, start + count * width, width, slice(row, row + count), blocks, (left, right))
+        start += count * width
+
+
+class StateCode(ABC):
+    """A code of a few bits for the elements of a block, which share a scale.
+
+    Attributes:
+        name: the value of `state_dtype`.
+        prefix: before the optimizer's own name of a state tensor, the name of its codes.
+        bits: of an element, 8 or less.
+        is_stable: whether what was rounded stays itself when it is rounded again, with the scale that it then gets.
+        has_infinity: whether single elements can be inf or NaN, so that the scale goes by the finite ones.
+    """
+
+    name: CodeName
+    prefix: str
+    bits: int = 8
+    is_stable: bool = True
+    has_infinity: bool = True
+
+    @abstractmethod
+    def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
+        """Return the BF16 scales of blocks, from the result of `largest`."""
+
+    @abstractmethod
+    def codes_of(self, values: Tensor, r: Tensor, scale: Tensor) -> Tensor:
+        """Return the codes of FP32 values, [blocks, BLOCK], int32.
+
+        Args:
+            r: a random number of 16 bits for each, int32.
+            scale: of each block, BF16, [blocks, 1].
+        """
+
+    @abstractmethod
+    def numbers_of(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return the FP32 numbers of int32 codes; the inverse of `codes_of` for what the code holds."""
+
+    def largest(self, x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
+        """Return the bits of the largest magnitude of each block, and those of its numbers that are not positive, flat.
+
+        The second ones are int32 too, one more than the bits, and 0 where all are positive. Where other ranks hold a
+        part of a block, only the own part counts; blocks between two rows that are held get 0.
+
+        x: FP32 and flat, the elements from `start` on.
+        """
+        if not x.numel():
+            return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
+        found = rows.range(start, start + x.numel())
+        above, below = start // rows.width, -(-(start + x.numel()) // rows.width)
+        magnitudes = torch.zeros(below - above, rows.blocks, dtype=torch.int32, device=x.device)
+        not_positive = torch.zeros_like(magnitudes)
+        for sheet in _sheets(start, x, rows):
+            blocks = sheet.in_blocks(x, start)
+            bits = reinterpreted(blocks, torch.int32) & 0x7FFFFFFF
+            here = slice(sheet.rows.start - above, sheet.rows.stop - above), sheet.blocks
+            shape = magnitudes[here].shape
+            counted = torch.where(bits < _INFINITY, bits, 0) if self.has_infinity else bits
+            magnitudes[here] = counted.amax(1).view(shape)
+            not_positive[here] = torch.where(sheet.in_blocks(x <= 0, start), bits + 1, 0).amax(1).view(shape)
+        told = slice(found.start - above * rows.blocks, found.stop - above * rows.blocks)
+        return magnitudes.view(-1)[told], not_positive.view(-1)[told]
+
+    def encode(self, held: BlockCodes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
+        """Write FP32 `x`, flat, rounded stochastically.
+
+        Args:
+            spans, keys: what the random numbers of the elements of `x` depend on.
+            given: whether the scales are there; else those of these elements are written.
+        """
+        codes, scales, rows, start = held
+        if not x.numel():
+            return
+        kernels = self._kernels(held, x)
+        if kernels is not None and all(span.has_one_key for span in spans):
+            kernels.encode_codes(self.name, held, x, spans, derive_key(*keys), given)
+            return
+        if not given:
+            scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
+        numbers, per_byte = numbers_of(x, spans, keys), x.numel() // codes.numel()
+        for sheet in _sheets(start, x, rows):
+            scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
+            values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
+            code = sheet.out_of_blocks(self.codes_of(values, r, scale)).to(torch.uint8)
+            if per_byte == 2:
+                code = code[::2] * 16 + code[1::2]
+            codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte] = code
+
+    def decode(self, out: Tensor, held: BlockCodes) -> None:
+        """Write the numbers to flat FP32 `out`."""
+        codes, scales, rows, start = held
+        kernels = self._kernels(held, out)
+        if kernels is not None:
+            kernels.decode_codes(self.name, held, out)
+            return
+        per_byte = out.numel() // max(codes.numel(), 1)
+        for sheet in _sheets(start, out, rows):
+            scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
+            code = codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte].to(torch.int32)
+            if per_byte == 2:
+                code = torch.stack((code // 16, code % 16), 1).view(-1)
+            y = self.numbers_of(sheet.in_blocks(code, sheet.start), scale)
+            out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
+
+    def _kernels(self, held: BlockCodes, x: Tensor) -> ModuleType | None:
+        """Return the kernels that can move these codes from or to FP32 `x`; None if there are none, or no elements."""
+        if not x.numel() or not native.is_plain(held.scales) or held.scales.device != x.device:
+            return None  # scales have a shape of their own, and codes may have
+        kernels = kernels_for(x)
+        return kernels if kernels and self.name in kernels.CODES and kernels.can_read(held.codes) else None
