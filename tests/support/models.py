@@ -23,6 +23,7 @@ OFF: dict[str, str] = {
     "use_fp32_grad_acc and model.to() between backward and step": "torch casts the gradient that waits",
     "Adagrad and LBFGS, add_param_group": "torch's own cannot step a parameter that came later",
     "Adagrad, unattached, and model.to()": "torch alone keeps the state that its constructor has made in the old dtype",
+    "BF16 state by hand, unattached, and model.float()": "torch alone steps on BF16 state, or refuses it: test_steps",
     "LBFGS of FP32 parameters, failing closures": "torch alone steps them, and keeps what state it has made",
     "FP32 parameters, expanded gradients": "torch's own ASGD computes them to other bits than contiguous ones",
     "regions, copies after the first group is gone": "torch's copies have no hook to tell them the number of the step",

@@ -323,7 +323,11 @@ class Reference:
         masters that are here.
         """
         state, now = saved["optimizer"]["state"], self.optimizer.state_dict()["state"]
-        own = saved["numbers"] == (self.count, self.stored_seed) and _equal(state, now) and (state or not self.count)
+        own = (
+            saved["numbers"] == (self.count, self.stored_seed)
+            and _equal(state, now)
+            and (any(state.values()) or not self.count)
+        )
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.count, self.stored_seed = saved["numbers"]
         for entry, coded in zip(self.held(), saved["coded"], strict=True):
@@ -371,12 +375,14 @@ class Reference:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Of state without lists, which is never known again."""
+    """Whether two values of optimizer state are equal, item by item."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
-    return isinstance(one, int | float | str) and one == other
+    return one is other is None or (isinstance(one, int | float | str) and one == other)
 
 
 def _as_bf16(value: Any) -> Any:

@@ -436,12 +436,19 @@ def none_or_told(w: World) -> None:
 # Weights
 
 
+def has_bf16_state(w: World, entry: Entry) -> bool:
+    """Whether somebody has made the state BF16 since the last step."""
+    state = w.optimizer.state.get(w[entry.name], {})
+    return any(isinstance(value, Tensor) and value.dtype is BF16 for value in state.values())
+
+
 @rule(1, to=one_of(BF16, FP32), swap=one_of(True, False))
 def cast(w: World, to: torch.dtype, swap: bool) -> None:
     """`model.bfloat16()` and `model.float()`, with `.data` exchanged or with the parameters swapped."""
     ready(w)
     need(w.cls is not optim.SparseAdam and not w.setup.options.get("fused"))
     need(w.attached or w.cls is not optim.Adagrad)  # whose state is made in BF16, and left so where nobody is attached
+    need(w.attached or to is BF16 or not any(has_bf16_state(w, entry) for entry in w.held))
     need(not any(is_expanded(w, entry) for entry in w.entries))
     wide = w.settings.get("use_fp32_grad_acc")  # torch casts a gradient that waits to what it may not be then
     need(not wide or all(entry.grad is None for entry in w.entries))

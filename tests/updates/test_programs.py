@@ -80,6 +80,17 @@ def test_a_failing_program_is_shortened_and_printed_as_code(monkeypatch):
     assert scope["failure"].kind == failing.failure().kind
 
 
+@pytest.mark.parametrize("optimizer", ["KeepsLists", "LBFGS"])
+@pytest.mark.parametrize("way", ["master", "split"])
+def test_a_load_of_the_present_state_leaves_the_masters_where_state_has_lists(optimizer, way):
+    """The same as where state is tensors alone; the step after it would show masters that were dropped."""
+    first, second = (("backward_and_step", {"seed": seed}) for seed in (871, 693))
+    load = ("load", {"which": 0, "into": "same", "what": "model first"})
+    setup = Setup((Spec((3, 50)),), optimizer, attach={"weights": way})
+    program = Program(setup, [first, ("save", {"serialised": True}), load, second])
+    assert program.failure() is None and len(program.done()) == 4
+
+
 def test_a_seed_is_always_the_same_program():
     assert str(programs.program(11)) == str(programs.program(11)) != str(programs.program(12))
 
