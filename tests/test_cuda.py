@@ -46,7 +46,7 @@ def test_rounding_has_the_bits_of_a_cpu(gpu):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit", "fp8", "4bit"], ids=str)
 @pytest.mark.parametrize("weights", WAYS)
 def test_a_training_has_the_bits_of_a_cpu(weights, state_dtype, fused):
     options = {"weights": weights, "state_dtype": state_dtype, "fused": fused and native.library() is not None}
@@ -65,7 +65,9 @@ def test_a_step_on_another_stream_and_without_triton_has_the_same_bits(monkeypat
     assert same(found, expected) and same(trained("cuda"), expected)
 
 
-@pytest.mark.parametrize("how", [{"fused": True}, {"weights": "split8", "state_dtype": "8bit"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"weights": "split8", "state_dtype": "8bit"}, {"state_dtype": "4bit"}, {}], ids=str
+)
 def test_a_step_waits_for_nothing(how):
     p = nn.Parameter(torch.randn(512, 512, device="cuda").bfloat16())
     optimizer = torch.optim.AdamW([p], lr=1e-3, foreach=True)

@@ -19,6 +19,7 @@ import torch
 
 import hmpx
 from hmpx.recipes.reading import read_recipe, recipe_names
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support import python
@@ -69,7 +70,8 @@ def test_bytes_a_parameter_are_those_of_the_recipes(page):
 def test_bytes_of_each_way_are_those_that_it_holds():
     text = READMES["examples/README.md"]
     ways = dict(re.findall(r'^\| `"(\w+)"` \|.*\| ([\d.]+)(?:\[.*\])? \|$', text, re.MULTILINE))
-    assert ways.pop("8bit") == f"{STATE_FORMS['8bit'].bytes_each:.4g}"
+    for code in STATE_CODES:
+        assert ways.pop(code) == f"{STATE_FORMS[code].bytes_each:.4g}"
     assert ways == {name: f"{8 + way.bytes_beside:.3g}" for name, way in WAYS.items()}  # with two FP32 tensors of state
 
 

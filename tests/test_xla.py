@@ -122,7 +122,9 @@ def _loop(model, optimizer, device, steps):
     return counts, losses
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name not in ("lean", "lean8", needs_grad_dtype)])
+@pytest.mark.parametrize(
+    "recipe", [name for name in recipe_names() if name not in ("lean", "lean8", "lean4", needs_grad_dtype)]
+)
 def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
     """The first step has no state yet, the second is the graph of all that follow: two graphs at most, no fallback."""
     with hmpx.activate(recipe):
@@ -141,7 +143,7 @@ def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
     assert all(abs(a.item() - b.item()) < 0.02 for a, b in zip(losses, on_cpu, strict=True))
 
 
-@pytest.mark.parametrize("recipe, state_dtype", [("lean", "bfloat16"), ("lean8", "8bit")])
+@pytest.mark.parametrize("recipe, state_dtype", [("lean", "bfloat16"), ("lean8", "8bit"), ("lean4", "4bit")])
 def test_released_gradients(recipe, state_dtype, xla):
     results = []
     for each in (recipe, {"state_dtype": state_dtype}):

@@ -14,6 +14,7 @@ _WAYS = {
     "stochastic or nearest": Recipe(),
     "stochastic, BF16 state": Recipe(state_dtype="bfloat16"),
     "stochastic, 8-bit state": Recipe(state_dtype="8bit"),
+    "stochastic, 4-bit state": Recipe(state_dtype="4bit"),
     "split8, 8-bit state": Recipe(weights="split8", state_dtype="8bit"),
     "split": Recipe(weights="split"),
     "master": Recipe(weights="master"),

@@ -146,6 +146,7 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "hmpx split, torch fused": (bf16, lambda params: _hmpx(params, "split")),
         "hmpx BF16 states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16)),
         "hmpx 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit")),
+        "hmpx 4-bit states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="4bit")),
         "hmpx split8, 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "split8", state_dtype="8bit")),
         "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
         "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
@@ -159,6 +160,7 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
 _PEERS: dict[str, tuple[str, str, dict]] = {  # module, class, options
     "torchao _AdamW, stochastic": ("torchao.optim", "_AdamW", {"bf16_stochastic_round": True}),
     "torchao AdamW8bit, stochastic": ("torchao.optim", "AdamW8bit", {"bf16_stochastic_round": True}),
+    "torchao AdamW4bit, stochastic": ("torchao.optim", "AdamW4bit", {"bf16_stochastic_round": True}),
     "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {}),
     "optimi AdamW, Kahan": ("optimi", "AdamW", {"kahan_sum": True}),
 }

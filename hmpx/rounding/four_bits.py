@@ -8,7 +8,7 @@ which of two lists the block has. A code is a position in it, and means that num
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
 Two codes share a byte, the first in the upper half, in tensors of two dimensions or more with a multiple of 16 elements
-in a row; else a byte has one (`StateBlocks.per_byte` in `hmpx.updates.holding.state_tensors`).
+in a row; else a byte has one (`StateBlocks.per_byte` in `hmpx.updates.holding.state_blocks`).
 
 The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. A negative one
 has an odd last bit where no element is negative, else an even one. A block with an inf or a NaN becomes NaN as a whole.
@@ -42,16 +42,9 @@ from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
 Tensor = torch.Tensor
 
 _ABOVE_ZERO = tuple(i / 16 for i in range(1, 17))
-_POWERS = (
-    0.0055,
-    0.0325000025331974,
-    0.0775,
-    0.21249999105930328,
-    0.4375,
-    0.6625,
-    0.8875,
-)  # of FP32, as torchao computes them
-_SIGNED = (*(-number for number in reversed(_POWERS)), 0.0, *_POWERS, 1.0)
+# In FP32, as torchao computes them.
+_POSITIVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
+_SIGNED = (*(-number for number in reversed(_POSITIVE)), 0.0, *_POSITIVE, 1.0)
 _ZERO = _SIGNED.index(0.0)
 _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # the bits of scales
 
@@ -62,7 +55,7 @@ class FourBits(StateCode):
     name, prefix, bits, is_stable, has_infinity = "4bit", "hmpx_4bit_", 4, False, False
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
-        below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * (1 / _POWERS[-1])
+        below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * (1 / _POSITIVE[-1])
         needed = torch.maximum(magnitudes, reinterpreted(below, torch.int32))
         odd = (not_positive == 1).to(torch.int32)
         signed = shifted(needed + (2 - odd) * 0x10000 - 1, 17).clamp(_LEAST // 2, _MOST // 2) * 2 + odd - 0x8000

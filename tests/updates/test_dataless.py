@@ -66,7 +66,9 @@ def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
 
 
 @pytest.mark.parametrize(
-    "weights, how", list(zip(WAYS, cycle([{}, {"state_dtype": BF16}, {"state_dtype": "8bit"}]))), ids=str
+    "weights, how",
+    list(zip([*WAYS, *WAYS], cycle([{}, *({"state_dtype": each} for each in (BF16, "8bit", "4bit"))]))),
+    ids=str,
 )
 def test_a_step_without_data_leaves_the_state_of_one_with_data(weights, how):
     """The real steps come last: nothing without data was kept for them."""

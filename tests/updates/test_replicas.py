@@ -350,6 +350,7 @@ OPTIMIZERS = [
     (Lion, {"lr": 1e-3}, {}),
     (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split8", "use_master_weights_in_ckpt": True}),
     (optim.AdamW, {"lr": 1e-2}, {"state_dtype": "8bit"}),
+    (optim.AdamW, {"lr": 1e-2}, {"state_dtype": "4bit"}),
     (optim.RMSprop, {"lr": 1e-3}, {"weights": "split8", "state_dtype": "8bit", "use_master_weights_in_ckpt": True}),
 ]
 

@@ -196,7 +196,7 @@ def _state(optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = 
 
 
 def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
-    """Return the state of a parameter; as numbers, where hmpx holds it in 8 bits."""
+    """Return the state of a parameter; as numbers, where hmpx holds it in codes."""
     state = optimizer.state.get(p) or {}
     seen = held(state, p) if is_coded(state) else state
     return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}

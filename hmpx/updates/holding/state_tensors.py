@@ -7,118 +7,26 @@ one, so that whatever saves, moves or shards optimizer state does so with them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
+from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
+from hmpx.updates.holding.state_blocks import StateBlocks, sharded_as
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
-_SHARED = 16  # elements: rows that up to eight ranks share, two elements in a byte
-
-
-class StateBlocks(NamedTuple):
-    """How the blocks of a parameter lie.
-
-    A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
-    second, so that a shard of some rows holds whole blocks. Where the rows themselves are cut, which a sharded
-    parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
-
-    Attributes:
-        rows: the rows of this rank's part.
-        shape: the shape of this rank's scales.
-        folded: the first dimension that belongs to a row.
-        cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
-        is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along
-            another dimension than the first of those that are folded. Such state is gathered to be read and written.
-    """
-
-    rows: Rows
-    shape: tuple[int, ...]
-    folded: int
-    cut: tuple[Any, ...] = ()
-    is_scattered: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> StateBlocks:
-        """Return the blocks of a parameter, or of a tensor shaped and sharded like it."""
-        shape = tuple(tensor.shape)
-        folded = max(len(shape) - 1, 0)
-        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
-            folded -= 1
-        whole = Rows.of(math.prod(shape[folded:]))
-        if not is_sharded(tensor):
-            return cls(whole, (*shape[:folded], whole.blocks), folded)
-        _, offsets = sizes_and_offsets(tensor.shape, tensor.device_mesh, tensor.placements)
-        inner = shape[folded + 1 :]
-        held = tuple(local(tensor).shape)
-        rows = Rows(math.prod(held[folded:]), offsets[folded] * math.prod(inner), whole.blocks) if shape else whole
-        mesh, dims = tensor.device_mesh, [getattr(each, "dim", -1) for each in tensor.placements]
-        cut = tuple(mesh.get_group(i) for i, dim in enumerate(dims) if dim == folded and mesh.size(i) > 1)
-        scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
-        return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
-
-    def per_byte(self, code: StateCode, tensor: Tensor) -> int:
-        """Return how many codes of a tensor with this layout share a byte.
-
-        A checkpoint goes to any ranks where this does not depend on them. So it is one for rows whose length is no
-        multiple of `_SHARED` and for tensors of one dimension, which are cut anyhow; and where a rank would hold a part
-        of a byte.
-        """
-        each, length = 8 // code.bits, math.prod(tensor.shape[self.folded :])
-        if each == 1 or not self.folded or self.is_scattered or length % _SHARED:
-            return 1
-        ranks = math.prod(dist.get_world_size(group) for group in self.cut)
-        return each if tensor.shape[self.folded] % ranks == 0 and length % (each * ranks) == 0 else 1
-
-    def of_codes(self, shape: torch.Size, per_byte: int) -> torch.Size:
-        """Return the shape of the codes of a tensor, or of a rank's part, of this shape."""
-        row = math.prod(shape[self.folded :]) // per_byte
-        return shape if per_byte == 1 else torch.Size((*shape[: self.folded], row))
-
-    def of_all(self, tensor: Tensor) -> torch.Size:
-        """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""
-        return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
-
-    def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maxima of cut rows over all ranks that hold a part of them."""
-        both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
-        if magnitudes.numel():
-            here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
-            both[0, here], both[1, here] = magnitudes, negatives
-        for group in self.cut:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        return both[0], both[1]
-
-
-def _sharded(part: Tensor, param: Tensor, shape: torch.Size, cut: int) -> Tensor:
-    """Make what this rank holds of a tensor of this shape a DTensor, if the parameter is one.
-
-    cut: dimensions that are cut as the parameter's are. Of one that is cut further on, each rank holds all.
-    """
-    if not is_sharded(param):
-        return part
-    from torch.distributed.tensor import DTensor, Replicate
-
-    placements = [each if getattr(each, "dim", -1) < cut else Replicate() for each in param.placements]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 BF16 = torch.bfloat16
 
 
@@ -172,8 +80,8 @@ class HeldCodes(HeldState):
         per_byte = layout.per_byte(code, param) if per_byte is None else per_byte
         codes = torch.empty(layout.of_codes(held.shape, per_byte), dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
-        codes = _sharded(codes, param, layout.of_codes(param.shape, per_byte), param.dim())
-        return cls(code, codes, _sharded(scales, param, layout.of_all(param), layout.folded), param)
+        codes = sharded_as(codes, param, layout.of_codes(param.shape, per_byte), param.dim())
+        return cls(code, codes, sharded_as(scales, param, layout.of_all(param), layout.folded), param)
 
     @property
     def laid(self) -> Tensor:

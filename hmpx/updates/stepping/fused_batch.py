@@ -36,8 +36,9 @@ from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import SCALES
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks, by_own_keys
+from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.stepping.shown import StepContext

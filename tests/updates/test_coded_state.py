@@ -1,4 +1,4 @@
-"""State in 8 bits goes to and from other dtypes, and keeps updates as large as FP32 state does."""
+"""State in codes goes to and from other dtypes and codes, and keeps updates as large as FP32 state does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from tests.support.state_codes import in_code, read, widened
+from tests.support.optimizers import UnlistedAdamW
+from tests.support.state_codes import PREFIXES, SCALES, in_code, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SHAPES = {"a": (20, 300), "b": (77,)}
+SHAPES = {"a": (20, 304), "b": (77,)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,17 +38,22 @@ def step(params, optimizer, count=1):
 
 
 def in_fp32(params, optimizer):
-    return {n: {k: read(optimizer.state[p], k).float() for k in MOMENTS} for n, p in params.items()}
+    return {n: {k: read(optimizer.state[p], k, p.shape).float() for k in MOMENTS} for n, p in params.items()}
 
 
 def same(one, other):
     return all(torch.equal(one[n][k], other[n][k]) for n in SHAPES for k in MOMENTS)
 
 
+of_every_code = pytest.mark.parametrize("code", PREFIXES)
+
+
+@of_every_code
 @pytest.mark.parametrize("into", [FP32, BF16])
 @pytest.mark.parametrize("attached_first", [True, False])
-def test_a_checkpoint_in_code_is_read_exactly_into_wider_state(into, attached_first):
-    params, optimizer = made("8bit", 3)
+def test_a_checkpoint_in_codes_is_read_into_wider_state(code, into, attached_first):
+    """BF16 holds the numbers of 8 bits; those of 4 bits are rounded to it."""
+    params, optimizer = made(code, 3)
     others, wide = made(into if attached_first else None)
     wide.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if not attached_first:
@@ -55,24 +61,33 @@ def test_a_checkpoint_in_code_is_read_exactly_into_wider_state(into, attached_fi
     for p in others.values():
         p.grad = None
     wide.step()  # of nothing, by which state comes to its dtype
-    assert same(in_fp32(params, optimizer), in_fp32(others, wide))
+    expected = in_fp32(params, optimizer)
+    if code == "4bit":
+        expected = {n: {k: value.to(into).float() for k, value in each.items()} for n, each in expected.items()}
+    assert same(expected, in_fp32(others, wide))
     assert all(wide.state[p][k].dtype is into for p in others.values() for k in MOMENTS)
 
 
-@pytest.mark.parametrize("held", [FP32, BF16])
-def test_wider_state_is_rounded_stochastically_when_it_comes_to_8_bits(held):
+@pytest.mark.parametrize("code, held", [(code, held) for code in PREFIXES for held in (FP32, BF16, *PREFIXES)])
+def test_other_state_is_rounded_stochastically_when_it_comes_to_a_code(code, held):
+    """State in the same code stays as it is, to the bit."""
     params, optimizer = made(held, 3)
-    others, narrow = made("8bit")
+    others, narrow = made(code)
     narrow.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for p in others.values():
         p.grad = None
     narrow.step()
     for name, p in others.items():
         for key in MOMENTS:
-            before = optimizer.state[params[name]][key].float()
-            expected, codes, _ = in_code(before, seed=0, step=3, name=f"{name}.{key}.moved")
-            assert torch.equal(narrow.state[p][f"hmpx_codes_{key}"], codes)
-            assert torch.equal(read(narrow.state[p], key), expected)
+            if held == code:
+                before = {k: v for k, v in optimizer.state[params[name]].items() if k != "step"}
+                assert all(torch.equal(value, narrow.state[p][k]) for k, value in before.items())
+                continue
+            before = read(optimizer.state[params[name]], key, p.shape).float()
+            expected, codes, _ = in_code(before, code, seed=0, step=3, name=f"{name}.{key}.moved")
+            assert set(narrow.state[p]) == {"step", *(pre + k for pre in (PREFIXES[code], SCALES) for k in MOMENTS)}
+            assert torch.equal(narrow.state[p][PREFIXES[code] + key], codes)
+            assert torch.equal(read(narrow.state[p], key, p.shape), expected)
 
 
 def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
@@ -86,10 +101,16 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
 
 
 @pytest.mark.parametrize(
-    "saved, own, state_dtype",
-    [((40, 64), (64, 40), "8bit"), ((64, 32), (32, 32), "8bit"), ((200,), (300,), BF16)],
+    "code, saved, own, state_dtype",
+    [
+        ("8bit", (40, 64), (64, 40), "8bit"),
+        ("8bit", (64, 32), (32, 32), "8bit"),
+        ("8bit", (200,), (300,), BF16),
+        ("4bit", (64, 33), (33, 64), "4bit"),
+        ("fp8", (40, 64), (64, 40), "4bit"),
+    ],
 )
-def test_state_in_code_of_another_shape_is_refused(saved, own, state_dtype):
+def test_state_in_codes_of_another_shape_is_refused(code, saved, own, state_dtype):
     """When it is loaded, or by the first step if `attach` comes after the load; nothing changes."""
 
     def of_shape(shape):
@@ -97,14 +118,17 @@ def test_state_in_code_of_another_shape_is_refused(saved, own, state_dtype):
         return p, optim.AdamW([("layer.weight", p)], lr=1e-2)
 
     p, optimizer = of_shape(saved)
-    hmpx.attach(optimizer, state_dtype="8bit")
+    hmpx.attach(optimizer, state_dtype=code)
     step({"p": p}, optimizer)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     p, optimizer = of_shape(own)
     hmpx.attach(optimizer, state_dtype=state_dtype)
     step({"p": p}, optimizer)
     before = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    shapes = rf"parameter {{}} .*{re.escape(str(saved))} with .*{re.escape(str(own))} with".format
+    shown = (own[0], own[1] // 2) if code == "4bit" else own  # of which two share a byte
+    shapes = (
+        rf"parameter {{}} .*{re.escape(str(saved))} with .*; the parameter's is {re.escape(str(shown))} with".format
+    )
     with pytest.raises(hmpx.HmpxError, match=shapes(0)):
         optimizer.load_state_dict(copy.deepcopy(checkpoint))
     after = optimizer.state_dict()
@@ -126,16 +150,16 @@ def test_scales_that_are_not_there_are_missed():
         optimizer.load_state_dict(checkpoint)
 
 
-def loaded_by_torch(cls, options, active):
-    """A plain optimizer with the 8-bit state of another one; `active`: whether hmpx stands in torch meanwhile."""
+def loaded_by_torch(cls, options, active, code="8bit"):
+    """A plain optimizer with the state of another one in a code; `active`: whether hmpx stands in torch meanwhile."""
     made = []
     for _ in range(2):
-        p = nn.Parameter(torch.ones(20, 300).bfloat16())
+        p = nn.Parameter(torch.ones(20, 304).bfloat16())
         made.append((p, cls([("p", p)], **options)))
     (p, optimizer), (q, plain) = made
-    hmpx.attach(optimizer, state_dtype="8bit")
+    hmpx.attach(optimizer, state_dtype=code)
     step({"p": p}, optimizer, 2)
-    checkpoint, before = copy.deepcopy(optimizer.state_dict()), widened(optimizer.state[p])
+    checkpoint, before = copy.deepcopy(optimizer.state_dict()), widened(optimizer.state[p], p.shape)
     if not active:
         hmpx.restore(optimizer)
     plain.load_state_dict(checkpoint)
@@ -180,26 +204,29 @@ OF_TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_plain_steps_on_codes_are_refused_and_go_on_after_detach(name):
+@pytest.mark.parametrize("name, code", [*((name, "8bit") for name in OF_TORCH), ("SGD", "fp8"), ("SGD", "4bit")])
+def test_plain_steps_on_codes_are_refused_and_go_on_after_detach(name, code):
     """Those that ask for their state by `get` or `in` would begin anew, without a word."""
-    p, plain, before = loaded_by_torch(*OF_TORCH[name], active=True)
+    p, plain, before = loaded_by_torch(*OF_TORCH[name], active=True, code=code)
+    said = rf'state in {4 if code == "4bit" else 8} bits, .* state_dtype="{code}", .* hmpx\.attach\(optimizer\)'
     for region in (contextlib.nullcontext, hmpx.convert):
-        with region(), pytest.raises(hmpx.HmpxError, match=r"state in 8 bits, .* hmpx\.attach\(optimizer\)"):
+        with region(), pytest.raises(hmpx.HmpxError, match=said):
             step({"p": p}, plain)
     assert torch.equal(p, torch.ones_like(p))
     hmpx.detach(plain)
     assert plain.state[p].keys() == before.keys()
-    assert all(torch.equal(value.float(), before[key].float()) for key, value in plain.state[p].items())
+    assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in plain.state[p].items())
     step({"p": p}, plain)
 
 
-def test_a_load_that_hmpx_does_not_see_is_found_by_the_steps_that_it_sees():
-    p, plain, before = loaded_by_torch(*OF_TORCH["SGD"], active=False)
-    with hmpx.convert(), pytest.raises(hmpx.HmpxError, match="state in 8 bits"):
+@of_every_code
+def test_a_load_that_hmpx_does_not_see_is_found_by_the_steps_that_it_sees(code):
+    """It casts codes to BF16, which holds them."""
+    p, plain, before = loaded_by_torch(*OF_TORCH["SGD"], active=False, code=code)
+    with hmpx.convert(), pytest.raises(hmpx.HmpxError, match=f'state_dtype="{code}"'):
         step({"p": p}, plain)
     hmpx.detach(plain)
-    assert torch.equal(plain.state[p]["momentum_buffer"].float(), before["momentum_buffer"])
+    assert torch.equal(plain.state[p]["momentum_buffer"], before["momentum_buffer"].bfloat16())
 
 
 def test_torch_by_itself_does_not_take_codes_for_numbers():
@@ -208,11 +235,12 @@ def test_torch_by_itself_does_not_take_codes_for_numbers():
         step({"p": p}, plain)
 
 
-def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach():
-    params, optimizer = made("8bit", 3)
+@of_every_code
+def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach(code):
+    params, optimizer = made(code, 3)
     others, resumed = made()
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    hmpx.attach(resumed, state_dtype="8bit")
+    hmpx.attach(resumed, state_dtype=code)
     with torch.no_grad():
         for name, p in others.items():
             p.copy_(params[name])
@@ -220,8 +248,25 @@ def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach():
         step(*each)
     assert all(torch.equal(params[name], p) for name, p in others.items())
     for name, p in others.items():
-        ours, theirs = widened(resumed.state[p]), widened(optimizer.state[params[name]])
-        assert all(torch.equal(ours[key], theirs[key]) for key in (*MOMENTS, "step"))
+        ours, theirs = resumed.state[p], optimizer.state[params[name]]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@of_every_code
+def test_state_of_a_parameter_without_a_gradient_stays(code):
+    """Also where the optimizer sees all parameters at once; rounding 4 bits once more could change them."""
+    for cls in (optim.AdamW, UnlistedAdamW):
+        params = {name: nn.Parameter(torch.ones(shape).bfloat16()) for name, shape in SHAPES.items()}
+        optimizer = cls([*params.items()], lr=1e-2)
+        hmpx.attach(optimizer, state_dtype=code)
+        step(params, optimizer)
+        before = copy.deepcopy(widened(optimizer.state[params["a"]], SHAPES["a"]))
+        for _ in range(3):
+            params["a"].grad = None
+            optimizer.step()
+        after = widened(optimizer.state[params["a"]], SHAPES["a"])
+        assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
+        assert optimizer.state[params["b"]]["step"] == 4
 
 
 # Where gradients differ in size within a block
@@ -260,7 +305,8 @@ def largest_update(cls, options, sizes, **settings):
 def test_no_update_is_twice_the_largest_one_of_fp32_state(cls, options, sizes):
     case = cls, options, sizes
     reference = largest_update(*case, weights="split")
-    assert largest_update(*case, weights="split", state_dtype="8bit") <= 2 * reference
+    for code in PREFIXES:
+        assert largest_update(*case, weights="split", state_dtype=code) <= 2 * reference
     assert largest_update(*case, fused=True, state_dtype="8bit") <= 2 * reference
 
 
@@ -268,5 +314,6 @@ def test_a_root_of_a_difference_is_warned_of(caplog):
     for options, warned in (({"centered": True}, 1), ({}, 0)):
         caplog.clear()
         optimizer = optim.RMSprop([nn.Parameter(torch.ones(4, 128, dtype=torch.bfloat16))], **options)
-        hmpx.attach(optimizer, state_dtype="8bit")
+        hmpx.attach(optimizer, state_dtype="4bit")
         assert caplog.text.count("RMSprop(centered=True) takes the root of a difference") == warned
+        assert caplog.text.count("state_dtype='4bit'") == warned
