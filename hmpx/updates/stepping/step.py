@@ -110,6 +110,8 @@ class WeightUpdates:
         if not by_parts or self.settings.has_masters:
             refuse_overlaps(segments)
         if not by_parts:
+            if scope != "whole":  # the listed classes leave the others alone
+                segments = [segment for segment in segments if segment.param.grad is not None]
             of_whole = WholeBatch(segments).step(call, write_back, [])
             return of_whole if scope == "whole" else result
         params = [p for p in parameters(optimizer) if p.grad is not None]
