@@ -70,7 +70,7 @@ def test_a_shell_around_tensors_is_refused_where_it_trains():
         ({"seed": 2**64}, "out of range"),
         ({"state_dtype": torch.float16}, "state_dtype=torch.float16 is none of"),
         ({"state_dtype": "fp16"}, "state_dtype=torch.float16 is none of"),
-        ({"state_dtype": "8bits"}, "state_dtype='8bits' is none of .*'8bit'; did you mean '8bit'"),
+        ({"state_dtype": "8bits"}, "state_dtype='8bits' is none of .*'8bit', 'fp8', '4bit'; did you mean '8bit'"),
         ({"use_master_weights_in_ckpt": True}, "'stochastic' has no masters"),
         ({"names": ["a", "b"]}, "2 names for 3 parameters"),
         ({"names": ["a", "b", "a"]}, "the name 'a' is given to parameters 0 and 2"),
