@@ -24,6 +24,19 @@ least. Were a second moment rounded to 0 under a first one that is not, Adam wou
 gradients are less than a fourth of the largest of their block, the second moment is larger than it should be, a
 sixteenth of the largest, and their updates are smaller than with FP32 state.
 
+Measured with the transformer of ``examples/charlm.py``, three seeds::
+
+    the part of the gap between FP32 and BF16 to nearest that is closed   4 bits    8 bits
+    AdamW, learning rate 3e-4, 400 steps                                  96.3 %   100.0 %
+    the same, 1500 steps                                                 100.5 %   100.5 %
+
+    validation loss after 400 steps less that with FP32 state
+    AdamW, learning rate 3e-3                                            -0.0014    0.0000
+    Lion, 3e-4                                                           -0.0061   -0.0010
+
+The noise of 4 bits makes updates larger where a second moment is small: the network of ``examples/digits.py`` (AdamW,
+1e-4, 30 epochs) is at a loss of .92 where FP32 state has 1.14 and 8 bits 1.14; at 1e-3 and 150 epochs both have .09.
+
 Sources: the two lists are those of Li et al., "Memory efficient optimizers with 4-bit states" (NeurIPS 2023); torchao's
 `OptimState4bit` reads the same numbers from the same codes and scales. Its scales are FP32, it rounds to nearest, a
 tensor has one of the lists as a whole, so that zeros of a second moment become 1/16, and the largest magnitude becomes
