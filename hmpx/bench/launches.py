@@ -45,7 +45,7 @@ _SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 _ONLY_WRITTEN = {"copy_", "_foreach_copy_", "arange", "fill_", "zero_"}
 
 WAYS_OF_A_STEP: list[tuple[Weights, StateDtype]] = [
-    *((weights, dtype) for dtype in (torch.float32, BF16, "8bit") for weights in ("stochastic", "split8")),
+    *((weights, dtype) for dtype in STATE_FORMS for weights in ("stochastic", "split8")),
     *((weights, torch.float32) for weights in ("nearest", "master", "split")),
 ]
 
@@ -115,6 +115,7 @@ def bytes_of(kind: int) -> float:
     """Return bytes an element of a tensor of a kind of the kernels, with what is beside it."""
     stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
     forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
+    forms |= {triton.FP8: "fp8", triton.FOURS: "4bit"}
     return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
 
 
@@ -170,7 +171,8 @@ def shapes(elements: int) -> Sequence[tuple[int, int]]:
 
 def run(sizes: Sequence[float]) -> measure.Bench:
     """Make one row for each way to hold weights and state, each way to step, and each number of parameters."""
-    rows = [_row(int(size), how, weights, dtype) for size in sizes for how in HOW for weights, dtype in WAYS_OF_A_STEP]
+    ways = [(how, *way) for how in HOW for way in WAYS_OF_A_STEP if how != "hmpx" or STATE_FORMS[way[1]].is_fused]
+    rows = [_row(int(size), *way) for size in sizes for way in ways]
     return measure.Bench(
         f"what an AdamW step tells an accelerator, {_TENSORS} BF16 tensors; hmpx: by the fused kernel of hmpx", rows
     )

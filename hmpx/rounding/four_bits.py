@@ -57,8 +57,10 @@ Tensor = torch.Tensor
 _ABOVE_ZERO = tuple(i / 16 for i in range(1, 17))
 # In FP32, as torchao computes them.
 _POSITIVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
-_SIGNED = (*(-number for number in reversed(_POSITIVE)), 0.0, *_POSITIVE, 1.0)
-_ZERO = _SIGNED.index(0.0)
+SIGNED = (*(-number for number in reversed(_POSITIVE)), 0.0, *_POSITIVE, 1.0)
+GAPS = tuple(torch.tensor(SIGNED, device="cpu").diff().tolist())  # above each, in FP32
+STRETCHED = 1 / _POSITIVE[-1]  # the largest number over the largest negative one
+_ZERO = SIGNED.index(0.0)
 _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # the bits of scales
 
 
@@ -68,7 +70,7 @@ class FourBits(StateCode):
     name, prefix, bits, is_stable, has_infinity = "4bit", "hmpx_4bit_", 4, False, False
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
-        below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * (1 / _POSITIVE[-1])
+        below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * STRETCHED
         needed = torch.maximum(magnitudes, reinterpreted(below, torch.int32))
         odd = (not_positive == 1).to(torch.int32)
         signed = shifted(needed + (2 - odd) * 0x10000 - 1, 17).clamp(_LEAST // 2, _MOST // 2) * 2 + odd - 0x8000
@@ -101,5 +103,5 @@ def _lists(like: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _made(device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.tensor([*_SIGNED, *_ABOVE_ZERO], dtype=torch.float32, device=device)
+    both = torch.tensor([*SIGNED, *_ABOVE_ZERO], dtype=torch.float32, device=device)
     return both, both.roll(-1) - both

@@ -20,11 +20,12 @@ from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
 
 KERNELS = native.KERNELS
-CODES = ("8bit",)
+CODES = native.CODES
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
-_ABSENT, _SCALED = 0, -CODED
+_ABSENT, FP8, FOUR, FOURS = 0, 8, 9, 10
+_CODED = CODED, FP8, FOUR, FOURS
 
 
 @functools.cache
@@ -114,7 +115,7 @@ class _Part(NamedTuple):
         """Return what the kernels are compiled for: kinds of tensors, elements of a checksum, how elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
-        lain, is_coded = self.lain, any(held.kind in (CODED, _SCALED) for held in there)
+        lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
         lie = _EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
         if lie == _EVEN and not (
             lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
@@ -180,10 +181,10 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `native.encode_codes` does."""
     codes, scales, (row, column, whole), start = held
-    parts = []
+    parts, kind, each = [], _kind(name, held, x), x.numel() // codes.numel()
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
-        part = StoredTensor(codes[first:last], _SCALED if given else CODED, beside=scales)
+        part = StoredTensor(codes[first // each : last // each], -kind if given else kind, beside=scales)
         parts.append(_move(lain, StoredTensor(x[first:last], FP32), part, key))
     _launch("move_list", parts)
 
@@ -193,7 +194,13 @@ def decode_codes(name: str, held: BlockCodes, out: torch.Tensor) -> None:
     codes, scales, (row, column, whole), start = held
     count = out.numel()
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
-    _launch("move_list", [_move(lain, StoredTensor(codes, CODED, beside=scales), StoredTensor(out, FP32))])
+    _launch(
+        "move_list", [_move(lain, StoredTensor(codes, _kind(name, held, out), beside=scales), StoredTensor(out, FP32))]
+    )
+
+
+def _kind(name: str, held: BlockCodes, x: torch.Tensor) -> int:
+    return {"8bit": CODED, "fp8": FP8, "4bit": FOUR if held.codes.numel() == x.numel() else FOURS}[name]
 
 
 class Move(NamedTuple):

@@ -16,13 +16,16 @@ from hmpx.rounding.triton_bits import (
     are_one,
     bits_of,
     decoded,
+    decoded_of_four,
     encoded,
+    encoded_in_four,
     float_of,
     kept_bits,
     mixed,
     nearest,
     rounded,
     scale_of,
+    scale_of_four,
     ties_away,
 )
 
@@ -31,11 +34,11 @@ SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
 SUMMED = tl.constexpr(32)  # weights that share a checksum, unless each has its own
 
-# Kinds, of `native_held.c`; none at all; and codes whose scales are there.
+# Kinds, of `native_held.c`; none at all; other codes, in FOURS two in a byte. Below 0: codes whose scales are there.
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
 NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
 SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
-ABSENT, SCALED = tl.constexpr(0), tl.constexpr(-native.CODED)
+ABSENT, FP8, FOUR, FOURS = tl.constexpr(0), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
 # counts that are multiples of 16.
@@ -143,9 +146,8 @@ def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
 
 @triton.jit
 def scales_at(held, block, has_block, LIE: tl.constexpr):
-    """Return the exponents of blocks and whether they are signed, [blocks, 1] in int32."""
-    scale = tl.load(pointer(held, BESIDE, tl.uint16, LIE) + block, mask=has_block, other=0).to(tl.int32)
-    return ((scale >> 7) & 0xFF)[:, None], (scale >> 15)[:, None]
+    """Return the bits of the scales of blocks, [blocks, 1] in int32."""
+    return tl.load(pointer(held, BESIDE, tl.uint16, LIE) + block, mask=has_block, other=0).to(tl.int32)[:, None]
 
 
 @triton.jit
@@ -156,10 +158,18 @@ def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexp
         x = tl.full([TILE, CODES], 0.0, tl.float32)
     elif KIND == FP32:
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
-    elif KIND == CODED:
-        code = tl.load(pointer(held, AT, tl.uint8, LIE) + at, mask=inside, other=0).to(tl.int32)
-        exponent, signed = scales_at(held, block, has_block, LIE)
-        x = decoded(code, exponent, signed)
+    elif (KIND == CODED) | (KIND >= FP8):
+        place = at // 2 if KIND == FOURS else at
+        code = tl.load(pointer(held, AT, tl.uint8, LIE) + place, mask=inside, other=0).to(tl.int32)
+        scale = scales_at(held, block, has_block, LIE)
+        if KIND == FOURS:
+            code = tl.where(at % 2 == 0, code >> 4, code & 15)
+        if KIND == CODED:
+            x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, False)
+        elif KIND == FP8:
+            x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, True)
+        else:
+            x = decoded_of_four(code, scale)
     else:
         upper = tl.load(pointer(held, AT, tl.uint16, LIE) + at, mask=inside, other=0).to(tl.uint32)
         x = float_of(upper << 16)
@@ -187,15 +197,27 @@ def closed(tile, held, x, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.const
         pass
     elif KIND == FP32:
         tl.store(pointer(held, AT, tl.float32, LIE) + at, x, mask=inside)
-    elif (KIND == CODED) | (KIND == SCALED):
-        if KIND == CODED:
-            exponent, signed = scale_of(x, inside)
-            scale = (exponent << 7 | signed << 15).to(tl.uint16)
-            tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale, mask=has_block)
-            exponent, signed = exponent[:, None], signed[:, None]
+    elif (KIND == CODED) | (KIND >= FP8) | (KIND < 0):
+        CODE: tl.constexpr = KIND if KIND > 0 else -KIND
+        if KIND > 0:
+            if CODE >= FOUR:
+                scale = scale_of_four(x, inside)
+            else:
+                exponent, signed = scale_of(x, inside, CODE == FP8)
+                scale = exponent << 7 | signed << 15
+            tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
+            scale = scale[:, None]
         else:
-            exponent, signed = scales_at(held, block, has_block, LIE)
-        code = encoded(x, drawn(tile, held, LIE), exponent, signed)
+            scale = scales_at(held, block, has_block, LIE)
+        if CODE >= FOUR:
+            code = encoded_in_four(x, drawn(tile, held, LIE), scale)
+        else:
+            code = encoded(x, drawn(tile, held, LIE), (scale >> 7) & 0xFF, scale >> 15, CODE == FP8)
+        if CODE == FOURS:
+            first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))
+            at, _ = tl.split(tl.reshape(at, [TILE, CODES // 2, 2]))
+            inside, _ = tl.split(tl.reshape(inside.to(tl.int32), [TILE, CODES // 2, 2]))
+            code, at, inside = first * 16 + second, at // 2, inside != 0
         tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)
     else:
         if KIND == BF16:

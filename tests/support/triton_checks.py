@@ -20,6 +20,7 @@ from hmpx.rounding.blocks import BlockCodes, Rows
 from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import numbers_of
 from hmpx.updates.holding.checksums import checksums, clear_written
 from hmpx.updates.stepping import batching
@@ -61,22 +62,28 @@ def check_a_list_of_tensors():
         assert same(out, alone), (x.numel(), offset, width)
 
 
-def coded(by, x, rows, start, spans, given):
+def coded(by, x, rows, start, spans, given, code="8bit", per_byte=1):
     with kernels(by):
-        codes = torch.full(x.shape, 77, dtype=torch.uint8)
+        codes = torch.full((x.numel() // per_byte,), 77, dtype=torch.uint8)
         scales = torch.full((-(-(start + x.numel()) // rows.width) * rows.blocks,), -4.0, dtype=torch.bfloat16)
         scales[::2] = 8.0
         before, back = scales.clone(), torch.empty_like(x)
-        EIGHT_BITS.encode(BlockCodes(codes, scales, rows, start), x, spans, (3, 4, "w"), given)
-        EIGHT_BITS.decode(back, BlockCodes(codes, scales, rows, start))
+        STATE_CODES[code].encode(BlockCodes(codes, scales, rows, start), x, spans, (3, 4, "w"), given)
+        STATE_CODES[code].decode(back, BlockCodes(codes, scales, rows, start))
         assert not given or same(scales, before)
         return codes, scales[rows.range(start, start + x.numel())], back
 
 
 def assert_codes_of(x, rows, spans=None, start=0, given=False):
+    """Of every code; 4 bits in bytes of their own, and where rows are even, two in a byte."""
     spans = spans or [Span(0, x.numel(), 0, x.numel(), 0)]
-    one, other = (coded(by, x, rows, start, spans, given) for by in ("eager", "Triton"))
-    where = rows, start, spans, given
+    is_even = not (rows.width % 2 or rows.first % 2 or start % 2)
+    for code, per_byte in (("8bit", 1), ("fp8", 1), ("4bit", 1), *((("4bit", 2),) if is_even else ())):
+        one, other = (coded(by, x, rows, start, spans, given, code, per_byte) for by in ("eager", "Triton"))
+        assert_same_codes(one, other, x, rows, start, (code, per_byte, rows, start, spans, given))
+
+
+def assert_same_codes(one, other, x, rows, start, where):
     assert same(one[0], other[0]) and same(one[2].nan_to_num(7.0), other[2].nan_to_num(7.0)), where
     assert torch.equal(one[2].isnan(), other[2].isnan())
     here = rows.range(start, start + x.numel())

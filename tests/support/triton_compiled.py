@@ -29,6 +29,10 @@ MOVES = {
     "encode, uneven": (FP32, CODED, 0, UNEVEN),
     "encode, aligned": (FP32, CODED, 0, ALIGNED),
     "decode, aligned": (CODED, FP32, 0, ALIGNED),
+    "encode FP8, aligned": (FP32, 8, 0, ALIGNED),
+    "encode 4 bits, uneven": (FP32, 9, 0, UNEVEN),
+    "encode 4 bits in pairs, aligned": (FP32, 10, 0, ALIGNED),
+    "decode 4 bits in pairs, aligned": (10, FP32, 0, ALIGNED),
     "halves to FP32, aligned": (SPLIT8, FP32, 32, ALIGNED),
 }
 STEPS = {

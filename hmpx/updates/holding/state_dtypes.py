@@ -54,7 +54,7 @@ def cast_state(
 ) -> bool:
     """Cast the state of one parameter from `wrong` to `dtype`, and state in codes to `dtype`, to nearest.
 
-    Both dtypes hold 8 bits exactly, and FP32 nearly all of 4 bits.
+    BF16 holds the numbers of 8 bits exactly, and those of 4 bits are rounded to it.
 
     Args:
         name: of the parameter, for errors.

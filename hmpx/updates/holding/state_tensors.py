@@ -146,7 +146,7 @@ class HeldCodes(HeldState):
 
 
 def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
-    """Check that 8-bit state fits its parameter, since it may be that of another one.
+    """Check that state in codes fits its parameter, since it may be that of another one.
 
     name: of the parameter, or its position, for the error; "" where nobody knows.
 
