@@ -115,7 +115,7 @@ def bytes_of(kind: int) -> float:
     """Return bytes an element of a tensor of a kind of the kernels, with what is beside it."""
     stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
     forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
-    forms |= {triton.FP8: "fp8", triton.FOURS: "4bit"}
+    forms |= {native.FP8: "fp8", native.FOURS: "4bit"}
     return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
 
 
@@ -171,8 +171,7 @@ def shapes(elements: int) -> Sequence[tuple[int, int]]:
 
 def run(sizes: Sequence[float]) -> measure.Bench:
     """Make one row for each way to hold weights and state, each way to step, and each number of parameters."""
-    ways = [(how, *way) for how in HOW for way in WAYS_OF_A_STEP if how != "hmpx" or STATE_FORMS[way[1]].is_fused]
-    rows = [_row(int(size), *way) for size in sizes for way in ways]
+    rows = [_row(int(size), how, weights, dtype) for size in sizes for how in HOW for weights, dtype in WAYS_OF_A_STEP]
     return measure.Bench(
         f"what an AdamW step tells an accelerator, {_TENSORS} BF16 tensors; hmpx: by the fused kernel of hmpx", rows
     )

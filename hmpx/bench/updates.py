@@ -151,6 +151,7 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
         "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
         "hmpx fused, 8-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit", own=True)),
+        "hmpx fused, 4-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="4bit", own=True)),
         "hmpx fused, master": (bf16, lambda params: _hmpx(params, "master", own=True)),
         "hmpx fused, split": (bf16, lambda params: _hmpx(params, "split", own=True)),
         "hmpx fused, split8, 8-bit states": (bf16, lambda p: _hmpx(p, "split8", state_dtype="8bit", own=True)),

@@ -73,6 +73,8 @@ class StateCode(ABC):
 
     Attributes:
         name: the value of `state_dtype`.
+        kinds: the numbers by which kernels know it, with one element in a byte, and with as many as fit.
+        zero: a code and a scale that are 0 together.
         prefix: before the optimizer's own name of a state tensor, the name of its codes.
         bits: of an element, 8 or less.
         is_stable: whether what was rounded stays itself when it is rounded again, with the scale that it then gets.
@@ -80,6 +82,8 @@ class StateCode(ABC):
     """
 
     name: CodeName
+    kinds: tuple[int, int]
+    zero: tuple[int, float] = 0, 1.0
     prefix: str
     bits: int = 8
     is_stable: bool = True
@@ -139,7 +143,7 @@ class StateCode(ABC):
             return
         kernels = self._kernels(held, x)
         if kernels is not None and all(span.has_one_key for span in spans):
-            kernels.encode_codes(self.name, held, x, spans, derive_key(*keys), given)
+            kernels.encode_codes(self._kind(held, x), held, x, spans, derive_key(*keys), given)
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
@@ -157,7 +161,7 @@ class StateCode(ABC):
         codes, scales, rows, start = held
         kernels = self._kernels(held, out)
         if kernels is not None:
-            kernels.decode_codes(self.name, held, out)
+            kernels.decode_codes(self._kind(held, out), held, out)
             return
         per_byte = out.numel() // max(codes.numel(), 1)
         for sheet in _sheets(start, out, rows):
@@ -173,4 +177,7 @@ class StateCode(ABC):
         if not x.numel() or not native.is_plain(held.scales) or held.scales.device != x.device:
             return None  # scales have a shape of their own, and codes may have
         kernels = kernels_for(x)
-        return kernels if kernels and self.name in kernels.CODES and kernels.can_read(held.codes) else None
+        return kernels if kernels is not None and kernels.can_read(held.codes) else None
+
+    def _kind(self, held: BlockCodes, x: Tensor) -> int:
+        return self.kinds[held.codes.numel() < x.numel()]

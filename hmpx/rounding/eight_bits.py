@@ -59,6 +59,7 @@ import math
 
 import torch
 
+from hmpx.rounding import native
 from hmpx.rounding.coding import CodeName, StateCode
 from hmpx.rounding.devices import reinterpreted, shifted
 
@@ -78,9 +79,10 @@ class FloatCode(StateCode):
     """
 
     def __init__(
-        self, name: CodeName, prefix: str, *, mantissa: int, ones: tuple[int, int], last: int, has_inf: bool
+        self, name: CodeName, kind: int, prefix: str, *, mantissa: int, ones: tuple[int, int], last: int, has_inf: bool
     ) -> None:
         self.name, self.prefix, self._last, self._nan = name, prefix, last, last + 1 + has_inf
+        self.kinds = kind, kind
         self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code has not
         self._unsigned, self._signed = ones
 
@@ -125,8 +127,8 @@ class FloatCode(StateCode):
         return one * self._step + self._nan
 
 
-EIGHT_BITS = FloatCode("8bit", "hmpx_codes_", mantissa=4, ones=(15, 7), last=13, has_inf=True)
-FP8 = FloatCode("fp8", "hmpx_fp8_", mantissa=3, ones=(7, 7), last=70, has_inf=False)
+EIGHT_BITS = FloatCode("8bit", native.CODED, "hmpx_codes_", mantissa=4, ones=(15, 7), last=13, has_inf=True)
+FP8 = FloatCode("fp8", native.FP8, "hmpx_fp8_", mantissa=3, ones=(7, 7), last=70, has_inf=False)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ import torch
 
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
+from hmpx.rounding.native import FOUR, FOURS
 
 Tensor = torch.Tensor
 
@@ -68,6 +69,7 @@ class FourBits(StateCode):
     """The code at the head of this file."""
 
     name, prefix, bits, is_stable, has_infinity = "4bit", "hmpx_4bit_", 4, False, False
+    kinds, zero = (FOUR, FOURS), (_ZERO, -1.0)
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
         below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * STRETCHED

@@ -1,7 +1,7 @@
 """Chooses the kernels for a tensor: C on a CPU, Triton on CUDA.
 
 Each is a module with the functions `can_read`, `round_list`, `encode_codes`, `decode_codes`, `read`, `step_list`, and
-with the names of the steps, `KERNELS`, and of the codes, `CODES`; `native` documents them.
+with the names of the steps, `KERNELS`; `native` documents them.
 """
 
 from __future__ import annotations

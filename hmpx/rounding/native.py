@@ -16,8 +16,7 @@ from hmpx.rounding.native_library import library
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
-FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 = range(1, 8)  # kinds, of `native_held.c`
-CODES = "8bit", "fp8", "4bit"  # of `native_codes.c`, in its order
+FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS = range(1, 11)  # kinds, of `native_held.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
 _HELD = 6  # words of a tensor that is held in some way
@@ -60,6 +59,11 @@ class StoredTensor(NamedTuple):
     every: int = 0
     row: int = 0
 
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.tensor.numel() * (2 if self.kind == FOURS else 1)
+
     @classmethod
     def of(cls, tensor: torch.Tensor, name: int = 0) -> StoredTensor:
         """Return an FP32 tensor, or a BF16 one that is rounded stochastically."""
@@ -100,8 +104,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 
 def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
     """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
-    row = held.row or held.tensor.numel()
-    return count, 0, start, held.tensor.numel(), row, *_held_words(held)
+    return count, 0, start, held.size, held.row or held.size, *_held_words(held)
 
 
 def show_at(words: array[int], addresses: Sequence[int]) -> None:
@@ -178,21 +181,20 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+def encode_codes(kind: int, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `StateCode.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     codes, scales, rows, start = held
-    each = x.numel() // codes.numel()
+    each = 2 if kind == FOURS else 1
     for first, last, offset, width, stride in spans:
         pointers = x[first:last].data_ptr(), codes[first // each : last // each].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows
-        _kernels().encode_codes(CODES.index(name), *pointers, *where, each, given, torch.get_num_threads())
+        _kernels().encode_codes(kind, *pointers, *where, given, torch.get_num_threads())
 
 
-def decode_codes(name: str, held: BlockCodes, out: torch.Tensor) -> None:
+def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
     """Do what `StateCode.decode` does, to tensors with elements. Needs `library()`."""
-    pointers, each = (held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()), out.numel() // held.codes.numel()
-    where = out.numel(), held.start, *held.rows
-    _kernels().decode_codes(CODES.index(name), *pointers, *where, each, torch.get_num_threads())
+    pointers = held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()
+    _kernels().decode_codes(kind, *pointers, out.numel(), held.start, *held.rows, torch.get_num_threads())
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:

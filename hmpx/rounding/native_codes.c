@@ -35,7 +35,7 @@ static Largest largest_finite(const float *restrict x, int64_t count) {
 typedef struct { int missing, of_unsigned, of_signed, last, inf, nan; } FloatCode;
 
 #define EIGHT_BITS ((FloatCode){19, 15, 7, 13, 14, 15})
-#define FP8 ((FloatCode){20, 7, 7, 70, 71, 71})
+#define E4M3 ((FloatCode){20, 7, 7, 70, 71, 71})
 #define ONE(CODE, IS_SIGNED) ((IS_SIGNED) ? (CODE).of_signed : (CODE).of_unsigned)
 #define STEPS(CODE) (1 << (23 - (CODE).missing)) /* codes of one exponent */
 #define LOOP static inline __attribute__((always_inline)) /* of which the compiler makes one for each code, and leaves
@@ -191,50 +191,4 @@ static __attribute__((noinline)) void decode_four(const uint8_t *restrict from, 
   for (int k = 0; k < 16; k++) numbers[k] = (scale >> 15 ? SIXTEEN[k] : (float)(k + 1) * 0.0625f) * magnitude;
   if (per_byte == 1) for (int64_t j = 0; j < count; j++) x[j] = numbers[from[j] & 15];
   else for (int64_t j = 0; j < count / 2; j++) x[2 * j] = numbers[from[j] >> 4], x[2 * j + 1] = numbers[from[j] & 15];
-}
-
-/* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
-   elements, which begin at column `first` of whole rows of `blocks` blocks. */
-#define FOR_EACH_CODED(BODY)                                                                             \
-  int64_t left = first / CODES, parts = (first + row - 1) / CODES - left + 1;                            \
-  int64_t from = start / row * parts + (first + start % row) / CODES - left, last = start + n - 1;       \
-  int64_t to = last / row * parts + (first + last % row) / CODES - left;                                 \
-  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")               \
-  for (int64_t part = from; part <= to; part++) {                                                        \
-    int64_t r = part / parts, b = part % parts + left;                                                   \
-    int64_t begin = b * CODES > first ? b * CODES - first : 0;                                           \
-    int64_t end = (b + 1) * CODES - first < row ? (b + 1) * CODES - first : row;                         \
-    int64_t at = r * row + begin - start, count = end - begin, scale = r * blocks + b;                   \
-    BODY                                                                                                 \
-  }
-
-enum { OF_8BIT, OF_FP8, OF_4BIT }; /* in the order of native.py */
-
-/* Element i of the n is element `offset + i / width * stride + i % width` of the parameter; no block goes over the end
-   of such a row. `given`: whether the scales are there, else they are written. */
-void encode_codes(int code, const float *x, uint8_t *codes, uint16_t *scales, int64_t n, uint64_t key, uint64_t offset,
-                  int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks,
-                  int per_byte, int given, int threads) {
-  FOR_EACH_CODED({
-    Numbers numbers;
-    const uint16_t *r = draw(&numbers, count, key, offset + at / width * stride + at % width);
-    if (code == OF_4BIT) {
-      if (!given) scales[scale] = scale_of_four(x + at, count);
-      encode_four(x + at, codes + at / per_byte, count, scales[scale], r, per_byte);
-      continue;
-    }
-    Largest largest = largest_of(x + at, count);
-    if (!given) scales[scale] = code == OF_FP8 ? scale_of(x + at, count, largest, FP8) : scale_of(x + at, count, largest, EIGHT_BITS);
-    if (code == OF_FP8) encode_float(x + at, codes + at, count, scales[scale], r, largest.magnitude, FP8);
-    else encode_block(x + at, codes + at, count, scales[scale], r, largest.magnitude);
-  })
-}
-
-void decode_codes(int code, const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start,
-                  int64_t row, int64_t first, int64_t blocks, int per_byte, int threads) {
-  FOR_EACH_CODED({
-    if (code == OF_4BIT) decode_four(codes + at / per_byte, out + at, count, scales[scale], per_byte);
-    else if (code == OF_FP8) decode_float(codes + at, out + at, count, scales[scale], FP8);
-    else decode_block(codes + at, out + at, count, scales[scale]);
-  })
 }

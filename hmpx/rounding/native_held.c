@@ -11,8 +11,9 @@
    NEAREST  BF16, by rounding to nearest, ties to even
    MASTER   as NEAREST; `beside` has FP32 numbers
    SPLIT    BF16, `beside` has the lower halves of 16 bits; `sums` the checksums of each `every` weights
-   SPLIT8   the same with 8 bits, by stochastic rounding */
-enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 };
+   SPLIT8   the same with 8 bits, by stochastic rounding
+   FP8, FOUR, FOURS  as CODED: numbers of e4m3; codes of 4 bits; two of these in a byte */
+enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS };
 typedef struct { uint64_t at, kind, name, beside, sums; int64_t every; } Held;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
@@ -33,6 +34,25 @@ typedef struct { uint64_t at, kind, name, beside, sums; int64_t every; } Held;
       BODY                                                                                               \
     }                                                                                                    \
   }
+
+/* The n elements from `at` on of a tensor in another code than that of 8 bits, which share a scale. */
+static void decode_other(int kind, const uint8_t *codes, int64_t at, float *x, int64_t n, uint16_t scale) {
+  if (kind == FP8) decode_float(codes + at, x, n, scale, E4M3);
+  else decode_four(codes + (kind == FOURS ? at / 2 : at), x, n, scale, kind == FOURS ? 2 : 1);
+}
+
+/* r: the random numbers of the elements. is_given: whether the scale is there. */
+static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, int64_t n, uint16_t *scale,
+                         const uint16_t *r, int is_given) {
+  if (kind == FP8) {
+    Largest largest = largest_of(x, n);
+    if (!is_given) *scale = scale_of(x, n, largest, E4M3);
+    encode_float(x, codes + at, n, *scale, r, largest.magnitude, E4M3);
+  } else {
+    if (!is_given) *scale = scale_of_four(x, n);
+    encode_four(x, codes + (kind == FOURS ? at / 2 : at), n, *scale, r, kind == FOURS ? 2 : 1);
+  }
+}
 
 /* Halves whose checksum is another one belong to weights that somebody has written to since: those count alone. */
 static inline void drop_halves(const Held *held, int64_t at, int64_t count, float *restrict room) {
@@ -56,6 +76,7 @@ static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t
     const uint8_t *codes = AS(uint8_t, held->at) + at;
     FOR_EACH_SCALE(decode_block(codes + j, room + j, n, *scale);)
   }
+  if (held->kind >= FP8) FOR_EACH_SCALE(decode_other(held->kind, AS(uint8_t, held->at), at + j, room + j, n, *scale);)
   if (held->kind == MASTER) read_block(AS(float, held->beside) + at, from, room, count);
   if (held->kind == SPLIT) join_block(from, AS(int16_t, held->beside) + at, room, count);
   if (held->kind == SPLIT8) join_block_24(from, AS(int8_t, held->beside) + at, room, count);
@@ -66,10 +87,14 @@ static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t
 static inline void closed(const Held *held, int64_t at, int64_t count, int64_t row, const float *room, uint64_t key) {
   uint16_t *to = AS(uint16_t, held->at) + at;
   if (held->kind == BF16) round_block(room, to, count, key, (uint64_t)at);
-  if (held->kind == CODED) {
+  if (held->kind == CODED || held->kind >= FP8) {
     uint8_t *codes = AS(uint8_t, held->at) + at;
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
+    if (held->kind != CODED) {
+      FOR_EACH_SCALE(encode_other(held->kind, room + j, AS(uint8_t, held->at), at + j, n, scale, r + j, 0);)
+      return;
+    }
     Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
     FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
     largest = found;
@@ -128,4 +153,46 @@ void read_list(const Shown *list, int64_t count, int threads) {
 void write_list(const Shown *list, int64_t count, uint64_t step_key, int threads) {
   FOR_EACH_SHOWN(const int at_once = 0; uint64_t key = derive_key(step_key, one->held.name, 0);
                  , closed(&one->held, at, n, row, x, key);)
+}
+
+/* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
+   elements, which begin at column `first` of whole rows of `blocks` blocks. */
+#define FOR_EACH_CODED(BODY)                                                                             \
+  int64_t left = first / CODES, parts = (first + row - 1) / CODES - left + 1;                            \
+  int64_t from = start / row * parts + (first + start % row) / CODES - left, last = start + n - 1;       \
+  int64_t to = last / row * parts + (first + last % row) / CODES - left;                                 \
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")               \
+  for (int64_t part = from; part <= to; part++) {                                                        \
+    int64_t r = part / parts, b = part % parts + left;                                                   \
+    int64_t begin = b * CODES > first ? b * CODES - first : 0;                                           \
+    int64_t end = (b + 1) * CODES - first < row ? (b + 1) * CODES - first : row;                         \
+    int64_t at = r * row + begin - start, count = end - begin, scale = r * blocks + b;                   \
+    BODY                                                                                                 \
+  }
+
+/* Moves codes whose rows other ranks may hold parts of. Element i of the n is element `offset + i / width * stride +
+   i % width` of the parameter; no block goes over the end of such a row. `given`: whether the scales are there, else
+   they are written. */
+void encode_codes(int kind, const float *x, uint8_t *codes, uint16_t *scales, int64_t n, uint64_t key, uint64_t offset,
+                  int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks, int given,
+                  int threads) {
+  FOR_EACH_CODED({
+    Numbers numbers;
+    const uint16_t *r = draw(&numbers, count, key, offset + at / width * stride + at % width);
+    if (kind != CODED) {
+      encode_other(kind, x + at, codes, at, count, scales + scale, r, given);
+      continue;
+    }
+    Largest largest = largest_of(x + at, count);
+    if (!given) scales[scale] = scale_of(x + at, count, largest, EIGHT_BITS);
+    encode_block(x + at, codes + at, count, scales[scale], r, largest.magnitude);
+  })
+}
+
+void decode_codes(int kind, const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start,
+                  int64_t row, int64_t first, int64_t blocks, int threads) {
+  FOR_EACH_CODED({
+    if (kind == CODED) decode_block(codes + at, out + at, count, scales[scale]);
+    else decode_other(kind, codes, at, out + at, count, scales[scale]);
+  })
 }

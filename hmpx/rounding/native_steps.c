@@ -132,9 +132,9 @@ static int halves_of(const Stepped *one) {
 /* Asks for `count` elements that will be read soon: the loops that write a block load nothing new, and hardware that
    looks at what is loaded does not run far enough ahead. */
 static inline void fetched(const Held *held, int64_t at, int64_t count) {
-  static const int64_t sizes[] = {0, 4, 2, 1, 2, 2, 2, 2}; /* of an element, by kind */
-  const char *from = AS(const char, held->at) + at * sizes[held->kind];
-  for (int64_t byte = 0; byte < count * sizes[held->kind]; byte += 64) __builtin_prefetch(from + byte);
+  static const int64_t halves[] = {0, 8, 4, 2, 4, 4, 4, 4, 2, 2, 1}; /* of a byte, of an element, by kind */
+  const char *from = AS(const char, held->at) + at * halves[held->kind] / 2;
+  for (int64_t byte = 0; byte < count * halves[held->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }
 
 /* scalars: SCALARS of each parameter. step_key: of the seed and the step. No parameter has 2^32 elements or more. */

@@ -17,15 +17,13 @@ import torch
 from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
-from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
+from hmpx.rounding.native import BF16, CODED, FOUR, FOURS, FP8, FP32, Rounding, StepArguments, StoredTensor, is_plain
 
 KERNELS = native.KERNELS
-CODES = native.CODES
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
-_ABSENT, FP8, FOUR, FOURS = 0, 8, 9, 10
-_CODED = CODED, FP8, FOUR, FOURS
+_ABSENT, _CODED = 0, (CODED, FP8, FOUR, FOURS)
 
 
 @functools.cache
@@ -178,10 +176,10 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+def encode_codes(kind: int, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `native.encode_codes` does."""
     codes, scales, (row, column, whole), start = held
-    parts, kind, each = [], _kind(name, held, x), x.numel() // codes.numel()
+    parts, each = [], 2 if kind == FOURS else 1
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
         part = StoredTensor(codes[first // each : last // each], -kind if given else kind, beside=scales)
@@ -189,18 +187,12 @@ def encode_codes(name: str, held: BlockCodes, x: torch.Tensor, spans: Sequence[S
     _launch("move_list", parts)
 
 
-def decode_codes(name: str, held: BlockCodes, out: torch.Tensor) -> None:
+def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
     """Do what `native.decode_codes` does."""
     codes, scales, (row, column, whole), start = held
     count = out.numel()
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
-    _launch(
-        "move_list", [_move(lain, StoredTensor(codes, _kind(name, held, out), beside=scales), StoredTensor(out, FP32))]
-    )
-
-
-def _kind(name: str, held: BlockCodes, x: torch.Tensor) -> int:
-    return {"8bit": CODED, "fp8": FP8, "4bit": FOUR if held.codes.numel() == x.numel() else FOURS}[name]
+    _launch("move_list", [_move(lain, StoredTensor(codes, kind, beside=scales), StoredTensor(out, FP32))])
 
 
 class Move(NamedTuple):
@@ -216,14 +208,15 @@ class Move(NamedTuple):
         return self._replace(held=self.held._replace(tensor=tensor))
 
     def lain(self) -> _Lain:
-        row = self.held.row or self.held.tensor.numel()
+        row = self.held.row or self.held.size
         return _Lain(self.size, self.start, self.size, 0, row, _blocks(row), self.start)
 
     def part(self) -> StoredTensor:
         """Return these elements alone; scales of codes stay those of the whole tensor."""
         held, own = self.held, slice(self.start, self.start + self.size)
-        beside = held.beside if held.beside is None or held.kind == CODED else held.beside.view(-1)[own]
+        beside = held.beside if held.beside is None or held.kind in _CODED else held.beside.view(-1)[own]
         sums = None if held.sums is None else held.sums[self.start // held.every :]
+        own = slice(own.start // 2, own.stop // 2) if held.kind == FOURS else own
         return held._replace(tensor=held.tensor.view(-1)[own], beside=beside, sums=sums)
 
 

@@ -38,7 +38,7 @@ SUMMED = tl.constexpr(32)  # weights that share a checksum, unless each has its 
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
 NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
 SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
-ABSENT, FP8, FOUR, FOURS = tl.constexpr(0), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+ABSENT, FP8, FOUR, FOURS = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR, native.FOURS))
 
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
 # counts that are multiples of 16.

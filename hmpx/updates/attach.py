@@ -80,8 +80,8 @@ def attach(
         fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
-            parameters, ones that are not contiguous or share memory, state in "fp8" or "4bit", amsgrad, and all where
-            there is no C compiler or Triton (the head of `stepping/fused_batch.py` has the list).
+            parameters, ones that are not contiguous or share memory, amsgrad, and all where there is no C compiler or
+            Triton (the head of `stepping/fused_batch.py` has the list).
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 

@@ -68,12 +68,11 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
     wide_gradients = settings.use_fp32_grad_acc
     form = STATE_FORMS[settings.state_dtype]
-    compared = 0 if form.is_fused else WAYS[settings.weights].has_masters  # masters and weights, by torch's operators
     return Footprint(
         weights=dtype.itemsize,
         gradients=0 if settings.release_gradients else _FP32 if wide_gradients else dtype.itemsize,
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
-        slice=0 if settings.fused and form.is_fused else _FP32 * (4 + (0 if form.as_left else states)) + compared,
+        slice=0 if settings.fused else _FP32 * (4 + (0 if form.as_left else states)),
     )

@@ -284,8 +284,11 @@ def check_attached_optimizers():
     every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
     for options in (
         {"fused": True, "state_dtype": "8bit", **every_way},
+        {"fused": True, "state_dtype": "4bit", **every_way},
         {"fused": True, "state_dtype": torch.bfloat16},
         {"state_dtype": "8bit"},
+        {"state_dtype": "4bit"},
+        {"state_dtype": "fp8", **every_way},
         {"state_dtype": "8bit", **every_way},
         {"state_dtype": torch.bfloat16, **every_way},
         every_way,

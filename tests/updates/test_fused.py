@@ -15,7 +15,7 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping.batch import Batch
 from tests.support.numbers import nearly_equal
-from tests.support.state_codes import in_code, read
+from tests.support.state_codes import PREFIXES, in_code, read
 
 BF16 = torch.bfloat16
 CONFIGURATIONS = {
@@ -112,7 +112,13 @@ def test_weights_masters_and_state_agree_with_float64(name, weights, by_kernels)
 
 @pytest.mark.parametrize(
     "name, state_dtype",
-    [("AdamW", torch.float32), ("SGD momentum", BF16), ("RMSprop momentum", "8bit"), ("Lion", "8bit")],
+    [
+        ("AdamW", torch.float32),
+        ("SGD momentum", BF16),
+        ("RMSprop momentum", "8bit"),
+        ("Lion", "8bit"),
+        ("NAdam", "4bit"),
+    ],
 )
 def test_two_ways_to_hold_the_same_masters_step_alike(name, state_dtype, by_kernels):
     cls, options = CONFIGURATIONS[name]
@@ -127,12 +133,12 @@ def test_two_ways_to_hold_the_same_masters_step_alike(name, state_dtype, by_kern
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("weights", ["split", "split8"])
-def test_halves_beside_codes_in_rows_that_cut_the_blocks_of_checksums(weights):
+@pytest.mark.parametrize("weights, state_dtype", [("split", "8bit"), ("split8", "8bit"), ("split", "4bit")])
+def test_halves_beside_codes_in_rows_that_cut_the_blocks_of_checksums(weights, state_dtype):
     """The lower halves stay: nothing takes the weights for some that somebody else wrote."""
-    named = parameters(sizes=((33, 150),))
+    named = parameters(sizes=((33, 144),))
     optimizer = optim.AdamW(named, lr=1e-2)
-    handle = hmpx.attach(optimizer, weights, fused=True, state_dtype="8bit")
+    handle = hmpx.attach(optimizer, weights, fused=True, state_dtype=state_dtype)
     train(named, optimizer, 0, 3)
     p = named[0][1]
     assert (handle.masters_of(p) == p).float().mean() < 0.02
@@ -283,13 +289,14 @@ def test_state_of_another_dtype_is_named(dtype, state_dtype):
     assert state["step"] == 3 and not torch.equal(named[1][1], before[1])
 
 
+@pytest.mark.parametrize("code", PREFIXES)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
+def test_state_in_codes_is_that_of_the_fp32_kernel_rounded(name, code, monkeypatch):
     """Rows that are whole blocks, and longer and shorter ones; the steps after the first are planned ones, too."""
     cls, options = CONFIGURATIONS[name]
-    sizes = ((4, 128), (9, 300), (1001,), (6, 2, 77), (3,), (33, 33), (7, 1), (9, 127))
+    sizes = ((4, 128), (9, 300), (1001,), (6, 2, 77), (3,), (33, 33), (7, 1), (9, 127), (5, 304), (3, 4, 3, 16))
     both = []
-    for state_dtype in (torch.float32, "8bit"):
+    for state_dtype in (torch.float32, code):
         named = parameters(sizes=sizes)
         both.append((named, cls(named, **{"lr": 1e-2, **options})))
         hmpx.attach(both[-1][1], fused=True, state_dtype=state_dtype, seed=4)
@@ -298,6 +305,7 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
         for key, p in wide:
             reference.state[p]["sum"] = in_code(
                 torch.full(p.shape, 0.1 if "initial_accumulator_value" in options else 0.0),
+                code,
                 **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
             )[0]
             reference.state[p]["step"] += 0
@@ -309,27 +317,29 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
             assert torch.equal(p, q), (key, step)
             for part, value in reference.state[q].items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    value.copy_(in_code(value, seed=4, step=step, name=f"{key}.{part}")[0])
-                    assert torch.equal(read(optimizer.state[p], part), value), (key, part, step)
-    assert any("hmpx_codes" in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
+                    value.copy_(in_code(value, code, seed=4, step=step, name=f"{key}.{part}")[0])
+                    assert torch.equal(read(optimizer.state[p], part, p.shape), value), (key, part, step)
+    assert any(PREFIXES[code] in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
 
 
-EIGHT_BIT = (40, 63), (40, 64), (3,), (), (8, 4, 3, 3), (64, 16, 3, 3)
+CODED = (40, 63), (40, 64), (3,), (), (8, 4, 3, 3), (64, 16, 3, 3)
 
 
 @pytest.mark.parametrize(
-    "cls, options, taken",
+    "cls, options, taken, state_dtype",
     [
-        (optim.AdamW, {}, EIGHT_BIT),
-        (optim.AdamW, {"amsgrad": True}, ()),
-        (optim.SGD, {"momentum": 0.9}, EIGHT_BIT),
-        (optim.SGD, {}, EIGHT_BIT),  # keeps no state
+        (optim.AdamW, {}, CODED, "8bit"),
+        (optim.AdamW, {}, CODED, "fp8"),
+        (optim.AdamW, {}, CODED, "4bit"),
+        (optim.AdamW, {"amsgrad": True}, (), "8bit"),
+        (optim.SGD, {"momentum": 0.9}, CODED, "8bit"),
+        (optim.SGD, {}, CODED, "8bit"),  # keeps no state
     ],
 )
-def test_which_parameters_with_8_bit_state_the_kernels_take(cls, options, taken, monkeypatch):
-    named = parameters(sizes=EIGHT_BIT)
+def test_which_parameters_with_state_in_codes_the_kernels_take(cls, options, taken, state_dtype, monkeypatch):
+    named = parameters(sizes=CODED)
     optimizer = cls(named, lr=1.0, **options)
-    hmpx.attach(optimizer, fused=True, state_dtype="8bit")
+    hmpx.attach(optimizer, fused=True, state_dtype=state_dtype)
     by_kernel, step_words = [], native.step_words
 
     def told(kernel, words, scalars, step_key):

@@ -29,7 +29,6 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.rounding.blocks import BLOCK
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import shows_values
-from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment, StateDtype
@@ -48,12 +47,10 @@ class StateForm:
     Attributes:
         bytes_each: of an element of a state tensor.
         as_left: whether a step on a whole parameter leaves state as it is to be held.
-        is_fused: whether the kernels that step parameters know it.
     """
 
     bytes_each: float = 4.0
     as_left: bool = True
-    is_fused: bool = True
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         """Before a step, bring the state of a parameter, which may be held in another form, to this one.
@@ -117,7 +114,6 @@ class InCodes(StateForm):
 
     def __init__(self, code: StateCode) -> None:
         self._code, self.bytes_each = code, code.bits / 8 + BF16.itemsize / BLOCK
-        self.is_fused = code is EIGHT_BITS
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
@@ -142,8 +138,9 @@ class InCodes(StateForm):
 
     def zeros(self, param: Tensor) -> HeldState:
         made = HeldCodes.new(self._code, param)
-        made.tensor.zero_()
-        made.scales.fill_(1)
+        code, scale = self._code.zero
+        made.tensor.fill_(code if made.tensor.shape == param.shape else code * 17)  # two in a byte
+        made.scales.fill_(scale)
         return made
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:

@@ -16,7 +16,6 @@ from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.coding import StateCode
-from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
@@ -88,9 +87,8 @@ class HeldCodes(HeldState):
         return torch.empty(local(self._param).shape, device="meta")
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        if self.code is not EIGHT_BITS:
-            return None
-        return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=self._layout.rows.width)
+        kind = self.code.kinds[self._per_byte > 1]
+        return native.StoredTensor(self.tensor, kind, name, self.scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._layout.is_scattered:  # a part is all that this rank holds

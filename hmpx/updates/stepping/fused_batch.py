@@ -11,8 +11,7 @@ Parameters that no kernel takes are stepped in other batches:
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
-- with state in "fp8" or "4bit";
-- on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in 8 bits, in several rows whose
+- on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in codes, in several rows whose
   length is no multiple of 128.
 """
 
@@ -29,11 +28,10 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
-from hmpx.rounding.state_codes import SCALES
+from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_blocks import StateBlocks
@@ -81,10 +79,13 @@ def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool
         return False
     _refuse_dtypes(segment, formula.states(group), state)
     is_coded = segment.way.is_coded and any(formula.states(group))
-    if is_coded and not (form_of(segment).is_fused and _can_be_coded(segment, state, kernels)):
+    if is_coded and not _can_be_coded(segment, state, kernels):
         return False
     held = [v for v in known.values() if isinstance(v, Tensor) and v.dim()]
-    return p.numel() < 2**32 and grad.dtype in (torch.bfloat16, torch.float32) and kernels.can_read(p, grad, *held)
+    alike, codes = [v for v in held if v.dtype is not torch.uint8], [v for v in held if v.dtype is torch.uint8]
+    if p.numel() >= 2**32 or grad.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return kernels.can_read(p, grad, *alike) and all(map(kernels.can_read, codes))
 
 
 @dataclass(eq=False, slots=True)
@@ -237,14 +238,14 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     if key is None:
         return None
     name = name_id(f"{segment.name}.{key}")
-    if EIGHT_BITS.prefix + key not in state:
+    code = STATE_CODES[segment.way.state_dtype] if isinstance(segment.way.state_dtype, str) else None
+    if code is None or code.prefix + key not in state:
         return StoredTensor.of(state[key], name)
-    codes, scales = state[EIGHT_BITS.prefix + key], state[SCALES + key]
-    return HeldCodes(EIGHT_BITS, codes, scales, segment.param).for_kernels(segment, name)
+    return HeldCodes(code, state[code.prefix + key], state[SCALES + key], segment.param).for_kernels(segment, name)
 
 
 def _can_be_coded(segment: Segment, state: dict, kernels: ModuleType) -> bool:
-    """Whether these kernels can step a parameter whose state is in 8 bits."""
+    """Whether these kernels can step a parameter whose state is in codes."""
     p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
     if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):
         return False  # the C kernels would cut the blocks of weights that share a checksum
