@@ -7,8 +7,8 @@ which of two lists the block has. A code is a position in it, and means that num
     scale < 0   others                     -.8875 -.6625 -.4375 -.2125 -.0775 -.0325 -.0055
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
-Two codes share a byte, the first in the upper half, in tensors of two dimensions or more with a multiple of 16 elements
-in a row; else a byte has one (`StateBlocks.per_byte` in `hmpx.updates.holding.state_blocks`).
+Two codes share a byte, the first in the upper half; where a rank holds a part of a byte, each has its own. Rows have
+a multiple of 16 elements: state of other tensors is in 8 bits (`hmpx.updates.holding.state_blocks`).
 
 The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. A negative one
 has an odd last bit where no element is negative, else an even one. A block with an inf or a NaN becomes NaN as a whole.

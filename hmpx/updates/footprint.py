@@ -32,7 +32,7 @@ class Footprint:
             these take 2 bytes in parameters of at most 4096 elements).
         state: of the optimizer, between two steps. In codes, with the scales of rows that are whole blocks; of one
             with fewer than 128 elements, and of others' last blocks, each scale serves fewer. In 4 bits, of parameters
-            with two dimensions or more, in rows of a multiple of 16 elements.
+            with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
     """

@@ -45,15 +45,17 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         refuse_codes(optimizer)
     if is_plain and state_dtypes.has_fp32_state(optimizer):
         raise HmpxError(
-            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
-            "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
+            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), or has loaded the state of such a step: its "
+            "state is FP32, which a plain step on BF16 parameters cannot go on with. Write "
+            "`with hmpx.disable_casts(): optimizer.step()` for every step, "
             "or hmpx.attach(optimizer) once; hmpx.detach(optimizer) brings the state to BF16 for plain steps"
         )
 
 
-def refuse_steps_on_codes(optimizer: Optimizer) -> None:
-    """After a load, refuse plain steps if it has brought state in codes."""
-    if state_dtypes.code_in(optimizer) is not None:
+def refuse_steps_on_loaded(optimizer: Optimizer) -> None:
+    """After a load, refuse plain steps if it has brought state in codes, or FP32 state of hmpx."""
+    is_wide = step_count.stored(optimizer) and state_dtypes.has_fp32_state(optimizer)
+    if is_wide or state_dtypes.code_in(optimizer) is not None:
         refuse_plain_steps(optimizer)
 
 
@@ -82,7 +84,8 @@ def allow_plain_steps(optimizer: Optimizer) -> bool:
 
 def warn_of_nearest(optimizer: Optimizer) -> None:
     """Warn of a plain step of BF16 parameters, once for each optimizer."""
-    if optimizer not in _warned and has_bf16(optimizer):
+    rounds_itself = getattr(optimizer, "bf16_stochastic_round", False)  # as torchao's
+    if optimizer not in _warned and has_bf16(optimizer) and not rounds_itself:
         _warned.add(optimizer)
         logger.warning(
             "hmpx: %s updates BF16 parameters with round-to-nearest, which drops small updates; "

@@ -37,7 +37,7 @@ from hmpx.updates.refusals import (
     forget_warnings,
     refuse_codes,
     refuse_plain_steps,
-    refuse_steps_on_codes,
+    refuse_steps_on_loaded,
     warn_of_nearest,
 )
 from hmpx.updates.stepping import step_count
@@ -94,7 +94,7 @@ def _watch() -> None:
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     _changes.callback(forget_warnings)
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
-    optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_codes)
+    optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
     gradient_norms.watch(_changes, lambda: bool(_attached))
     released.watch(_changes)
     watch_joins(_changes)

@@ -25,7 +25,7 @@ from torch import nn
 
 import hmpx
 from tests.support.models import BF16, BY_PARTS, FP32, Setup, made_optimizer
-from tests.support.state_codes import PREFIXES, in_code
+from tests.support.state_codes import PREFIXES, held_as, in_code
 from tests.support.state_codes import numbers as drawn
 
 Tensor = torch.Tensor
@@ -280,7 +280,7 @@ class Reference:
         for key, value in self.optimizer.state.get(entry.q, {}).items() if self.state_dtype in PREFIXES else ():
             is_held = isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape
             if is_held and not (key in entry.coded and torch.equal(value, entry.coded[key][1])):
-                value.copy_(in_code(value, self.state_dtype, **numbers, name=name.format(key))[0])
+                value.copy_(in_code(value, held_as(self.state_dtype, value.shape), **numbers, name=name.format(key))[0])
                 entry.coded[key] = self.state_dtype, value.clone()
 
     def succeed(self, settings: dict[str, Any]) -> None:

@@ -13,6 +13,11 @@ PREFIXES = {"8bit": "hmpx_codes_", "fp8": "hmpx_fp8_", "4bit": "hmpx_4bit_"}
 SCALES = "hmpx_scales_"
 
 
+def held_as(code, shape):
+    """The code of a state tensor of this shape: 8 bits where those of 4 could not share bytes on any ranks."""
+    return "8bit" if code == "4bit" and (len(shape) < 2 or row_length(shape) % 16) else code
+
+
 def grid(signed, code="8bit"):
     """The magnitudes of a code of 8 bits in the order of its codes, for a scale of 1."""
     if code == "fp8":
@@ -89,9 +94,9 @@ def in_code(x, code="8bit", *, seed, step, name):
 
 
 def _packed(codes, shape, code):
-    """Two of 4 bits in a byte, where rows have a multiple of 16 elements and there is more than one dimension."""
+    """Two of 4 bits in a byte, where rows have an even number of elements and there is more than one dimension."""
     row, outer = row_length(shape), len(shape) - 1
-    if code != "4bit" or len(shape) < 2 or row % 16:
+    if code != "4bit" or len(shape) < 2 or row % 2:
         return codes.view(shape)
     while math.prod(shape[outer:]) != row:
         outer -= 1

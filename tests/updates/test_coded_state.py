@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from tests.support.optimizers import UnlistedAdamW
-from tests.support.state_codes import PREFIXES, SCALES, in_code, read, widened
+from tests.support.state_codes import PREFIXES, SCALES, held_as, in_code, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"a": (20, 304), "b": (77,)}
@@ -79,14 +79,15 @@ def test_other_state_is_rounded_stochastically_when_it_comes_to_a_code(code, hel
     narrow.step()
     for name, p in others.items():
         for key in MOMENTS:
-            if held == code:
+            own = held_as(code, p.shape)
+            if held_as(held, p.shape) == own:
                 before = {k: v for k, v in optimizer.state[params[name]].items() if k != "step"}
                 assert all(torch.equal(value, narrow.state[p][k]) for k, value in before.items())
                 continue
             before = read(optimizer.state[params[name]], key, p.shape).float()
-            expected, codes, _ = in_code(before, code, seed=0, step=3, name=f"{name}.{key}.moved")
-            assert set(narrow.state[p]) == {"step", *(pre + k for pre in (PREFIXES[code], SCALES) for k in MOMENTS)}
-            assert torch.equal(narrow.state[p][PREFIXES[code] + key], codes)
+            expected, codes, _ = in_code(before, own, seed=0, step=3, name=f"{name}.{key}.moved")
+            assert set(narrow.state[p]) == {"step", *(pre + k for pre in (PREFIXES[own], SCALES) for k in MOMENTS)}
+            assert torch.equal(narrow.state[p][PREFIXES[own] + key], codes)
             assert torch.equal(read(narrow.state[p], key, p.shape), expected)
 
 
@@ -106,7 +107,8 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
         ("8bit", (40, 64), (64, 40), "8bit"),
         ("8bit", (64, 32), (32, 32), "8bit"),
         ("8bit", (200,), (300,), BF16),
-        ("4bit", (64, 33), (33, 64), "4bit"),
+        ("4bit", (64, 32), (32, 64), "4bit"),
+        ("4bit", (4, 16), (4, 8), "4bit"),  # whose codes have the shape of the other's state
         ("fp8", (40, 64), (64, 40), "4bit"),
     ],
 )
@@ -125,10 +127,10 @@ def test_state_in_codes_of_another_shape_is_refused(code, saved, own, state_dtyp
     hmpx.attach(optimizer, state_dtype=state_dtype)
     step({"p": p}, optimizer)
     before = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    shown = (own[0], own[1] // 2) if code == "4bit" else own  # of which two share a byte
-    shapes = (
-        rf"parameter {{}} .*{re.escape(str(saved))} with .*; the parameter's is {re.escape(str(shown))} with".format
-    )
+    is_shared = code == "4bit" and own != (4, 8)  # two in a byte
+    kept, shown = ((each[0], each[1] // 2) if code == "4bit" else each for each in (saved, own))
+    shown = shown if is_shared else own
+    shapes = rf"parameter {{}} .*{re.escape(str(kept))} with .*; the parameter's is {re.escape(str(shown))} with".format
     with pytest.raises(hmpx.HmpxError, match=shapes(0)):
         optimizer.load_state_dict(copy.deepcopy(checkpoint))
     after = optimizer.state_dict()
@@ -167,7 +169,7 @@ def loaded_by_torch(cls, options, active, code="8bit"):
     return q, plain, before
 
 
-class MuonOfMine(optim.Optimizer):
+class _OfMatrices(optim.Optimizer):
     """Muon and momentum in one class, which hmpx does not list; most are of this kind."""
 
     def __init__(self, params):
@@ -181,11 +183,14 @@ class MuonOfMine(optim.Optimizer):
             p.sub_(1e-2 * (momentum / momentum.norm() if p.dim() == 2 else momentum))
 
 
-@pytest.mark.parametrize("cls", [optim.Muon, MuonOfMine])
-def test_muons_momentum_is_in_bf16_where_8_bits_are_asked_for(cls):
+OF_MATRICES = [type(name, (_OfMatrices,), {}) for name in ("MuonOfMine", "SOAP", "DistributedShampoo")]
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, *OF_MATRICES])
+def test_state_of_matrix_functions_is_in_bf16_where_codes_are_asked_for(cls):
     """Beside a rule for one parameter as without; with the bits of `state_dtype=torch.bfloat16`."""
     found = []
-    rule = {"b": {"state_dtype": "8bit"}}
+    rule = {"b": {"state_dtype": "4bit"}}
     for options in ({"state_dtype": BF16}, {"state_dtype": "8bit"}, {"state_dtype": BF16, "parameters": rule}):
         params = {name: nn.Parameter(torch.ones(6, 40, dtype=BF16)) for name in "ab"}
         optimizer = cls([*params.items()])
@@ -217,6 +222,19 @@ def test_plain_steps_on_codes_are_refused_and_go_on_after_detach(name, code):
     assert plain.state[p].keys() == before.keys()
     assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in plain.state[p].items())
     step({"p": p}, plain)
+
+
+def test_a_plain_step_on_fp32_state_of_a_checkpoint_names_the_way_out():
+    """Torch's own error would be of two dtypes."""
+    _, optimizer = made(FP32, 2)
+    others, plain = made()
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(
+        hmpx.HmpxError, match=r"has loaded the state of such a step, .* hmpx\.detach\(optimizer\) brings"
+    ):
+        step(others, plain)
+    hmpx.detach(plain)
+    step(others, plain)
 
 
 @of_every_code

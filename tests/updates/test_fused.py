@@ -15,7 +15,7 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping.batch import Batch
 from tests.support.numbers import nearly_equal
-from tests.support.state_codes import PREFIXES, in_code, read
+from tests.support.state_codes import PREFIXES, held_as, in_code, read
 
 BF16 = torch.bfloat16
 CONFIGURATIONS = {
@@ -305,7 +305,7 @@ def test_state_in_codes_is_that_of_the_fp32_kernel_rounded(name, code, monkeypat
         for key, p in wide:
             reference.state[p]["sum"] = in_code(
                 torch.full(p.shape, 0.1 if "initial_accumulator_value" in options else 0.0),
-                code,
+                held_as(code, p.shape),
                 **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
             )[0]
             reference.state[p]["step"] += 0
@@ -317,7 +317,7 @@ def test_state_in_codes_is_that_of_the_fp32_kernel_rounded(name, code, monkeypat
             assert torch.equal(p, q), (key, step)
             for part, value in reference.state[q].items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    value.copy_(in_code(value, code, seed=4, step=step, name=f"{key}.{part}")[0])
+                    value.copy_(in_code(value, held_as(code, value.shape), seed=4, step=step, name=f"{key}.{part}")[0])
                     assert torch.equal(read(optimizer.state[p], part, p.shape), value), (key, part, step)
     assert any(PREFIXES[code] in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
 

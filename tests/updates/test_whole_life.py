@@ -15,7 +15,7 @@ from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping import batching
 from tests.support.optimizers import UnlistedSGD
 from tests.support.oracle import away_from_zero, to_24_bits
-from tests.support.state_codes import PREFIXES, in_code, read
+from tests.support.state_codes import PREFIXES, held_as, in_code, read
 from tests.support.training import masters_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,7 +48,8 @@ class Copies:
                     if value.dim() and self.state_dtype is BF16:
                         value.copy_(hmpx.stochastic_round(value, **key, name=f"{name}.{part}"))
                     elif value.dim() and self.state_dtype in PREFIXES:
-                        value.copy_(in_code(value, self.state_dtype, **key, name=f"{name}.{part}")[0])
+                        own = held_as(self.state_dtype, value.shape)
+                        value.copy_(in_code(value, own, **key, name=f"{name}.{part}")[0])
                 if q.grad is not None and self.way == "stochastic":
                     q.copy_(hmpx.stochastic_round(q, **key, name=name))
                 elif self.way == "nearest":
@@ -88,7 +89,8 @@ def assert_same(params, optimizer, copies):
         for part, value in copies.optimizer.state[copies.params[name]].items():
             assert torch.equal(read(state, part, value.shape).float(), value), (name, part)
             is_coded = copies.state_dtype in PREFIXES
-            held = state[PREFIXES[copies.state_dtype] + part if is_coded and value.dim() else part]
+            prefix = PREFIXES[held_as(copies.state_dtype, value.shape)] if is_coded and value.dim() else ""
+            held = state[prefix + part]
             dtype = torch.uint8 if is_coded else copies.state_dtype
             assert not value.dim() or held.dtype is dtype, (name, part)
 

@@ -14,6 +14,8 @@ from hmpx.insight.doctor.steps import Moves, SteppedOptimizer, total
 from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import number
 from hmpx.recipes.recipe import Recipe
+from hmpx.updates.holding.segment import Way
+from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.stepping.names import parameters
 
 Tensor = torch.Tensor
@@ -42,6 +44,9 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
     recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
     do = (_WIDE if half else _SR).format(_bytes(seen, Recipe(**recipe)))
+    if any(way.is_coded for each in seen for way in _ways(each)):
+        do = "hmpx.attach(optimizer, state_dtype=torch.bfloat16): its state is in too few bits for these gradients"
+        recipe["state_dtype"] = "bfloat16"
     lost = _lost(where, seen, names, do, recipe)
     if lost is not None:
         yield lost
@@ -71,6 +76,11 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
         do = f"doctor --at {step} looks at every op of that step and names the first"
         yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
     yield from _of_gradients(where, seen, names)
+
+
+def _ways(each: SteppedOptimizer) -> list[Way]:
+    attachment = attachment_of(each.optimizer)
+    return [] if attachment is None else attachment.settings.ways
 
 
 def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
@@ -132,6 +142,9 @@ def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:
         why = each.unchecked
         if not why and not each.looked:
             why = f"in {number(each.steps, 'step')}, none after the first had gradients"
+            attachment = attachment_of(each.optimizer)
+            if attachment is not None and attachment.settings.release_gradients:
+                why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
         if not why and not known.is_known:
             why = "the weights were to move too little for that"
         if low and why:

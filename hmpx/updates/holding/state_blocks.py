@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hmpx.rounding.blocks import BLOCK, Rows
 from hmpx.rounding.coding import StateCode
+from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
 
 Tensor = torch.Tensor
@@ -57,15 +58,19 @@ class StateBlocks(NamedTuple):
         scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
-    def per_byte(self, code: StateCode, tensor: Tensor) -> int:
-        """Return how many codes of a tensor with this layout share a byte.
+    def code_for(self, code: StateCode, shape: torch.Size) -> StateCode:
+        """Return the code of a tensor of this shape, of all ranks, where `code` is asked for.
 
-        A checkpoint goes to any ranks where this does not depend on them. So it is one for rows whose length is no
-        multiple of `_SHARED` and for tensors of one dimension, which are cut anyhow; and where a rank would hold a part
-        of a byte.
+        Codes that share bytes want rows of whole bytes on any ranks. So 8 bits take the place of fewer for rows whose
+        length is no multiple of `_SHARED`, and for one dimension, which is cut anyhow: they take as many bytes.
         """
+        is_shared = self.folded > 0 and math.prod(shape[self.folded :]) % _SHARED == 0
+        return code if code.bits == 8 or is_shared else EIGHT_BITS
+
+    def per_byte(self, code: StateCode, tensor: Tensor) -> int:
+        """Return how many codes of a tensor with this layout share a byte: one, if this rank had a part of some."""
         each, length = 8 // code.bits, math.prod(tensor.shape[self.folded :])
-        if each == 1 or not self.folded or self.is_scattered or length % _SHARED:
+        if each == 1 or not self.folded or self.is_scattered:
             return 1
         ranks = math.prod(dist.get_world_size(group) for group in self.cut)
         return each if tensor.shape[self.folded] % ranks == 0 and length % (each * ranks) == 0 else 1

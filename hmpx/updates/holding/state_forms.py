@@ -5,9 +5,8 @@ torch.float32     as the step leaves it                                         
 torch.bfloat16    rounded stochastically                                            2
 "8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
                   (`hmpx.rounding.eight_bits`)                                      rows below 128
-"4bit"            the same (`hmpx.rounding.four_bits`)                              a half and a 64th; a whole one
-                                                                                    in one dimension, and in rows of
-                                                                                    no multiple of 16
+"4bit"            the same (`hmpx.rounding.four_bits`); as "8bit" in one            a half and a 64th
+                  dimension, and in rows of no multiple of 16 elements
 ================  ================================================================  ==================
 
 The random numbers of a state tensor go by its own name, ``parameter.key``. BF16 holds every floating tensor with a
@@ -120,10 +119,11 @@ class InCodes(StateForm):
         p, state = segment.param, optimizer.state[segment.param]
         for key in [key for key, value in state.items() if is_bf16(value)]:
             filled_again(optimizer, group, p, key, FP32)
+        code = self._code_for(p)
         for key, value in held(state, p, segment.name).items():
-            in_other = isinstance(value, HeldCodes) and value.code is not self._code
+            in_other = isinstance(value, HeldCodes) and value.code is not code
             if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
-                codes = HeldCodes.new(self._code, p)
+                codes = HeldCodes.new(code, p)
                 # Numbers of its own: the step may round the same element again.
                 codes.write(segment, value.whole(), f"{segment.name}.{key}.moved", rounding_key)
                 for entry in value.entries(key):
@@ -134,14 +134,17 @@ class InCodes(StateForm):
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         if not is_moment(value):
             return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
-        return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code, param)
+        return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code_for(param), param)
 
     def zeros(self, param: Tensor) -> HeldState:
-        made = HeldCodes.new(self._code, param)
-        code, scale = self._code.zero
+        made = HeldCodes.new(self._code_for(param), param)
+        code, scale = made.code.zero
         made.tensor.fill_(code if made.tensor.shape == param.shape else code * 17)  # two in a byte
         made.scales.fill_(scale)
         return made
+
+    def _code_for(self, param: Tensor) -> StateCode:
+        return StateBlocks.of(param).code_for(self._code, param.shape)
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:
         layout = StateBlocks.of(param)

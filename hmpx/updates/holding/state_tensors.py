@@ -160,6 +160,12 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
         kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
+        if layout.code_for(code, param.shape) is not code:
+            raise HmpxError(
+                f"{own!r} of {of} is in {code.bits} bits for another shape: {tuple(codes.shape)} with scales "
+                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with {tuple(layout.of_all(param))}, "
+                "in 8 bits"
+            )
         per_byte = layout.per_byte(code, param)
         whole, here = (tuple(layout.of_codes(each.shape, per_byte)) for each in (param, local(param)))
         fits = whole, tuple(layout.of_all(param)), here, layout.shape

@@ -238,8 +238,8 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     if key is None:
         return None
     name = name_id(f"{segment.name}.{key}")
-    code = STATE_CODES[segment.way.state_dtype] if isinstance(segment.way.state_dtype, str) else None
-    if code is None or code.prefix + key not in state:
+    code = next((code for code in STATE_CODES.values() if code.prefix + key in state), None)
+    if code is None:
         return StoredTensor.of(state[key], name)
     return HeldCodes(code, state[code.prefix + key], state[SCALES + key], segment.param).for_kernels(segment, name)
 

@@ -23,7 +23,7 @@ from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
-from hmpx.updates.stepping.optimizer_scope import is_muon
+from hmpx.updates.stepping.optimizer_scope import wants_bf16
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -211,7 +211,7 @@ class BF16Parameters:
 
     def _way(self, optimizer: Optimizer, name: str) -> Way:
         way = self._settings.way(name)
-        return way._replace(state_dtype=torch.bfloat16) if way.is_coded and is_muon(optimizer) else way
+        return way._replace(state_dtype=torch.bfloat16) if way.is_coded and wants_bf16(optimizer) else way
 
     def _segment(self, optimizer: Optimizer, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
         if getattr(p, "_fsdp_flattened", False):
