@@ -51,16 +51,11 @@ import torch
 
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
+from hmpx.rounding.four_bit_lists import ABOVE_ZERO, SIGNED, STRETCHED
 from hmpx.rounding.native import FOUR, FOURS
 
 Tensor = torch.Tensor
 
-_ABOVE_ZERO = tuple(i / 16 for i in range(1, 17))
-# In FP32, as torchao computes them.
-_POSITIVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
-SIGNED = (*(-number for number in reversed(_POSITIVE)), 0.0, *_POSITIVE, 1.0)
-GAPS = tuple(torch.tensor(SIGNED, device="cpu").diff().tolist())  # above each, in FP32
-STRETCHED = 1 / _POSITIVE[-1]  # the largest number over the largest negative one
 _ZERO = SIGNED.index(0.0)
 _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # the bits of scales
 
@@ -105,5 +100,5 @@ def _lists(like: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _made(device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.tensor([*SIGNED, *_ABOVE_ZERO], dtype=torch.float32, device=device)
+    both = torch.tensor([*SIGNED, *ABOVE_ZERO], dtype=torch.float32, device=device)
     return both, both.roll(-1) - both

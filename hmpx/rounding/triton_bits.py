@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding.four_bits import GAPS as _GAPS
-from hmpx.rounding.four_bits import SIGNED, STRETCHED
+from hmpx.rounding import four_bit_lists
 
-SIXTEEN, GAPS, STRETCH = tl.constexpr(SIGNED), tl.constexpr(_GAPS), tl.constexpr(STRETCHED)
+SIXTEEN, GAPS = tl.constexpr(four_bit_lists.SIGNED), tl.constexpr(four_bit_lists.GAPS)
+STRETCH = tl.constexpr(four_bit_lists.STRETCHED)
 
 
 @triton.jit

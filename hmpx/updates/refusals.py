@@ -45,8 +45,8 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         refuse_codes(optimizer)
     if is_plain and state_dtypes.has_fp32_state(optimizer):
         raise HmpxError(
-            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), or has loaded the state of such a step: its "
-            "state is FP32, which a plain step on BF16 parameters cannot go on with. Write "
+            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), or has loaded the state of such a step, "
+            "so its state is FP32, which a plain step on BF16 parameters cannot go on with. Write "
             "`with hmpx.disable_casts(): optimizer.step()` for every step, "
             "or hmpx.attach(optimizer) once; hmpx.detach(optimizer) brings the state to BF16 for plain steps"
         )
