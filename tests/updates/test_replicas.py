@@ -30,7 +30,7 @@ class Net(nn.Module):
     def __init__(self, unused=False, checkpointed=False):
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.second, self.wide = nn.Linear(8, 9), nn.Linear(9, 4), nn.Linear(4, 2)
+        self.first, self.second, self.wide = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 2)
         self.bfloat16()
         self.wide.float()
         self.checkpointed = checkpointed
