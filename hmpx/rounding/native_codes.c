@@ -138,12 +138,13 @@ static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.212499991059303
                                 0.6625f, 0.8875f, 1.0f};
 
 static uint16_t scale_of_four(const float *restrict x, int64_t count) {
-  uint32_t needed = 0, not_positive = 0; /* one more than the bits of the largest of these */
+  int32_t magnitude = 0, below = -1; /* the bits of the largest magnitude, and of a number that is not positive */
   for (int64_t j = 0; j < count; j++) {
-    uint32_t bits = bits_of(x[j]) & 0x7FFFFFFFu, its = x[j] <= 0.0f ? bits + 1 : 0;
-    needed = bits > needed ? bits : needed;
-    not_positive = its > not_positive ? its : not_positive;
+    int32_t signed_bits = (int32_t)bits_of(x[j]), bits = signed_bits & 0x7FFFFFFF, its = signed_bits <= 0 ? bits : -1;
+    magnitude = bits > magnitude ? bits : magnitude;
+    below = its > below ? its : below;
   }
+  uint32_t needed = (uint32_t)magnitude, not_positive = (uint32_t)below + 1;
   if (needed >= 0x7F800000u) return 0x7FC0; /* NaN */
   uint32_t stretched = bits_of(float_of(not_positive ? not_positive - 1 : 0) * (float)(1 / 0.8875));
   needed = stretched > needed ? stretched : needed;
