@@ -86,6 +86,8 @@ def recipe_for(
             keys["weights"] = "stochastic" if "weights" in asked else "nearest"
         if "use_fp32_grad_acc" in asked:
             keys["use_fp32_grad_acc"] = True
+        if "state_dtype" in asked:
+            keys["state_dtype"] = "bfloat16"
         dtypes = by_patterns({name: dtype_name(p.dtype) for p, name in script.names.items()}, script.names.values())
         exceptions = {name: each for name, each in dtypes.items() if each != dtype and each in DTYPES}
         if exceptions and base is None:
