@@ -44,7 +44,9 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
     recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
     do = (_WIDE if half else _SR).format(_bytes(seen, Recipe(**recipe)))
-    if any(way.is_coded for each in seen for way in _ways(each)):
+    ways = [way for each in seen for way in _ways(each)]
+    loses_no_update = all(map(_ways, seen)) and all(way.weights != "nearest" for way in ways)
+    if loses_no_update and any(way.is_coded for way in ways):
         do = "hmpx.attach(optimizer, state_dtype=torch.bfloat16): its state is in too few bits for these gradients"
         recipe["state_dtype"] = "bfloat16"
     lost = _lost(where, seen, names, do, recipe)
@@ -79,6 +81,7 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
 
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
+    """Return how an attached optimizer holds weights and state; empty if it is not attached."""
     attachment = attachment_of(each.optimizer)
     return [] if attachment is None else attachment.settings.ways
 
