@@ -98,7 +98,7 @@ LOOP void decode_as(const uint8_t *restrict codes, float *restrict x, int64_t co
   float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of(zero + 0x800000u);
   for (int64_t j = 0; j < count; j++) {
     uint32_t code = (uint32_t)(is_signed ? (int8_t)codes[j] : codes[j]) << c.missing, magnitude = code & mask;
-    int32_t normal = (int32_t)(c.missing == 19 ? magnitude | zero : magnitude + zero);
+    int32_t normal = (int32_t)(magnitude + zero);
     int32_t below = (int32_t)bits_of(float_of((uint32_t)normal + 0x800000u) - least);
     float y = float_of((uint32_t)(below < normal ? below : normal)) * factor;
     if (!is_finite) y = magnitude == nan ? NAN : magnitude == inf ? INFINITY : y;
