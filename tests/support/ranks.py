@@ -85,4 +85,6 @@ def _rank(rank: int, world: int, folder: str, results: Any, function: Callable, 
     except BaseException:
         results.put((rank, f"rank {rank}: {traceback.format_exc()}", False))
     finally:
+        results.close()
+        results.join_thread()  # the answer is away before gloo's threads end, which now and then abort the process
         dist.destroy_process_group()
