@@ -27,10 +27,6 @@ class Rows(NamedTuple):
         """Return the layout of whole rows of `length` elements."""
         return cls(length, 0, -(-length // BLOCK))
 
-    def are_even(self, count: int) -> bool:
-        """Return whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
-        return self.width % BLOCK == 0 or self.width == count
-
     def floor(self, element: int) -> int:
         """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
         if not self.width:

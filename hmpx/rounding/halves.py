@@ -2,7 +2,8 @@
 
 ``upper = (bits + 0x8000) >> 16``, ``lower = int16(bits)``, ``bits = (upper << 16) + lower``. The upper half is the
 number rounded to nearest, ties away from zero. Exact for every number and for inf. NaN stays NaN in the upper half and
-in the whole; payloads that rounding would carry out of the NaNs become the quiet NaN's.
+in the whole; payloads that rounding would carry out of the NaNs become the quiet NaN's. An upper half that somebody has
+written keeps the lower half that is there; beside a written 0 or inf it is left out where it would make a NaN.
 
 A number of 24 bits is an FP32 one whose last 8 bits are zero: ``bits = (upper << 16) + (lower << 8)``. FP32 numbers
 are rounded to it stochastically, ``(bits + (r >> 8)) & ~0xFF`` with the 16-bit number r of an element that
@@ -34,8 +35,7 @@ def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
 
 def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     """Write the FP32 numbers with these halves to `out`."""
-    bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower
-    out.copy_(reinterpreted(bits, torch.float32))
+    _join(upper, lower.to(torch.int32), out)
 
 
 def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], keys: Keys) -> None:
@@ -53,8 +53,13 @@ def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], key
 
 def join_24(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     """Write the FP32 numbers with these halves to `out`."""
-    bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower.to(torch.int32) * 0x100
-    out.copy_(reinterpreted(bits, torch.float32))
+    _join(upper, lower.to(torch.int32) * 0x100, out)
+
+
+def _join(upper: Tensor, rest: Tensor, out: Tensor) -> None:
+    """`rest`: the lower half in the place of its bits, int32. The opposite sign beside 0 and inf would make NaNs."""
+    rest = torch.where(upper == 0, rest.clamp(min=0), torch.where(upper.isinf(), rest.clamp(max=0), rest))
+    out.copy_(reinterpreted(reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + rest, torch.float32))
 
 
 def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_s
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS = range(1, 11)  # kinds, of `native_held.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
-_HELD = 6  # words of a tensor that is held in some way
+_HELD = 4  # words of a tensor that is held in some way
 _WORDS, _GRAD = 2 + _HELD * (2 + _STATES), 2 + _HELD  # of a parameter; the place of its gradient's pointer
 _SHOWN = 5 + _HELD
 
@@ -48,15 +48,12 @@ class StoredTensor(NamedTuple):
 
     kind: a kind of `native_held.c`. name: the hash of its name.
     beside: masters or lower halves, of the same shape; or the scales of codes, which lie in rows of `row` elements.
-    sums: the checksum of each `every` elements, beside lower halves.
     """
 
     tensor: torch.Tensor
     kind: int
     name: int = 0
     beside: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
-    every: int = 0
     row: int = 0
 
     @property
@@ -159,9 +156,7 @@ def words_of(stepped: Sequence[StepArguments]) -> array[int]:
 def _held_words(held: StoredTensor | None) -> tuple[int, ...]:
     if held is None:
         return (0,) * _HELD
-    tensor, kind, name, beside, sums, every, _ = held
-    addresses = [0 if each is None else each.data_ptr() for each in (beside, sums)]
-    return tensor.data_ptr(), kind, name, *addresses, every
+    return held.tensor.data_ptr(), held.kind, held.name, 0 if held.beside is None else held.beside.data_ptr()
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
@@ -195,12 +190,6 @@ def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
     """Do what `StateCode.decode` does, to tensors with elements. Needs `library()`."""
     pointers = held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()
     _kernels().decode_codes(kind, *pointers, out.numel(), held.start, *held.rows, torch.get_num_threads())
-
-
-def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """Write the checksum of each block of 32 weights, or of one, which `updates/holding/checksums.py` defines."""
-    pointers = weights.data_ptr(), out.data_ptr()
-    _kernels().block_checksums(*pointers, weights.numel(), block, torch.get_num_threads())
 
 
 def _kernels() -> ctypes.CDLL:

@@ -10,11 +10,11 @@
    CODED    codes of 8 bits, by stochastic rounding; `beside` has the scales, whose blocks lie in rows
    NEAREST  BF16, by rounding to nearest, ties to even
    MASTER   as NEAREST; `beside` has FP32 numbers
-   SPLIT    BF16, `beside` has the lower halves of 16 bits; `sums` the checksums of each `every` weights
+   SPLIT    BF16, `beside` has the lower halves of 16 bits
    SPLIT8   the same with 8 bits, by stochastic rounding
    FP8, FOUR, FOURS  as CODED: numbers of e4m3; codes of 4 bits; two of these in a byte */
 enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS };
-typedef struct { uint64_t at, kind, name, beside, sums; int64_t every; } Held;
+typedef struct { uint64_t at, kind, name, beside; } Held;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
 
@@ -54,17 +54,6 @@ static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, i
   }
 }
 
-/* Halves whose checksum is another one belong to weights that somebody has written to since: those count alone. */
-static inline void drop_halves(const Held *held, int64_t at, int64_t count, float *restrict room) {
-  const uint16_t *upper = AS(uint16_t, held->at) + at, *before = AS(uint16_t, held->sums) + at / held->every;
-  uint16_t sums[BLOCK];
-  int64_t n = (count + held->every - 1) / held->every;
-  sum_block(upper, sums, count, held->every);
-  if (!memcmp(sums, before, (size_t)n * sizeof *sums)) return;
-  for (int64_t j = 0; j < count; j++)
-    if (sums[j / held->every] != before[j / held->every]) room[j] = from_bf16(upper[j]);
-}
-
 /* `count` elements from element `at` on, in FP32: in their place, or copied into `room`. At most a block of them, but
    for BF16. */
 static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t row, float *room) {
@@ -80,7 +69,6 @@ static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t
   if (held->kind == MASTER) read_block(AS(float, held->beside) + at, from, room, count);
   if (held->kind == SPLIT) join_block(from, AS(int16_t, held->beside) + at, room, count);
   if (held->kind == SPLIT8) join_block_24(from, AS(int8_t, held->beside) + at, room, count);
-  if (held->kind == SPLIT || held->kind == SPLIT8) drop_halves(held, at, count, room);
   return room;
 }
 
@@ -108,8 +96,6 @@ static inline void closed(const Held *held, int64_t at, int64_t count, int64_t r
     memcpy(AS(float, held->beside) + at, room, (size_t)count * sizeof *room);
   if (held->kind == SPLIT) split_block(room, to, AS(uint16_t, held->beside) + at, count);
   if (held->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, held->beside) + at, count, key, (uint64_t)at);
-  if (held->kind == SPLIT || held->kind == SPLIT8)
-    sum_block(to, AS(uint16_t, held->sums) + at / held->every, count, held->every);
 }
 
 /* Rows as FOR_EACH_SCALE wants them, of a tensor of `n` elements. */

@@ -57,7 +57,6 @@ _SIGNATURES = {
     "round_list": (_POINTER, _INT64, _UINT64, _INT),
     "read_list": (_POINTER, _INT64, _INT),
     "write_list": (_POINTER, _INT64, _UINT64, _INT),
-    "block_checksums": (_POINTER, _POINTER, _INT64, _INT64, _INT),
     "encode_codes": (_INT, *(_POINTER,) * 3, _INT64, _UINT64, _UINT64, *(_INT64,) * 6, _INT, _INT),
     "decode_codes": (_INT, *(_POINTER,) * 3, *(_INT64,) * 5, _INT),
     "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),

@@ -1,4 +1,4 @@
-/* Masters beside BF16 weights: halves.py's numbers in two halves, FP32 copies, and checksums of the weights. */
+/* Masters beside BF16 weights: halves.py's numbers in two halves, and FP32 copies. */
 
 #include "native.h"
 
@@ -26,9 +26,16 @@ static inline void split_block(const float *restrict x, uint16_t *restrict upper
     }
 }
 
+/* The lower half; 0 where somebody has written 0 or inf over the upper half, so that the sum would be a NaN. */
+static inline int32_t rest_of(uint16_t upper, int32_t lower) {
+  uint32_t magnitude = upper & 0x7FFFu;
+  return (magnitude == 0 && lower < 0) || (magnitude == 0x7F80u && lower > 0) ? 0 : lower;
+}
+
 static inline void join_block(const uint16_t *restrict upper, const int16_t *restrict lower, float *restrict out,
                               int64_t n) {
-  for (int64_t j = 0; j < n; j++) out[j] = float_of(((uint32_t)upper[j] << 16) + (uint32_t)(int32_t)lower[j]);
+  for (int64_t j = 0; j < n; j++)
+    out[j] = float_of(((uint32_t)upper[j] << 16) + (uint32_t)rest_of(upper[j], lower[j]));
 }
 
 #define LARGEST_24 0x7F7FFF00u /* the bits of the largest number of 24 bits */
@@ -57,7 +64,8 @@ static inline void split_block_24(const float *restrict x, uint16_t *restrict up
 
 static inline void join_block_24(const uint16_t *restrict upper, const int8_t *restrict lower, float *restrict out,
                                  int64_t n) {
-  for (int64_t j = 0; j < n; j++) out[j] = float_of(((uint32_t)upper[j] << 16) + (uint32_t)((int32_t)lower[j] * 256));
+  for (int64_t j = 0; j < n; j++)
+    out[j] = float_of(((uint32_t)upper[j] << 16) + (uint32_t)rest_of(upper[j], lower[j] * 256));
 }
 
 /* Whether two BF16 numbers are one: 0 and -0 are. */
@@ -82,34 +90,4 @@ static inline void read_block(const float *masters, const uint16_t *restrict wei
     uint16_t away = (uint16_t)((kept_bits(bits) + 0x8000u) >> 16);
     out[j] = are_one(weights[j], even) || are_one(weights[j], away) ? masters[j] : from_bf16(weights[j]);
   }
-}
-
-/* updates/checksums.py: 16 bits for each `every` weights, which are SUMMED or one. */
-#define SUMMED 32
-
-static uint32_t multipliers[SUMMED];
-
-static __attribute__((constructor)) void make_multipliers(void) {
-  for (uint32_t i = 0; i < SUMMED; i++) multipliers[i] = mix((i + 1) * GOLDEN, 0) | 1;
-}
-
-static inline void sum_block(const uint16_t *restrict weights, uint16_t *restrict sums, int64_t n, int64_t every) {
-  if (every == 1) {
-    memcpy(sums, weights, (size_t)n * sizeof *sums);
-    return;
-  }
-  for (int64_t at = 0; at < n; at += SUMMED, sums++) {
-    uint32_t sum = 0;
-    if (n - at >= SUMMED) /* a number that the compiler can unroll */
-      for (int64_t j = 0; j < SUMMED; j++) sum += weights[at + j] * multipliers[j];
-    else
-      for (int64_t j = 0; j < n - at; j++) sum += weights[at + j] * multipliers[j];
-    *sums = (uint16_t)(sum >> 16);
-  }
-}
-
-void block_checksums(const uint16_t *weights, uint16_t *sums, int64_t n, int64_t every, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)
-  for (int64_t at = 0; at < n; at += BLOCK)
-    sum_block(weights + at, sums + at / every, n - at < BLOCK ? n - at : BLOCK, every);
 }

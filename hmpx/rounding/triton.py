@@ -110,7 +110,7 @@ class _Part(NamedTuple):
     scalars: tuple[float, ...] = ()
 
     def alike(self) -> tuple[int, ...]:
-        """Return what the kernels are compiled for: kinds of tensors, elements of a checksum, how elements lie."""
+        """Return what the kernels are compiled for: kinds of tensors, and how elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
         lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
@@ -119,11 +119,11 @@ class _Part(NamedTuple):
             lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
         ):
             lie = _ALIGNED
-        return *kinds, max(held.every for held in there), lie
+        return *kinds, lie
 
 
 def _addresses(held: StoredTensor) -> list[int]:
-    return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside, held.sums)]
+    return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside)]
 
 
 def _launch(kernel: str, parts: Iterable[_Part], *constants: int) -> None:
@@ -143,8 +143,8 @@ def _start(kernel: str, parts: list[_Part], *constants: int) -> None:
         where = lain.words(constants[-1])
         words.extend((programs, *where))
         for held, key in zip(tensors, keys, strict=True):
-            at, *more = (0, 0, 0) if held is None else _addresses(held)
-            words.extend((at, key, *more))
+            at, beside = (0, 0) if held is None else _addresses(held)
+            words.extend((at, key, beside))
         scalars.extend(own)
         programs += -(-where[1] // _TILE)
     first = next(held.tensor for held in parts[0].tensors if held is not None)
@@ -196,7 +196,7 @@ def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
 
 
 class Move(NamedTuple):
-    """`size` elements of a tensor from `start` on, where a block of codes and a checksum begin; in FP32 at `x`."""
+    """`size` elements of a tensor from `start` on, where a block of codes begins; in FP32 at `x`."""
 
     held: StoredTensor
     start: int
@@ -215,9 +215,8 @@ class Move(NamedTuple):
         """Return these elements alone; scales of codes stay those of the whole tensor."""
         held, own = self.held, slice(self.start, self.start + self.size)
         beside = held.beside if held.beside is None or held.kind in _CODED else held.beside.view(-1)[own]
-        sums = None if held.sums is None else held.sums[self.start // held.every :]
         own = slice(own.start // 2, own.stop // 2) if held.kind == FOURS else own
-        return held._replace(tensor=held.tensor.view(-1)[own], beside=beside, sums=sums)
+        return held._replace(tensor=held.tensor.view(-1)[own], beside=beside)
 
 
 def read_list(moves: Sequence[Move]) -> None:
@@ -245,17 +244,7 @@ def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> N
     parts = []
     for each in stepped:
         lain = _Lain.alone(each.weight.tensor.numel(), each.row)
-        if lain.size and each.weight.every > 1 and not lain.is_even:
-            _step_apart(kernel, each, step_key)
-            continue
         held = each.tensors()
         keys = tuple([0 if tensor is None else key_of(step_key, tensor.name) for tensor in held])
         parts.append(_Part(lain, held, keys, native.scalars_of(each.scalars)))
     _launch("step_list", parts, KERNELS.index(kernel))
-
-
-def _step_apart(kernel: str, stepped: StepArguments, step_key: int) -> None:
-    """Step weights whose blocks of one checksum are not within blocks of codes: in FP32, in a copy."""
-    held, copy = stepped.weight, StoredTensor.of(read(stepped.weight))
-    step_list(kernel, [stepped._replace(weight=copy)], step_key)
-    write_list([Move(held, 0, held.tensor.numel(), copy.tensor)], step_key)

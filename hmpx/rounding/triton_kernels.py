@@ -32,7 +32,6 @@ from hmpx.rounding.triton_bits import (
 TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
-SUMMED = tl.constexpr(32)  # weights that share a checksum, unless each has its own
 
 # Kinds, of `native_held.c`; none at all; other codes, in FOURS two in a byte. Below 0: codes whose scales are there.
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
@@ -51,8 +50,8 @@ UNEVEN, EVEN, ALIGNED = (tl.constexpr(number) for number in range(3))
 FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, HEAD = (
     tl.constexpr(number) for number in range(12)
 )
-# Words of a tensor: its address, its key, those of `native.StoredTensor.beside` and `sums`.
-AT, KEY, BESIDE, SUMS, HELD = (tl.constexpr(number) for number in range(5))
+# Words of a tensor: its address, its key, the address of `native.StoredTensor.beside`.
+AT, KEY, BESIDE, HELD = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
@@ -114,44 +113,13 @@ def pointer(held, word: tl.constexpr, TYPE: tl.constexpr, LIE: tl.constexpr):
 
 
 @triton.jit
-def sums_of(upper, inside):
-    """Return the checksums of each `SUMMED` weights of a tile, whose bits are `upper`."""
-    multiplier = mixed((tl.arange(0, CODES) % SUMMED + 1).to(tl.uint32), 0, 0) | 1
-    terms = tl.where(inside, upper * multiplier[None, :], 0)
-    return tl.sum(tl.reshape(terms, [TILE * CODES // SUMMED, SUMMED]), 1) >> 16
-
-
-@triton.jit
-def places_of_sums(tile):
-    """Return the indices of the checksums of a tile, and which of them exist."""
-    one, part, _, _, _, _, _ = tile
-    PER_TILE: tl.constexpr = TILE * CODES // SUMMED
-    place = part * PER_TILE + tl.arange(0, PER_TILE)
-    return place, place * SUMMED < tl.load(one + COUNT)
-
-
-@triton.jit
-def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """Return where weights still have the checksum that the last step left; others were written to since."""
-    _, _, at, _, inside, _, _ = tile
-    before = pointer(held, SUMS, tl.uint16, LIE)
-    if EVERY == 1:
-        return tl.load(before + at, mask=inside, other=0) == upper
-    else:
-        place, there = places_of_sums(tile)
-        same = tl.load(before + place, mask=there, other=0) == sums_of(upper, inside)
-        spread = tl.broadcast_to(same.to(tl.int32)[:, None], [TILE * CODES // SUMMED, SUMMED])
-        return tl.reshape(spread, [TILE, CODES]) != 0
-
-
-@triton.jit
 def scales_at(held, block, has_block, LIE: tl.constexpr):
     """Return the bits of the scales of blocks, [blocks, 1] in int32."""
     return tl.load(pointer(held, BESIDE, tl.uint16, LIE) + block, mask=has_block, other=0).to(tl.int32)[:, None]
 
 
 @triton.jit
-def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
+def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
     """Read a tile of a tensor to FP32; zeros outside of the tensor."""
     _, _, at, _, inside, block, has_block = tile
     if KIND == ABSENT:
@@ -183,13 +151,14 @@ def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexp
         if KIND == SPLIT8:
             lower = tl.load(pointer(held, BESIDE, tl.int8, LIE) + at, mask=inside, other=0).to(tl.int32) * 256
         if (KIND == SPLIT) | (KIND == SPLIT8):
-            own = is_own(tile, held, upper, EVERY, LIE)
-            x = float_of((upper << 16) + tl.where(own, lower, 0).to(tl.uint32, bitcast=True))
+            lower = tl.where((upper & 0x7FFF) == 0, tl.maximum(lower, 0), lower)  # 0 and inf that were written by hand
+            lower = tl.where((upper & 0x7FFF) == 0x7F80, tl.minimum(lower, 0), lower)
+            x = float_of((upper << 16) + lower.to(tl.uint32, bitcast=True))
     return x
 
 
 @triton.jit
-def closed(tile, held, x, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
+def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
     """Write a tile of FP32 numbers to a tensor."""
     _, _, at, _, inside, block, has_block = tile
     bits = bits_of(x)
@@ -238,13 +207,6 @@ def closed(tile, held, x, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.const
         if KIND == MASTER:
             tl.store(pointer(held, BESIDE, tl.float32, LIE) + at, x, mask=inside)
         tl.store(pointer(held, AT, tl.uint16, LIE) + at, upper.to(tl.uint16), mask=inside)
-        if (KIND == SPLIT) | (KIND == SPLIT8):
-            if EVERY == 1:
-                tl.store(pointer(held, SUMS, tl.uint16, LIE) + at, upper.to(tl.uint16), mask=inside)
-            else:
-                place, there = places_of_sums(tile)
-                sums = sums_of(upper, inside).to(tl.uint16)
-                tl.store(pointer(held, SUMS, tl.uint16, LIE) + place, sums, mask=there)
 
 
 @triton.jit
@@ -260,14 +222,14 @@ def own_part(table, count, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
+def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, LIE: tl.constexpr):
     """Read tensors held in one way, and write them in another way."""
     number, part = own_part(table, count, HEAD + 2 * HELD)
     one = table + number * (HEAD + 2 * HELD)
     source, target = one + HEAD, one + HEAD + HELD
     tile = tile_of(one, part, LIE)
-    x = opened(tile, source, SOURCE, EVERY, LIE)
-    closed(tile, target, x, TARGET, EVERY, LIE)
+    x = opened(tile, source, SOURCE, LIE)
+    closed(tile, target, x, TARGET, LIE)
 
 
 @triton.jit
@@ -312,22 +274,22 @@ def stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENT
 @triton.jit(do_not_specialize=["count"])
 def step_list(
     table, count, scalars, KERNEL: tl.constexpr, P: tl.constexpr, G: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr,
+    C: tl.constexpr, LIE: tl.constexpr,
 ):  # fmt: skip
     """Step parameters whose weight, gradient and states are held in these ways."""
     number, part = own_part(table, count, HEAD + 5 * HELD)
     one = table + number * (HEAD + 5 * HELD)
     weight, state, s = one + HEAD, one + HEAD + 2 * HELD, scalars + number * SCALARS
     tile = tile_of(one, part, LIE)
-    p = opened(tile, weight, P, EVERY, LIE)
-    grad = opened(tile, weight + HELD, G, EVERY, LIE)
-    a = opened(tile, state, A, EVERY, LIE)
-    b = opened(tile, state + HELD, B, EVERY, LIE)
-    c = opened(tile, state + 2 * HELD, C, EVERY, LIE)
+    p = opened(tile, weight, P, LIE)
+    grad = opened(tile, weight + HELD, G, LIE)
+    a = opened(tile, state, A, LIE)
+    b = opened(tile, state + HELD, B, LIE)
+    c = opened(tile, state + 2 * HELD, C, LIE)
     grad = tl.load(s) * grad + tl.load(s + 1) * p
     MOMENTUM: tl.constexpr = (A if KERNEL == SGD else B) != ABSENT
     p, a, b, c = stepped(KERNEL, p, grad, a, b, c, s, MOMENTUM, C != ABSENT)
-    closed(tile, weight, p, P, EVERY, LIE)
-    closed(tile, state, a, A, EVERY, LIE)
-    closed(tile, state + HELD, b, B, EVERY, LIE)
-    closed(tile, state + 2 * HELD, c, C, EVERY, LIE)
+    closed(tile, weight, p, P, LIE)
+    closed(tile, state, a, A, LIE)
+    closed(tile, state + HELD, b, B, LIE)
+    closed(tile, state + 2 * HELD, c, C, LIE)

@@ -28,8 +28,7 @@ class Footprint:
         weights, gradients: between backward and step. Released gradients count as none.
         buckets: the buffers in which DistributedDataParallel exchanges gradients, unless gradients are views of them
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
-        masters: beside the weights, 4 (FP32), 2.0625 or 1.0625 (the lower halves, of 16 or 8 bits, and their checks;
-            these take 2 bytes in parameters of at most 4096 elements).
+        masters: beside the weights, 4 (FP32), 2 or 1 (the lower halves, of 16 or 8 bits).
         state: of the optimizer, between two steps. In codes, with the scales of rows that are whole blocks; of one
             with fewer than 128 elements, and of others' last blocks, each scale serves fewer. In 4 bits, of parameters
             with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.

@@ -7,7 +7,7 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
 - stochastic, nearest: after the step the FP32 numbers are rounded, and the next step starts from what was rounded.
 - master, split: the FP32 numbers stay. The weight is what they round to, ties to even (master) or away from zero
   (split, and split8, whose numbers are first rounded to 24 bits). An element of the weight that its master rounds to
-  in neither way was written by hand, and counts.
+  in neither way was written by hand, and counts; in halves, with the rest that its master had.
 - `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
   `"8bit"`, `"fp8"`, `"4bit"`: every one that has the parameter's shape and a dimension, to numbers that
   `state_codes.py` lists, and before the step as "parameter.key.moved" what was held in another form. Of Muon, BF16.
@@ -134,10 +134,13 @@ class Reference:
             return entry.q.detach()
         if entry.master is None or self.way not in MASTERS:
             return entry.weight.float()
-        kept = away_from_zero(entry.master) == entry.weight
         if self.way == "master" or entry.loaded:  # split knows which way its own ties went
-            kept |= entry.master.bfloat16() == entry.weight
-        return torch.where(kept, entry.master, entry.weight.float())
+            kept = (away_from_zero(entry.master) == entry.weight) | (entry.master.bfloat16() == entry.weight)
+            return torch.where(kept, entry.master, entry.weight.float())
+        upper, now = (x.float().view(torch.int32) for x in (away_from_zero(entry.master), entry.weight))
+        rest = entry.master.view(torch.int32) - upper
+        rest = torch.where(entry.weight == 0, rest.clamp(min=0), rest)
+        return (now + torch.where(entry.weight.isinf(), rest.clamp(max=0), rest)).view(FP32)
 
     def seed(self, of_region: int | None = None) -> int:
         given = (of_region, self.settings.get("seed"), self.stored_seed, 0)

@@ -22,7 +22,6 @@ from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import numbers_of
-from hmpx.updates.holding.checksums import checksums, clear_written
 from hmpx.updates.stepping import batching
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -152,20 +151,19 @@ def check_steps_are_those_in_c():
 
 
 def read_by_the_specification(held):
-    """In FP32, as the docstrings of `halves.py` and `checksums.py` have it."""
+    """In FP32, as the docstring of `halves.py` has it."""
     if held.kind in (BF16, NEAREST, FP32):
         return held.tensor.float().clone()
     out, beside = torch.empty_like(held.tensor, dtype=torch.float32), held.beside.clone()
     if held.kind == MASTER:
         halves.read_masters(beside, held.tensor, out)
     else:
-        clear_written(held.tensor, held.sums, beside)
         (halves.join if held.kind == SPLIT else halves.join_24)(held.tensor, beside, out)
     return out
 
 
 def written_by_the_specification(x, held):
-    """What holds `x` in the same way: weights, what is beside them, checksums."""
+    """What holds `x` in the same way: weights, what is beside them."""
     out, size = torch.empty_like(x, dtype=torch.bfloat16), x.numel()
     if held.kind == FP32:
         return [x]
@@ -179,16 +177,13 @@ def written_by_the_specification(x, held):
         halves.split(x, out, lower)
     else:
         halves.split_24(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
-    return [out, lower, checksums(out)]
+    return [out, lower]
 
 
 def check_weights_and_states_held_in_all_ways():
     """A step in FP32 with the numbers that the specification reads, written back by the specification."""
     for kind in KINDS:
         for size, row in ((1280, 128), (1100, 1100), (450, 150), (1, 1)):
-            step_as_specified(size, row, kind)
-    for kind in (SPLIT, SPLIT8):  # with checksums of several weights, whose blocks rows may cut
-        for size, row in ((4224, 128), (4350, 150), (4130, 4130)):
             step_as_specified(size, row, kind)
 
 
@@ -217,12 +212,12 @@ def step_as_specified(size, row, kind):
 def check_the_largest_numbers_of_24_bits():
     """Past 0x7F7FFF00, the largest one, nothing is rounded up to inf."""
     weights, lower = torch.full((256,), math.inf, dtype=torch.bfloat16), torch.full((256,), -1, dtype=torch.int8)
-    held = StoredTensor(weights, SPLIT8, name_id("w"), lower, checksums(weights), 1)
+    held = StoredTensor(weights, SPLIT8, name_id("w"), lower)
     grads = StoredTensor.of(torch.arange(256) * -(2.0**104))  # in units of the last place
     triton.step_list("sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
     x = torch.arange(0x7F7FFF00, 0x7F800000, dtype=torch.int32).view(torch.float32)
     with kernels("eager"):
-        assert all(map(same, (weights, lower, held.sums), written_by_the_specification(x, held)))
+        assert all(map(same, (weights, lower), written_by_the_specification(x, held)))
 
 
 def check_a_list_of_all_ways_at_once():

@@ -133,17 +133,6 @@ def test_two_ways_to_hold_the_same_masters_step_alike(name, state_dtype, by_kern
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("weights, state_dtype", [("split", "8bit"), ("split8", "8bit"), ("split", "4bit")])
-def test_halves_beside_codes_in_rows_that_cut_the_blocks_of_checksums(weights, state_dtype):
-    """The lower halves stay: nothing takes the weights for some that somebody else wrote."""
-    named = parameters(sizes=((33, 144),))
-    optimizer = optim.AdamW(named, lr=1e-2)
-    handle = hmpx.attach(optimizer, weights, fused=True, state_dtype=state_dtype)
-    train(named, optimizer, 0, 3)
-    p = named[0][1]
-    assert (handle.masters_of(p) == p).float().mean() < 0.02
-
-
 @pytest.mark.parametrize("one, other", [("master", "split"), ("split", "master"), ("master", "split8")])
 def test_masters_from_a_checkpoint_go_on_in_the_kernels(one, other, by_kernels):
     """Also those between two BF16 numbers, which the two ways round differently."""

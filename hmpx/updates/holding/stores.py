@@ -6,13 +6,14 @@ nearest     BF16 weights, round to nearest, which loses small updates   + 0
 master      BF16 weights beside FP32 masters that the optimizer works   + 4
             on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
 split       the same masters, bit for bit: the BF16 weight is their     + 2
-            upper half, an int16 the rest (2.06 with `checksums.py`)
+            upper half, an int16 the rest
 split8      masters of 24 bits: an int8 is the rest, rounded            + 1
-            stochastically (1.06 with `checksums.py`)
+            stochastically
 ==========  ==========================================================  =======================
 
-A weight that its master does not round to was written by somebody else, and overrides the master. `master` rounds
-ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.halves`).
+With `master`, a weight that its master does not round to was written by somebody else, and overrides the master. A
+weight in halves that somebody has written keeps the rest that it had, less than half a unit in its last place.
+`master` rounds ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.halves`).
 
 To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, torch's operators move its weights.
 """
@@ -27,7 +28,6 @@ from hmpx.rounding import native
 from hmpx.rounding.devices import lacks_data, shows_values
 from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
 from hmpx.rounding.kernels import kernels_for
-from hmpx.updates.holding.checksums import BLOCK, block_of, checksums, clear_written
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
@@ -142,9 +142,6 @@ class Master(Store):
 class _InHalves(Store):
     """Base of stores that hold masters in two halves; the upper half is the weight itself.
 
-    Two halves cannot tell whether somebody wrote to a weight; checksums can. A block of weights keeps its lower halves
-    if its values are those that the last step left. Else its lower halves become zero, so that the weights count.
-
     Masters from a checkpoint stay FP32 copies until the first step: the weights may be loaded after them, and the
     checkpoint may be of a run with "master", which rounds ties to even.
     """
@@ -157,7 +154,6 @@ class _InHalves(Store):
         super().__init__(tensor)
         self._loaded: Tensor | None = None
         self._lower: Tensor | None = None  # in row-major order, whatever the weight's memory is like
-        self._sums: Tensor | None = None  # of a complete parameter: none while a step is writing to it
 
     def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         """Write the halves of `x`."""
@@ -174,50 +170,39 @@ class _InHalves(Store):
             return
         if self._lower is None or self._lower.shape != held.shape or lacks_data(self._lower) != lacks_data(held):
             self._lower = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
-            self._sums = checksums(held)
         elif self._lower.device != held.device:
             self._lower = self._lower.to(held.device)
-            self._sums = None if self._sums is None else self._sums.to(held.device)
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
         if self._loaded is not None:
             loaded = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
             self.read(segment, loaded)
             self.write(segment, loaded, segment.name, rounding_key)
-        elif self._sums is None:
-            self._sums = checksums(local(self.tensor))
 
     def beside(self) -> list[Tensor]:
-        return [held for held in (self._loaded, self._lower, self._sums) if held is not None]
+        return [held for held in (self._loaded, self._lower) if held is not None]
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        held, block = self.tensor.detach(), block_of(self.tensor)
-        if self._loaded is not None or self._lower is None or self._sums is None:
+        held = self.tensor.detach()
+        if self._loaded is not None or self._lower is None or kernels_for(held, self._lower) is None:
             return None
-        if kernels_for(held, self._lower) is None:
-            return None
-        if segment.offset % block or (segment.count % block and not segment.is_last):
-            return None
-        return native.StoredTensor(held, self.kind, name, self._lower, self._sums, block)
+        return native.StoredTensor(held, self.kind, name, self._lower)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._loaded is not None:
             read_masters(segment.of(self._loaded), segment.of(self.tensor), out)
-            return
-        if segment.offset == 0 and self._lower is not None and self._sums is not None:
-            clear_written(local(self.tensor), self._sums, self._lower)
-        self._join(segment, out)
+        else:
+            self._join(segment, out)
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         if self._lower is None:
             self._lower = torch.zeros(local(self.tensor).shape, dtype=self._dtype, device=x.device)
-        self._sums = None
         self._split(segment, x, name, rounding_key)
         if segment.is_last:
-            self._loaded, self._sums = None, checksums(local(self.tensor))
+            self._loaded = None
 
     def take_masters(self, masters: Tensor) -> None:
-        self._loaded, self._lower, self._sums = self._part_of(masters), None, None
+        self._loaded, self._lower = self._part_of(masters), None
 
     def _halves(self, segment: Segment) -> tuple[Tensor, Tensor]:
         assert self._lower is not None, "the step has begun"
@@ -227,7 +212,7 @@ class _InHalves(Store):
 class Split(_InHalves):
     """FP32 masters, exactly: an int16 beside each weight."""
 
-    bytes_beside: ClassVar[float] = 2 + 2 / BLOCK
+    bytes_beside: ClassVar[float] = 2.0
     _dtype, kind = torch.int16, native.SPLIT
 
     def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
@@ -240,7 +225,7 @@ class Split(_InHalves):
 class Split8(_InHalves):
     """Masters of 24 bits, rounded stochastically: an int8 beside each weight."""
 
-    bytes_beside: ClassVar[float] = 1 + 2 / BLOCK
+    bytes_beside: ClassVar[float] = 1.0
     _dtype, kind = torch.int8, native.SPLIT8
 
     def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:

@@ -94,7 +94,7 @@ class BatchedStep:
             self._batches.append(batches[0])
         if others:
             batches[0].others = others
-        # Each parameter has one transfer: the parts that it is cut into share a checksum, or a block of codes.
+        # Each parameter has one transfer: the parts that it is cut into share a block of codes.
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)

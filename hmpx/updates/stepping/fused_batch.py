@@ -10,9 +10,7 @@ Parameters that no kernel takes are stepped in other batches:
 - sharded ones (DTensors), those under `places=`, other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
-- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
-- on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in codes, in several rows whose
-  length is no multiple of 128.
+- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,9 +29,7 @@ from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
-from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
 from hmpx.updates.holding.stores import WAYS
@@ -79,7 +74,7 @@ def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool
         return False
     _refuse_dtypes(segment, formula.states(group), state)
     is_coded = segment.way.is_coded and any(formula.states(group))
-    if is_coded and not _can_be_coded(segment, state, kernels):
+    if is_coded and not _can_be_coded(segment, state):
         return False
     held = [v for v in known.values() if isinstance(v, Tensor) and v.dim()]
     alike, codes = [v for v in held if v.dtype is not torch.uint8], [v for v in held if v.dtype is torch.uint8]
@@ -244,10 +239,7 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     return HeldCodes(code, state[code.prefix + key], state[SCALES + key], segment.param).for_kernels(segment, name)
 
 
-def _can_be_coded(segment: Segment, state: dict, kernels: ModuleType) -> bool:
-    """Whether these kernels can step a parameter whose state is in codes."""
-    p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
-    if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):
-        return False  # the C kernels would cut the blocks of weights that share a checksum
+def _can_be_coded(segment: Segment, state: dict) -> bool:
+    """Whether kernels can step a parameter whose state is in codes."""
     scales = [value for key, value in state.items() if key.startswith(SCALES)]
-    return all(native.is_plain(each) and each.device == p.device for each in scales)
+    return all(native.is_plain(each) and each.device == segment.param.device for each in scales)
