@@ -1,6 +1,6 @@
 """Chooses the kernels for a tensor: C on a CPU, Triton on CUDA.
 
-Each is a module with the functions `can_read`, `round_list`, `encode_codes`, `decode_codes`, `read`, `step_list`, and
+Each is a module with the functions `can_read`, `round_list`, `encode_codes`, `decode_codes`, `step_list`, and
 with the names of the steps, `KERNELS`; `native` documents them.
 """
 

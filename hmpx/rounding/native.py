@@ -114,15 +114,6 @@ def hold_at(words: array[int], addresses: Sequence[int]) -> None:
     words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
 
 
-def read(held: StoredTensor) -> torch.Tensor:
-    """Return the whole tensor in FP32. Needs `library()`."""
-    out = torch.empty_like(held.tensor, dtype=torch.float32)
-    words = array("Q", shown_words(held, 0, out.numel()))
-    show_at(words, [out.data_ptr()])
-    read_words(words)
-    return out
-
-
 def read_words(words: array[int]) -> None:
     """Read all of them to FP32, in one call. Needs `library()`."""
     _kernels().read_list(words.buffer_info()[0], len(words) // _SHOWN, torch.get_num_threads())

@@ -232,13 +232,6 @@ def write_list(moves: Sequence[Move], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def read(held: StoredTensor) -> torch.Tensor:
-    """Return the whole tensor in FP32."""
-    out = torch.empty_like(held.tensor, dtype=torch.float32)
-    read_list([Move(held, 0, out.numel(), out)])
-    return out
-
-
 def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`; as `native.step_list`."""
     parts = []

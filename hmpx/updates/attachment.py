@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,7 +20,6 @@ from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.lost_updates import Updates
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.ddp import end_unused_exchanges
@@ -34,6 +33,8 @@ from hmpx.updates.stepping.step_count import SEED_KEY
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
+_DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
+_GONE = {"updates": _DOCTOR, "watched": _DOCTOR}
 
 
 class Attachment:
@@ -48,9 +49,8 @@ class Attachment:
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
         active: whether the optimizer is still attached by this handle.
 
-    `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose; `watched` is its result, None where nothing is counted. `kept_steps` counts the steps that did
-    not have to look at every parameter, because nothing but gradients and options had changed.
+    `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `kept_steps` counts the steps
+    that did not have to look at every parameter, because nothing but gradients and options had changed.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -88,7 +88,6 @@ class Attachment:
             release=release if settings.release_gradients else None,
             optimizer=type(optimizer).__name__,
         )
-        self._watched: Updates | None = None
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
 
@@ -107,46 +106,16 @@ class Attachment:
         if self.active:
             self.detach_from(self._alive)
 
-    def updates(self) -> Updates:
-        """Count, by BF16 parameter, the updates that round-to-nearest would lose, from the next step on.
+    if not TYPE_CHECKING:  # which would take every name for one that is there
 
-        The first call begins; later ones return the same object, which goes on until it is closed or the attachment
-        ends. No bit of a weight changes. A watched step takes longer, and about 40 bytes more for each element of a
-        slice; where the optimizer steps on a whole FP32 copy, 6 for each element of the model. Elements that other
-        ranks hold are counted there. With ``fused=True``, each kernel runs once more, on FP32 copies of its parameter
-        and state, to learn what it is going to round.
-
-        Raises:
-            HmpxError: the attachment has ended.
-
-        Example:
-            >>> model.bfloat16()
-            Linear(in_features=4, out_features=4, bias=True)
-            >>> updates = hmpx.attach(optimizer).updates()
-            >>> for _ in range(10):
-            ...     model(inputs.bfloat16()).sum().backward()
-            ...     optimizer.step()
-            >>> updates.steps, updates["weight"].elements
-            (10, 16)
-            >>> updates.close()
-        """
-        if not self.active:
-            raise HmpxError(f"{self!r} takes no steps that could be watched; hmpx.attach(optimizer) first")
-        if self._watched is None or not self._watched.active:
-            self._watched = Updates(type(self._alive).__name__, self.settings)
-            self._undo.callback(self._watched.close)
-            self._updates.watch = self._watched.counts
-        return self._watched
+        def __getattr__(self, name: str) -> NoReturn:
+            gone = f"Attachment.{name} is gone: {_GONE[name]}" if name in _GONE else f"Attachment has no {name!r}"
+            raise AttributeError(gone)
 
     @property
     def kept_steps(self) -> int:
         """The number of steps that found everything unchanged and used the batches of the step before."""
         return self._updates.kept_steps
-
-    @property
-    def watched(self) -> Updates | None:
-        """The result of `updates()`, if it was called and still counts."""
-        return self._watched if self._watched is not None and self._watched.active else None
 
     def abandon(self) -> None:
         """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""

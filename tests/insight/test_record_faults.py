@@ -184,26 +184,3 @@ def test_masks_of_minus_infinity_are_no_fault_and_a_row_that_they_cover_is():
     with hmpx.convert(), hmpx.record() as log:
         (1 - mask.float()) * torch.finfo(torch.float32).min
     assert log.first_nonfinite.op == "mul"
-
-
-def test_steps_that_lose_their_updates_are_in_the_record():
-    torch.manual_seed(0)
-    model = nn.Linear(16, 4).bfloat16()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=1e-6)
-    updates = hmpx.attach(optimizer, "nearest").updates()
-    with hmpx.convert(), hmpx.record() as log:
-        for _ in range(3):
-            model(torch.randn(8, 16)).square().mean().backward()
-            optimizer.step()
-    assert log.updates == [updates.as_json()] and log.updates[0]["needed"]
-    assert "SGD, weights='nearest', 3 steps: 100 % of all; most of 'weight', 100 %" in str(log), str(log)
-
-
-def test_nothing_is_said_of_updates_that_nobody_asked_for():
-    model = nn.Linear(4, 4).bfloat16()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=1e-6)
-    hmpx.attach(optimizer)
-    with hmpx.convert(), hmpx.record() as log:
-        model(torch.randn(8, 4)).sum().backward()
-        optimizer.step()
-    assert log.updates == [] and log.steps == 1 and "would lose" not in str(log)

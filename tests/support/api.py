@@ -11,9 +11,8 @@ from typing import Any
 
 import hmpx
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.updates.lost_updates import UpdateRow, Updates
 
-PARTS = {"Log": (Site, RoundTrip), "Attachment": (Updates, UpdateRow)}  # what attributes and methods give
+PARTS = {"Log": (Site, RoundTrip)}  # what attributes and methods give
 GROUPS = {
     "A whole run": "prepare activate restore Recipe Activation",
     "Which op runs in what": """convert policy_for policies_of casts bf16 fp16 fp32 promote cached_weights Conversion

@@ -26,7 +26,6 @@ WANTS_NEWER = {
     ),
     "torch 2.9 itself does not compute this": (  # gradients of mse_loss of BF16 and FP32; meta steps; Adafactor's norms
         "test_dataless.py::test_a_step_without_data_leaves_the_state_of_one_with_data[",
-        "test_update_counts.py::test_shards_add_up_to_the_whole",
     ),
     "the table of kernels is that of torch 2.13": ("test_refusals.py::test_every_op_without_a_kernel_is_known[",),
 }

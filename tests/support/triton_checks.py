@@ -195,7 +195,6 @@ def step_as_specified(size, row, kind):
         for each in one.states:
             states.append(torch.empty(size))
             EIGHT_BITS.decode(states[-1], BlockCodes(each.tensor, each.beside, Rows.of(row)))
-    assert same(triton.read(held), x), (kind, size, row)
     wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
         triton.step_list("adam", [each], step_key(*KEY))
@@ -237,7 +236,9 @@ def check_a_read_of_codes():
         with kernels("eager"):
             out = torch.empty(size)
             EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
-        assert same(triton.read(held), out)
+        found = torch.empty(size)
+        triton.read_list([triton.Move(held, 0, size, found)])
+        assert same(found, out)
 
 
 def trained(by, options):
@@ -250,9 +251,8 @@ def trained(by, options):
             for name, shape in shapes.items()
         }
         optimizer = torch.optim.AdamW([*params.items()], lr=1e-2)
-        handle = hmpx.attach(optimizer, **options)
+        hmpx.attach(optimizer, **options)
         for step in range(3):
-            updates = handle.updates() if step == 2 else None  # which asks for what is rounded
             for p in params.values():
                 p.grad = torch.randn(p.shape, generator=generator).bfloat16()
             if step == 1:
@@ -260,7 +260,7 @@ def trained(by, options):
                     params["a"][3] += 1
             optimizer.step()
         states = [value for p in params.values() for value in optimizer.state[p].values()]
-        return [p.detach() for p in params.values()] + states, updates.as_json()
+        return [p.detach() for p in params.values()] + states
 
 
 def check_attached_optimizers():
@@ -294,11 +294,11 @@ def check_attached_optimizers():
             mock.patch.object(triton, "write_list", write_list),
             mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter is cut
         ):
-            (one, updates), (other, same_updates) = (trained(by, options) for by in ("C", "Triton"))
-        assert updates == same_updates and len(one) == len(other), options
+            one, other = (trained(by, options) for by in ("C", "Triton"))
+        assert len(one) == len(other), options
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             assert same(a, b), (options, number)
-        expected = [4, 4, *(1,) * 8] if "fused" in options else []  # what is watched is stepped alone, twice
+        expected = [4, 4, 4] if "fused" in options else []
         assert launched == expected, launched
         assert bool(moved) == ("fused" not in options), moved
 

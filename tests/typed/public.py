@@ -13,7 +13,6 @@ import torch
 
 import hmpx
 from hmpx import hmp
-from hmpx.updates.lost_updates import UpdateRow, Updates
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -116,11 +115,6 @@ def updates(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(handle.optimizer, torch.optim.Optimizer | None)
     assert_type(handle.names, dict[torch.nn.Parameter, str])
     assert_type(handle.settings.seed, int | None)
-    with handle.updates() as updates:
-        assert_type(updates, Updates)
-        assert_type(updates.rows, list[UpdateRow])
-    assert_type(updates["weight"].lost, float)
-    print(updates.lost, updates.needed, updates.steps, updates.active, updates.as_json()["rows"])
     handle.detach()
     hmpx.attach(optimizer, weights="split", names=["weight", "bias"], state_dtype="bf16")
     hmpx.detach(optimizer)

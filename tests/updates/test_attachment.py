@@ -135,3 +135,11 @@ def test_an_attached_optimizer_that_nobody_holds_any_more_keeps_nothing_installe
         hmpx.convert()
     hmpx.restore()
     assert optim.Optimizer.load_state_dict is original
+
+
+@pytest.mark.parametrize("name", ["updates", "watched"])
+def test_what_is_gone_says_what_to_use(name):
+    handle = hmpx.attach(optim.SGD([parameter(4)], lr=0.5))
+    with pytest.raises(AttributeError, match=f"Attachment.{name} is gone: .python -m hmpx doctor"):
+        getattr(handle, name)
+    assert not hasattr(handle, "nosuch")

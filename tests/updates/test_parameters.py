@@ -145,17 +145,6 @@ def test_a_parameter_that_comes_later_gets_its_rule():
     assert optimizer.state[late["b.weight"]]["exp_avg"].dtype is torch.float32
 
 
-def test_counted_updates_say_how_each_parameter_is_held():
-    params = made()
-    optimizer = optim.AdamW(list(params.items()), lr=1e-4)
-    updates = hmpx.attach(optimizer, parameters=RULES).updates()
-    train(params, [optimizer])
-    assert {row.name: row.weights for row in updates.rows} == {n: way["weights"] for n, way in BY_HAND.items()}
-    text = " ".join(str(updates).split())
-    for said in ("weights='stochastic' keeps them", "weights='split' loses none", "weights='nearest' loses them"):
-        assert said in text
-
-
 @pytest.mark.parametrize(
     "rules, message",
     [

@@ -49,7 +49,6 @@ class Log(Report):
         unmatched: names in op lists of yours that no call matched. unmatched_of_hmpx: the same of the lists that come
             with hmpx, which serve many models. escaped: listed ops that ran in another dtype than their list says,
             since no patch in Python reaches them, one sentence each. steps: of optimizers, meanwhile.
-            updates: what `Attachment.updates()` has counted of these, where it was asked for, by its `as_json()`.
         unchosen: the sites that ran in a dtype nobody chose. first_nonfinite: the site of the first call of all with a
             result that was not finite; None if there is none. totals: sums over the sites, and the casts' share of
             the time.
@@ -74,7 +73,6 @@ class Log(Report):
     unmatched_of_hmpx: tuple[str, ...] = ()
     escaped: tuple[str, ...] = ()
     steps: int = 0
-    updates: list[dict[str, Any]] = field(default_factory=list)
     policy: str = ""
     about: dict[str, str] = field(default_factory=dict)
     _callbacks: list[tuple[int, Rows]] = field(init=False, default_factory=list, repr=False, compare=False)
@@ -298,7 +296,6 @@ def attention(log: Log) -> Iterator[tuple[str, list[str]]]:
             f"{site.place} ({times(site.outside)})" for site in alike(log.sites) if site.outside
         ),
         "Cast there and back, though no list asks for both": trips_in_words(log.round_trips, listed=False),
-        "Updates of weights that round-to-nearest would lose": map(_lost_updates, log.updates),
         "Ops that no wrapper reaches": log.escaped,
         "In your fp8 list, and computed in BF16": (
             f"{site.place}: {why} ({times(calls)})" for site in alike(log.sites) for why, calls in site.in_low.items()
@@ -317,13 +314,3 @@ def _nonfinite(log: Log) -> Iterator[str]:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
         after = f"; later in {number(others, 'more site')}" if others else ""
         yield f"{first.place}, in call {first.nonfinite}{after}"
-
-
-def _lost_updates(updates: dict[str, Any]) -> str:
-    """Return the counts of `Attachment.updates()` in words."""
-    rows, answer = updates["rows"], "needs no stochastic rounding"
-    worst = max(rows, key=lambda row: row["lost"], default=None)
-    if worst is not None and updates["needed"]:
-        answer = f"most of {worst['name']!r}, {100 * worst['lost']:.0f} %"
-    head = f"{updates['optimizer']}, weights={updates['weights']!r}, {number(updates['steps'], 'step')}"
-    return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -40,7 +39,6 @@ from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
-from hmpx.updates.attach import attached
 from hmpx.version import __version__
 
 _lock = forks.lock()  # of what several threads record
@@ -54,8 +52,7 @@ def record() -> Iterator[Log]:
     It sees ops in no list and casts by hand too, but no backward passes and no optimizer steps. `convert` may come
     before it, or inside. Compiled functions run eagerly meanwhile. It sees all threads, but finds the ops that no
     wrapper reaches (`Log.escaped`) only in the thread that records. On CUDA the time of an op includes its casts, and
-    nothing waits for the device before the end. The record grows with the program's lines, not with its calls. It holds
-    the counts of `Attachment.updates()`, if those were asked for, of optimizers that step meanwhile.
+    nothing waits for the device before the end. The record grows with the program's lines, not with its calls.
 
     Returns:
         A `Log`, which may be read at any time, and is complete when the region ends, by an exception as well.
@@ -74,13 +71,7 @@ def record() -> Iterator[Log]:
     versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     log = Log(about={**versions, "cpu": capability()})
     recorder, watch = Recorder(log), ForwardWatch()
-    optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        optimizers.add(optimizer)
-        log._stepped()
-
-    counter = register_optimizer_step_post_hook(stepped)
+    counter = register_optimizer_step_post_hook(lambda *_: log._stepped())
     replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
     try:
         with eager(), observing(recorder), watch.looking():
@@ -89,8 +80,6 @@ def record() -> Iterator[Log]:
         counter.remove()
         recorder.finish()
         log.escaped += (*(line for line in replaced if line not in log.escaped), *watch.findings())
-        attachments = filter(None, map(attached, optimizers))
-        log.updates = [each.watched.as_json() for each in attachments if each.watched is not None]
 
 
 def audit(model: Callable[..., Any], inputs: Any = ()) -> Log:

@@ -20,7 +20,6 @@ from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators, Words
-from hmpx.updates.stepping.update_counts import before_step
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -78,15 +77,13 @@ class Batch:
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
         """
-        optimizer, key, counts = call.optimizer, write_back.rounding_key, write_back.counts
-        written = write_back.written
+        optimizer, key, written = call.optimizer, write_back.rounding_key, write_back.written
         for each in self._ready:
             grad = gradients[each.index]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
         shown = [shadow.grad for shadow in self._shadows]
         seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
-        before = [] if counts is None else [before_step(each.segment, each.shadow) for each in self._shown]
         lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
         try:
             self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
@@ -96,9 +93,6 @@ class Batch:
             self._transfer.write(key)
             for segment in self._sharded:
                 segment.mark_written()
-            for was, shadow in zip(before, self._shadows, strict=False):
-                assert counts is not None
-                counts.compare(was, shadow)
             self._hand_back(optimizer, gradients, shown, seen)
             self._is_settled = True
             for each, left in zip(self._shown, self._states_left(), strict=True):

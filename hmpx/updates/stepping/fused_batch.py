@@ -36,24 +36,20 @@ from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
-from hmpx.updates.stepping.update_counts import before_step
 
 Tensor = torch.Tensor
 
 
 def fused_batches(segments: list[Segment], context: StepContext, write_back: WriteBack) -> list[FusedBatch]:
-    """Make a fused batch for each device, of the parameters that a kernel can step.
-
-    While updates are watched, each parameter has a batch of its own, since that takes copies.
-    """
-    optimizer, together = context.optimizer, dict[object, list[Segment]]()
+    """Make a fused batch for each device, of the parameters that a kernel can step."""
+    optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
     formula = None if is_scaled(optimizer) else formula_of(optimizer)
     if formula is None:
         return []
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
         if _takes(formula, group, segment, optimizer.state.get(p) or {}):
-            together.setdefault(p.device if write_back.counts is None else p, []).append(segment)
+            together.setdefault(p.device, []).append(segment)
     return [FusedBatch(each, formula, context, write_back) for each in together.values()]
 
 
@@ -174,12 +170,8 @@ class FusedBatch:
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Step the parameters; see `Batch.step`. `begin` comes before."""
-        counts, step_key, exact = write_back.counts, write_back.rounding_key.of_step, []
+        step_key = write_back.rounding_key.of_step
         write_back.written.extend([each.segment.name for each in self._taken])
-        if counts is not None:
-            for each, scalars in zip(self._taken, self._scalars, strict=True):
-                old, x = self._exact(each, gradients[each.index], scalars, step_key)
-                exact.append((before_step(each.segment, old), x))
         if self._words is not None:
             padded = array("f", [number for each in self._scalars for number in native.scalars_of(each)])
             native.gradients_at(self._words, [gradients[each.index].data_ptr() for each in self._taken])
@@ -195,26 +187,6 @@ class FusedBatch:
                 self._states[each.segment.param].update({**each.new, **beside})
                 each.new = {}
         torch.autograd.graph.increment_version([each.segment.param for each in self._taken])
-        for before, x in exact:
-            assert counts is not None
-            counts.compare(before, x)
-
-    def _exact(self, each: _Taken, grad: Tensor, scalars: tuple[float, ...], step_key: int) -> tuple[Tensor, Tensor]:
-        """Return the FP32 values that the kernel begins with, and those that it is going to round.
-
-        It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
-        """
-        before = self._kernels.read(each.stepped.weight)
-        weights, states = before.clone(), tuple(map(_copied, each.stepped.states))
-        copy = each.with_gradient(grad.float(), scalars)._replace(weight=StoredTensor.of(weights), states=states)
-        self._kernels.step_list(self._formula.kernel, [copy], step_key)
-        return before, weights
-
-
-def _copied(state: StoredTensor | None) -> StoredTensor | None:
-    if state is None:
-        return None
-    return state._replace(tensor=state.tensor.clone(), beside=None if state.beside is None else state.beside.clone())
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:

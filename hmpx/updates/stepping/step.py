@@ -28,7 +28,6 @@ from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, ref
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.stepping.update_counts import UpdateCounts
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
 logger = logging.getLogger("hmpx")
@@ -48,12 +47,10 @@ class WeightUpdates:
         self.settings, self.names, self.places = settings, names or {}, places or {}
         self.stores = Stores()
         self.kept_steps = 0  # taken in the batches of the step before
-        self.watch: UpdateCounts | None = None  # counts the updates, from the next step on
         self._parameters = BF16Parameters(settings, self.names, self.places)
         self._kept: BatchedStep | None = None
         self._stepped: list[int] | None = None  # the parameters of the last step, by id
         self._open: _OpenStep | None = None
-        self._counts: UpdateCounts | None = None  # counts the updates of the step that has begun
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_kept": None, "_stepped": None}  # which a copy, or a pickle, cannot hold
@@ -78,19 +75,15 @@ class WeightUpdates:
         checks.check_failures(optimizer, number)
         try:
             result = self._step(call, write_back)
-            is_trial = step_count.is_trial()
             if not _skipped(optimizer):
                 seed = write_back.rounding_key.seed
-                step_count.keep(optimizer, **{STEP_KEY: number + (not is_trial), SEED_KEY: seed})
+                step_count.keep(optimizer, **{STEP_KEY: number + (not step_count.is_trial()), SEED_KEY: seed})
             write_back.written.clear()
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
             if isinstance(error, Exception):
                 checks.report_failure(optimizer, number, error)
             raise
-        if self._counts is not None and not is_trial and not _skipped(optimizer):
-            with torch.no_grad():
-                self._counts.end(self._parameters.named(optimizer))
         self._open = None
         return result
 
@@ -119,15 +112,14 @@ class WeightUpdates:
         with torch.no_grad():
             step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, fused=self.settings.fused)
             step.run(call, write_back)
-            is_alone = self._open is None and write_back.counts is None
-            if is_alone and before in (None, self._stepped) and step.keep(optimizer):
+            if self._open is None and before in (None, self._stepped) and step.keep(optimizer):
                 self._kept = step
         return result
 
     def _kept_step(self, call: StepCall, write_back: WriteBack) -> bool:
         """Take the step in the batches of the last one if these fit; if not, nothing has changed."""
         step, self._kept = self._kept, None
-        if step is None or self._open is not None or write_back.counts is not None or not step.fits(call.optimizer):
+        if step is None or self._open is not None or not step.fits(call.optimizer):
             return False
         write_back.signals.begin()
         self.kept_steps += 1
@@ -182,11 +174,7 @@ class WeightUpdates:
                 "(torch.cuda.make_graphed_callables), and call optimizer.step() outside of the graph"
             )
         key = self.rounding_key(call.optimizer, call.seed)
-        if self._open is None:
-            self._counts = self.watch if self.watch is not None and self.watch.is_open else None
-            if self._counts is not None:
-                self._counts.begin()
-        return WriteBack(self.stores, key, signals, self._counts)
+        return WriteBack(self.stores, key, signals)
 
     def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))

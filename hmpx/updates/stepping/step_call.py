@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.stores import Stores
-from hmpx.updates.stepping.update_counts import UpdateCounts
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
@@ -80,14 +79,12 @@ class WriteBack:
 
     Attributes:
         signals: wait while the step cannot be interrupted.
-        counts: counts the updates while somebody watches them.
         written: the names of parameters of which something has changed.
     """
 
     stores: Stores
     rounding_key: RoundingKey
     signals: DeferredSignals
-    counts: UpdateCounts | None = None
     written: list[str] = field(default_factory=list)
 
     def deferred(self) -> WriteBack:

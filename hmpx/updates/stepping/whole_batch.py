@@ -20,7 +20,6 @@ from hmpx.updates.stepping.optimizer_scope import by_memory
 from hmpx.updates.stepping.shadows import Shadow, seen_state
 from hmpx.updates.stepping.shown_state import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
-from hmpx.updates.stepping.update_counts import OldValues, before_step
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,7 +35,6 @@ class WholeBatch:
         self.segments, self._gathers = segments, gathers
         self._shadows: list[Shadow] = []
         self._states: list[tuple[Shadow, ShownState]] = []
-        self._old: list[OldValues] = []  # while updates are watched
         self._shown = ShownParameters([], [])
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[torch.Tensor]) -> Any:
@@ -71,7 +69,7 @@ class WholeBatch:
                     "another optimizer"
                 ) from error
             raise
-        self._shadows, self._states, self._old = [], [], []  # other batches of the step need the memory
+        self._shadows, self._states = [], []  # other batches of the step need the memory
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack) -> None:
@@ -80,8 +78,6 @@ class WholeBatch:
         for segment in self.segments:
             shadow = Shadow(segment, write_back.stores.of(segment), one_layout=one_layout, gathers=self._gathers)
             self._shadows.append(shadow)
-            if write_back.counts is not None:
-                self._old.append(before_step(segment, shadow.held()))
         new = {shadow.p: shadow.q for shadow in self._shadows}
         lists = list({id(g["params"]): g["params"] for each in members for g in each.param_groups}.values())
         shown = [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
@@ -109,9 +105,6 @@ class WholeBatch:
             shadow.segment.mark_written()
             shadow.store.write(shadow.segment, x, shadow.segment.name, write_back.rounding_key)
         write_back.rounding_key.flush()
-        for old, x in zip(self._old, results, strict=False):
-            assert write_back.counts is not None
-            write_back.counts.compare(old, x)
         for shadow, state in self._states:
             state.take_from(shadow.q, optimizer, write_back.rounding_key)
         write_back.rounding_key.flush()
