@@ -13,7 +13,7 @@ import torch
 
 from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import released, step_hooks
+from hmpx.updates import step_hooks
 from hmpx.updates.attached_methods import attach_copy, replaced_methods
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
@@ -24,7 +24,7 @@ from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.ddp import end_unused_exchanges
 from hmpx.updates.ranks.sharding import Place
-from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
@@ -89,6 +89,7 @@ class Attachment:
             optimizer=type(optimizer).__name__,
         )
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
+        self._released: set[int] = set()  # the parameters that have taken the next step in backward
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
 
     @property
@@ -185,8 +186,8 @@ class Attachment:
             self._checkpoints.register(self._alive, self._undo)
             if outer is not None and outer is not self.optimizer:
                 self._checkpoints.watch_loads(outer, self._undo)
-            self._undo.callback(released.forget, self._dtypes)
             self._undo.callback(self._claim.end)
+            self._undo.callback(_forget, self._dtypes, self._released)  # first: what stands there cannot be cast
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
@@ -216,9 +217,9 @@ class Attachment:
         for p in gone:
             del self._dtypes[p]
         self._claim.drop(gone)
-        released.forget(gone)
+        released.finish(gone)
+        self._released.difference_update(map(id, gone))
         new = [p for p in now if p not in self._dtypes]
-        released.disown(new)
         wide = [p for p in new if p.dtype is torch.float32]
         if wide and torch.bfloat16 in self._dtypes.values():
             logger.warning(
@@ -265,12 +266,14 @@ class Attachment:
         self.sync_parameters()
         self._claim.step(has_closure=call.closure is not None)
         self._counts.compare(call.optimizer, self._updates, call.seed)
+        if self._released:
+            released.finish(self._dtypes)
         result = self._updates.step(call)
-        released.finish(self._dtypes)
+        self._released.clear()
         return result
 
     def _release(self, p: Parameter) -> None:
-        if released.is_released(p):
+        if id(p) in self._released:
             raise HmpxError(
                 "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
@@ -280,6 +283,19 @@ class Attachment:
             self.sync_parameters()
         step_hooks.step_alone(self._alive, self._updates, p)
         released.release(p, self._alive)
+        self._released.add(id(p))
+
+
+def _forget(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:
+    """Put away what the last step has left; warn if it has not ended."""
+    if taken:
+        logger.warning(
+            "hmpx: %d parameters have stepped in a backward() that no optimizer.step() followed "
+            "(release_gradients=True): their weights have moved all the same",
+            len(taken),
+        )
+    released.finish(params)
+    taken.clear()
 
 
 def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:

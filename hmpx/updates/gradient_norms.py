@@ -20,7 +20,6 @@ from torch.nn.utils import clip_grad
 
 from hmpx.base.changes import Cell, Changes
 from hmpx.updates.ranks.sharding import is_sharded, local
-from hmpx.updates.released import cell_of
 
 _SLICE = 1 << 20  # elements that are held in FP64 at once
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -28,7 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def watch(changes: Changes, is_attached: Callable[[], bool]) -> None:
     """Take total norms of gradients in FP64 while `is_attached()`, until `changes` are undone."""
-    cell = cell_of(clip_grad._get_total_norm)
+    wrapper: Any = clip_grad._get_total_norm  # it holds the original in its closure
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     changes.put(Cell(cell, "torch.nn.utils._get_total_norm"), _exact(cell.cell_contents, is_attached))
 
 

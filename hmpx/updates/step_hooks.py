@@ -28,7 +28,7 @@ from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
-from hmpx.updates import gradient_norms, optimizer_hooks, released
+from hmpx.updates import gradient_norms, optimizer_hooks
 from hmpx.updates.gradients import unclaimed_step
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
@@ -40,7 +40,7 @@ from hmpx.updates.refusals import (
     refuse_steps_on_loaded,
     warn_of_nearest,
 )
-from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
@@ -169,7 +169,6 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
     if inner is not None:  # whose own step is watched as well
         share_names(optimizer, inner)
         return call.run()
-    released.refuse_stolen(optimizer)
     attachment = attachment_of(optimizer)
     if attachment is not None:
         return attachment.step(call)

@@ -22,6 +22,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+from hmpx.updates.stepping.released import Released
 from tests.support.models import BF16, FP32, SharpnessAware, laid_out, make, random_attach, random_spec, values
 from tests.support.oracle import Entry, Stopped, TorchRefuses
 from tests.support.state_codes import PREFIXES, widened
@@ -155,7 +156,7 @@ def set_gradients(w: World, seed: int, which: int, layout: str | None) -> None:
 def zero_grad(w: World, to_none: bool) -> None:
     entries = [entry for entry in w.held if entry.grad is not None]
     need(to_none or not any(entry.grad.is_sparse or is_expanded(w, entry) for entry in entries))
-    if any(entry.name in w.released for entry in w.held):
+    if any(type(w[entry.name].grad) is Released for entry in w.held):
         try:
             w.optimizer.zero_grad(set_to_none=to_none)
         except hmpx.HmpxError:

@@ -26,7 +26,7 @@ import torch
 import hmpx
 from hmpx.base import process_state, region_state
 from hmpx.ops.policies.catalog import catalog
-from hmpx.updates import gradients, released, step_hooks
+from hmpx.updates import gradients, step_hooks
 
 KEPT = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType)
 KEPT = (*KEPT, types.WrapperDescriptorType, staticmethod, classmethod, property, type, torch.dtype)
@@ -188,7 +188,6 @@ def in_force() -> Iterator[str]:
         "process_state.watching_writes": process_state.watching_writes._undo,
         "attached optimizers": [*step_hooks._attached],
         "changes of optimizers": step_hooks._changes._undo,
-        "released gradients": released._gone,
         "claims on gradients": gradients._claimed,
         "claims that ended": gradients._ended,
     }

@@ -26,6 +26,7 @@ from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
 from hmpx.updates.stepping.optimizer_scope import scope_of
+from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.whole_batch import WholeBatch
@@ -93,6 +94,8 @@ class WeightUpdates:
             if call.closure is not None:  # the listed classes call it before anything else
                 with torch.enable_grad():
                     result = call.closure()
+                if self.settings.release_gradients:
+                    finish(parameters(optimizer))
             call = call.without_arguments()
             if self._kept_step(call, write_back):
                 return result
