@@ -19,7 +19,6 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
-from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.ddp import end_unused_exchanges
@@ -86,7 +85,6 @@ class Attachment:
         self._claim = Claim(
             fp32=settings.use_fp32_grad_acc,
             release=release if settings.release_gradients else None,
-            optimizer=type(optimizer).__name__,
         )
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._released: set[int] = set()  # the parameters that have taken the next step in backward
@@ -235,11 +233,6 @@ class Attachment:
                 self._updates.stores.drop(p)
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
-        if self.settings.has_masters:
-            every = named(self._outer() or self._alive, self.names)
-            self._claim.masters = {
-                id(p): name for name, p in every if WAYS[self.settings.way(name).weights].has_masters
-            }
         self._claim.update(cast)
 
     def cast_state_along(self) -> None:
@@ -256,7 +249,6 @@ class Attachment:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
             self.look_again()
-            self._claim.begin_anew()
             self._checkpoints.hook_last(optimizer)
 
     def step(self, call: StepCall) -> Any:
@@ -264,7 +256,6 @@ class Attachment:
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
-        self._claim.step(has_closure=call.closure is not None)
         self._counts.compare(call.optimizer, self._updates, call.seed)
         if self._released:
             released.finish(self._dtypes)

@@ -1,7 +1,5 @@
 """Decides how the gradients of a parameter are held: accumulated in FP32, or released as soon as they are complete.
 
-It also knows which optimizers share a parameter, and refuses that two step it in turn where one keeps masters of it.
-
 Each attached optimizer makes a claim on its parameters. Of several claims on one parameter, the last one decides. When
 a claim ends, the one before it is in force again, in whatever order they end. When the last one ends, the parameter is
 as it was. The garbage collector may end a claim, at any time.
@@ -15,7 +13,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +22,11 @@ from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 
 _lock = forks.over_forks(threading.Lock())
 _claimed: dict[int, _ClaimedParameter] = {}
-_shared: set[int] = set()  # those that several claims are on, or that an optimizer without a claim has stepped
-_steps = 0  # of optimizers with claims
 _ended: deque[tuple[Claim, Parameter]] = deque()
 
 
@@ -42,48 +36,11 @@ class Claim:
     Args:
         fp32: gradients accumulate in FP32, as long as their parameter is BF16.
         release: called with each parameter whose gradient is complete.
-        optimizer: the name of its class.
     """
 
-    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None, optimizer: str = "") -> None:
-        self.fp32, self.release, self.optimizer = fp32, release, optimizer
+    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None) -> None:
+        self.fp32, self.release = fp32, release
         self.params: dict[int, Parameter] = {}
-        self.masters: dict[int, str] = {}  # the names of those that the optimizer keeps masters of
-        self._stepped: set[int] = set()  # those that it has stepped while they were shared
-        self._has_stepped = False
-
-    def step(self, *, has_closure: bool) -> None:
-        """Note that the optimizer steps. With a closure, nobody knows yet which parameters have gradients.
-
-        Raises:
-            HmpxError: another one has moved a parameter since this one stepped it, and one of them has masters of it:
-                each would take the other's step for a write by hand, and go on from the BF16 weight.
-        """
-        global _steps
-        _steps += 1
-        self._has_stepped = True
-        for key in _shared.intersection(self.params):
-            entry = _claimed[key]
-            if entry.param.grad is None and not has_closure:
-                continue
-            last, other, name = entry.last, "", self.masters.get(key)
-            if isinstance(last, str):
-                other = last
-            elif last is not None and last is not self and last in entry.claims:
-                other, name = last.optimizer, name or last.masters.get(key)
-            if other and key in self._stepped and name is not None:
-                raise HmpxError(
-                    f"{self.optimizer} and {other} step the parameter {name!r} in turn, and each would lose what the "
-                    "other keeps of it in masters: give it to one optimizer, or attach both with "
-                    "weights='stochastic'. To go on with one of them from the BF16 weights, detach and attach it again"
-                )
-            entry.last = self
-            self._stepped.add(key)
-
-    def begin_anew(self) -> None:
-        """Forget the steps: a load replaces the masters."""
-        self._stepped.clear()
-        self._has_stepped = False
 
     def add(self, params: list[Parameter]) -> None:
         """Claim these parameters; the new claim is in force."""
@@ -93,10 +50,6 @@ class Claim:
                 if id(p) not in self.params:
                     self.params[id(p)] = p
                     entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
-                    for earlier in entry.claims:
-                        _shared.add(id(p))
-                        if earlier._has_stepped:
-                            earlier._stepped.add(id(p))
                     entry.claims.append(self)
                     entry.update()
             _reduce_by(modules)
@@ -125,8 +78,6 @@ class _ClaimedParameter:
     def __init__(self, param: Parameter) -> None:
         self.param = param
         self.claims: list[Claim] = []
-        # Who has stepped it last, as far as it is shared; of an optimizer without a claim the name.
-        self.last: Claim | str | None = None
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
         self._reduced = False  # whether a DDP module has reduced the gradients
         self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32, and whether such a module's
@@ -149,14 +100,6 @@ class _ClaimedParameter:
             self._released = released
             if released:
                 self._release.callback(hook_when_complete(self.param, self._complete).remove)
-
-    def moved_by(self, optimizer: str) -> None:
-        """An optimizer without a claim has stepped the parameter."""
-        for claim in self.claims:
-            if id(self.param) in claim.masters and claim._has_stepped:
-                claim._stepped.add(id(self.param))
-                _shared.add(id(self.param))
-                self.last = optimizer
 
     def reduce(self) -> None:
         """A DDP module reduces the gradients from here on.
@@ -205,17 +148,6 @@ def _reduce_by(modules: list[DistributedDataParallel]) -> None:
     exchange_of(modules)
 
 
-def unclaimed_step(optimizer: torch.optim.Optimizer, run: Callable[[], Any]) -> Any:
-    """Run a step of an optimizer that is not attached, for those that are attached and have its parameters too."""
-    before = _steps
-    result = run()
-    if _claimed and _steps == before:  # else it holds an attached one inside, which has taken the step
-        for p in parameters(optimizer):
-            if id(p) in _claimed and p.dtype is torch.bfloat16 and p.grad is not None:
-                _claimed[id(p)].moved_by(type(optimizer).__name__)
-    return result
-
-
 def swapped(*tensors: torch.Tensor) -> None:
     """Install hooks again after `torch.utils.swap_tensors` has exchanged the contents of these parameters."""
     with _lock:
@@ -235,12 +167,9 @@ def _remove_ended() -> None:
                 if entry is None or claim not in entry.claims:
                     continue
                 entry.claims.remove(claim)
-                if len(entry.claims) < 2 and not isinstance(entry.last, str):
-                    _shared.discard(id(p))
                 entry.update()
                 if not entry.claims:
                     _claimed.pop(id(p))
-                    _shared.discard(id(p))
         finally:
             _lock.release()
 

@@ -29,7 +29,6 @@ from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.updates import gradient_norms, optimizer_hooks
-from hmpx.updates.gradients import unclaimed_step
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
@@ -176,12 +175,12 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
         refuse_plain_steps(optimizer)
         updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
         compare_in_region(optimizer, updates, call.seed)
-        return unclaimed_step(optimizer, functools.partial(updates.step, call))
+        return updates.step(call)
     if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
         step_count.keep(optimizer)
     refuse_codes(optimizer)
     warn_of_nearest(optimizer)
-    return unclaimed_step(optimizer, call.run)
+    return call.run()
 
 
 def _forget_casts(optimizer: Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -16,8 +15,8 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import gradients, step_hooks
 from hmpx.updates.stepping.released import Released
-from tests.support.optimizers import Around
 from tests.support.training import needs_grad_dtype, parameters, set_gradients
+from hmpx.updates.stepping.released import Released
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRISTINE = torch.utils.swap_tensors, optim.Optimizer.load_state_dict
@@ -171,106 +170,3 @@ def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
     q.grad = torch.ones(3)
     optimizer.step()
     assert gradient_dtype(p) is BF16 and gradient_dtype(q) is FP32
-
-
-def turns(weights, count, attached_at=(0, 0)):
-    """Two optimizers that step one parameter in turn, `count` times; each is attached before the step with a number."""
-    torch.manual_seed(0)
-    shared = nn.Parameter(torch.randn(64).bfloat16())
-    optimizers = [optim.SGD([("shared", shared)], lr=1e-3), optim.AdamW([("shared", shared)], lr=1e-4)]
-    for i in range(count):
-        for optimizer, at in zip(optimizers, attached_at, strict=True):
-            if at == i:
-                hmpx.attach(optimizer, weights)
-        shared.grad = torch.ones_like(shared)
-        optimizers[i % 2].step()
-    return shared, optimizers
-
-
-@pytest.mark.parametrize("weights", ["master", "split", "split8"])
-def test_two_optimizers_with_masters_do_not_step_a_parameter_in_turn(weights):
-    """Each would lose what the other keeps below BF16's precision: that step is refused, and moves nothing."""
-    with pytest.raises(hmpx.HmpxError, match=r"SGD and AdamW|AdamW and SGD step the parameter 'shared' in turn"):
-        turns(weights, 6)
-    with pytest.raises(hmpx.HmpxError, match="in turn"):
-        turns(weights, 3, attached_at=(0, 1))
-    turns(weights, 2, attached_at=(0, 1))
-    shared, (first, second) = turns(weights, 2)
-    second.step()  # one that goes on alone is right
-    before = shared.detach().clone()
-    with pytest.raises(hmpx.HmpxError, match="in turn"):
-        first.step()
-    assert torch.equal(shared, before)
-    hmpx.detach(first)
-    second.step()
-
-
-def test_two_optimizers_that_round_stochastically_step_a_parameter_in_turn():
-    """On average over many elements they move it as far as in FP32."""
-    torch.manual_seed(0)
-    shared = nn.Parameter(torch.full((20_000,), 1.0).bfloat16())
-    optimizers = [optim.SGD([("shared", shared)], lr=1e-4), optim.SGD([("shared", shared)], lr=2e-4)]
-    for optimizer in optimizers:
-        hmpx.attach(optimizer)
-    for i in range(20):
-        shared.grad = torch.ones_like(shared)
-        optimizers[i % 2].step()
-    assert abs(1 - shared.float().mean().item() - 20 * 1.5e-4) < 1e-4
-
-
-def second_steps(how, optimizer):
-    with hmpx.disable_casts() if how == "in a region" else contextlib.nullcontext():
-        optimizer.step()
-
-
-@pytest.mark.parametrize("how", ["plain", "in a region"])
-def test_an_optimizer_that_is_not_attached_does_not_step_a_parameter_with_masters_in_turn(how):
-    """The one with masters refuses its next step, unless a load or a new attachment has begun anew."""
-    for end in ("goes on", "loads", "attached again"):
-        shared, (first, _) = turns("master", 1)
-        saved = first.state_dict()
-        other = optim.Adagrad([shared], lr=1e-2)
-        second_steps(how, other)
-        second_steps(how, other)
-        if end == "loads":
-            first.load_state_dict(saved)
-        elif end == "attached again":
-            hmpx.detach(first)
-            hmpx.attach(first, "master")
-        else:
-            for _ in range(2):
-                before = shared.detach().clone()
-                with pytest.raises(hmpx.HmpxError, match="SGD and Adagrad step the parameter 'shared' in turn"):
-                    first.step()
-                assert torch.equal(shared, before)
-            second_steps(how, other)
-            continue
-        first.step()
-
-
-def test_steps_that_move_nothing_of_the_other_one_go_on():
-    """Parameters without a gradient; an optimizer around the attached one; one that steps before the first step."""
-    p, q = (nn.Parameter(torch.ones(8).bfloat16()) for _ in range(2))
-    both, one = optim.SGD([p, q], lr=1e-3), optim.SGD([q], lr=1e-3)
-    plain = optim.SGD([p, q], lr=1e-3)
-    p.grad = torch.ones_like(p)
-    plain.step()
-    for optimizer in (both, one):
-        hmpx.attach(optimizer, "master")
-    for _ in range(3):
-        p.grad, q.grad = torch.ones_like(p), None
-        both.step()
-        p.grad, q.grad = None, torch.ones_like(q)
-        one.step()
-    around = Around(one)
-    for _ in range(3):
-        around.step()
-
-
-def test_an_optimizer_that_replaces_another_one_has_the_parameter():
-    """As in a loop that makes a new one after a part was frozen or thawed, while a variable holds the old one."""
-    shared, (_, second) = turns("master", 1)
-    for _ in range(3):
-        shared.grad = torch.ones_like(shared)
-        second.step()
-    assert second.state[shared]["step"] == 3
