@@ -17,7 +17,6 @@ from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.checks import compare, refuse
-from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
@@ -34,7 +33,7 @@ def attach(
     *,
     model: torch.nn.Module | None = None,
     names: Iterable[str] | None = None,
-    places: Places | None = None,
+    places: None = None,
     methods: Iterable[str] = (),
     seed: int | None = Settings.seed,
     state_dtype: torch.dtype | str = Settings.state_dtype,
@@ -58,10 +57,7 @@ def attach(
         model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
             model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them,
             so a stage of a pipeline gives its parameters the names that they have in the whole model.
-        places: of parameters that are slices of larger ones, and no DTensors, such as the experts of this rank or a
-            flat partition: by name, the shape of the whole and the first index of each dimension,
-            ``{"experts.w1": ((8, 64, 64), (2, 0, 0))}``; of flat elements from i on, ``((numel,), (i,))``. An optimizer
-            that works by element then has the bits of the whole parameter in one process.
+        places: of version 0.2; anything but None raises an error that says what to use.
         methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
@@ -106,6 +102,11 @@ def attach(
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if places is not None:
+        raise HmpxError(
+            "attach(places=) is gone: shard parameters as DTensors, which know where their elements stand; others need "
+            "their names in the whole model (names=), and are rounded as well, not to the bits of one process"
+        )
     what = f"hmpx.attach({type(optimizer).__name__})"
     target = inside_zero(optimizer) or optimizer
     try:
@@ -123,16 +124,14 @@ def attach(
         before = attached(optimizer)
         if before is not None:
             same_names = given in ({}, before.names) or (before.are_whole and names is None)
-            same_places, same_methods = places in (None, before.places), writing in ((), before.methods)
-            if before.settings == settings and same_names and same_places and same_methods:
+            if before.settings == settings and same_names and writing in ((), before.methods):
                 return before
             raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
         if target is not optimizer:
             share_names(optimizer, target)
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})
-        slices = read_places(places or {}, known)
-        _check(target, settings, given, slices)
+        _check(target, settings, given)
     except HmpxError as error:
         refuse(what, error, process_group)
         raise
@@ -146,9 +145,7 @@ def attach(
             type(target).__name__,
             coded[0],
         )
-    attachment = Attachment(
-        target, settings, given, slices, process_group, methods=writing, are_whole=names is not None
-    )
+    attachment = Attachment(target, settings, given, process_group, methods=writing, are_whole=names is not None)
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
     return attachment
@@ -181,16 +178,14 @@ def detach(optimizer: Optimizer) -> None:
         state_dtypes.release_state(optimizer)
 
 
-def _check(
-    optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str], places: dict[str, Place]
-) -> None:
+def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise HmpxError(
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"
         )
     # Raises where a parameter is of a kind that cannot be updated.
-    WeightUpdates(settings, given, places).segments(optimizer)
+    WeightUpdates(settings, given).segments(optimizer)
     if settings.release_gradients and scope_of(optimizer) == "whole":
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(

@@ -67,7 +67,7 @@ def attach_copy(optimizer: Optimizer, original: Any) -> Any:
     """Attach a copy that has every attribute of `original`; return the copy's own attachment."""
     for name in (ATTRIBUTE, *original._added):
         vars(optimizer).pop(name, None)
-    attachment = type(original)(optimizer, original.settings, original.names, original.places, methods=original.methods)
+    attachment = type(original)(optimizer, original.settings, original.names, methods=original.methods)
     attachment.install()
     return attachment
 
@@ -81,7 +81,7 @@ def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
         step_count.keep(optimizer)
     added = {ATTRIBUTE, *attachment._added}
     state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
-    stated = attachment.settings, attachment.names, attachment.places
+    stated = attachment.settings, attachment.names
     how = {"methods": attachment.methods}
     return _rebuild, (type(attachment), type(optimizer), state, stated, how, attachment._updates.stores)
 

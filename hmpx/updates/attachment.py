@@ -22,7 +22,6 @@ from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.ddp import end_unused_exchanges
-from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -42,7 +41,6 @@ class Attachment:
     Attributes:
         settings: the arguments of `attach` that say how weights are updated.
         names: the names of parameters that `attach` was given, by parameter.
-        places: where parameters stand that are slices of larger ones, by name.
         methods: the names of its methods that rewrite weights, as `attach` was given them.
         are_whole: whether the names were given one by one, as those of the whole model.
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
@@ -68,7 +66,6 @@ class Attachment:
         optimizer: Optimizer,
         settings: Settings,
         names: dict[Parameter, str],
-        places: dict[str, Place] | None = None,
         group: Any = None,
         *,
         methods: tuple[str, ...] = (),
@@ -77,8 +74,8 @@ class Attachment:
         self.settings, self.methods, self.are_whole = settings, methods, are_whole
         self._counts = StepCounts(group, warns=not are_whole)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
-        self._updates = WeightUpdates(settings, names, places)
-        self.names, self.places = self._updates.names, self._updates.places
+        self._updates = WeightUpdates(settings, names)
+        self.names = self._updates.names
         self._undo = contextlib.ExitStack()  # puts parameters and hooks back
         # The attachment holds the optimizer while a step is open, and a parameter outlives it.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
@@ -161,9 +158,8 @@ class Attachment:
         rounding_key = self._updates.rounding_key(self._alive)
         stated = {**vars(self.settings), "methods": self.methods}
         settings = {key: str(value) for key, value in stated.items()}
-        whole = {name: place.whole for name, place in self.places.items()}
         params = {
-            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(whole.get(name, p.shape))}
+            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
             for i, (name, p) in enumerate(named(outer, self.names))
         }
         counts = {"seed": rounding_key.seed, "step": rounding_key.step, "number of parameters": len(params)}

@@ -143,3 +143,5 @@ def test_what_is_gone_says_what_to_use(name):
     with pytest.raises(AttributeError, match=f"Attachment.{name} is gone: .python -m hmpx doctor"):
         getattr(handle, name)
     assert not hasattr(handle, "nosuch")
+    with pytest.raises(hmpx.HmpxError, match=r"attach\(places=\) is gone: .*DTensors.*names="):
+        hmpx.attach(optim.SGD([parameter(4)], lr=0.5), places={"0": ((8,), (4,))})

@@ -16,7 +16,6 @@ import hmpx
 from hmpx.updates import gradients, step_hooks
 from hmpx.updates.stepping.released import Released
 from tests.support.training import needs_grad_dtype, parameters, set_gradients
-from hmpx.updates.stepping.released import Released
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRISTINE = torch.utils.swap_tensors, optim.Optimizer.load_state_dict

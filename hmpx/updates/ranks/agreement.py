@@ -116,7 +116,7 @@ def _warn_of_parts(optimizer: Optimizer, updates: Any, group: dist.ProcessGroup 
         logger.warning(
             "hmpx: %s: %s. Rounding goes by names, so if this rank trains a stage of a pipeline or a slice of larger "
             "parameters, its weights are not those of one process. Give each parameter its name in the whole model, "
-            "hmpx.attach(optimizer, names=[...]), and say where a slice stands, places={...}",
+            "hmpx.attach(optimizer, names=[...])",
             type(optimizer).__name__,
             why,
         )
@@ -133,7 +133,7 @@ def _in_one_group(known: list) -> str:
 def _apart(optimizer: Optimizer, updates: Any, known: list, group: dist.ProcessGroup) -> str:
     own = dist.get_process_group_ranks(group)
     for name, p in known[:_LOOKED_AT]:
-        shape = list(updates.places[name].whole if name in updates.places else p.shape)
+        shape = list(p.shape)
         rank, first = checks.first_to_say(optimizer, name, shape)
         if first != shape:
             return f"{name!r} has the shape {tuple(shape)} here and {tuple(first)} on rank {rank}"

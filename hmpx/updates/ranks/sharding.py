@@ -2,8 +2,7 @@
 
 A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box, cut along one dimension or more. An
 optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of stochastic
-rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may be a slice of
-a larger parameter too, and then the user must say which (`Place`). Other tensors are whole.
+rounding belong to elements of the whole parameter, so a box must know where they are. Other tensors are whole.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch._subclasses import FakeTensor
 
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import HmpxError
 from hmpx.rounding.keys import Span
 
 if TYPE_CHECKING:
@@ -26,16 +25,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)  # classes that are no DTensor's
-
-
-class Place(NamedTuple):
-    """Where a plain tensor stands in the whole parameter: the shape of that, and the first index of each dimension."""
-
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Box(NamedTuple):
@@ -172,47 +161,6 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
                 f"{torch.__version__} does not know where this part begins; torch 2.12 does"
             )
     return Box.cut(tuple(whole), tuple(sizes), tuple(offsets))
-
-
-def placed(tensor: Tensor, name: str, place: Place) -> Box:
-    """Return the box of a plain tensor that stands at a `place` that the user has stated.
-
-    Raises:
-        HmpxError: it is a DTensor, which knows that itself, or does not fit there.
-    """
-    if is_sharded(tensor):
-        raise HmpxError(f"places: parameter {name!r} is a DTensor, which knows where its elements stand: leave it out")
-    whole, offsets = place
-    numbers = [*whole, *offsets]
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise HmpxError(f"places: {name!r} is {place!r}, not a shape and the first index of each dimension")
-    sizes = tuple(tensor.shape)
-    if not (len(whole) == len(offsets) == len(sizes) > 0):
-        raise HmpxError(
-            f"places: {name!r} has the shape {sizes}, so its place is a shape and an offset of {len(sizes)} numbers "
-            f"each, not {whole} and {offsets}; flat elements from i on of a parameter of n: ((n,), (i,))"
-        )
-    if any(o + size > all_ for o, size, all_ in zip(offsets, sizes, whole, strict=True)):
-        raise HmpxError(f"places: {name!r} of the shape {sizes} does not fit into {whole} at {offsets}")
-    return Box.cut(whole, sizes, offsets)
-
-
-def read_places(places: Places, names: list[str]) -> dict[str, Place]:
-    """Read the places of parameters, by name, that the user has stated.
-
-    Raises:
-        HmpxError: a name that no parameter has, or a place that is no pair.
-    """
-    found = {}
-    for name, place in places.items():
-        if name not in names:
-            raise HmpxError(f"places: {name!r} is the name of no parameter{did_you_mean(str(name), names)}")
-        try:
-            whole, offsets = place
-            found[name] = Place(tuple(whole), tuple(offsets))
-        except (TypeError, ValueError):
-            raise HmpxError(f"places: {name!r} is {place!r}, not (shape of the whole, offsets)") from None
-    return found
 
 
 def sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ a training run may change between fused and other steps.
 Parameters that no kernel takes are stepped in other batches:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
-- sharded ones (DTensors), those under `places=`, other subclasses of tensors; ones with 2^32 elements or more;
+- sharded ones (DTensors), other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.

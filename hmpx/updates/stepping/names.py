@@ -22,7 +22,7 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks.sharding import Box, Place, box_of, is_shell, local, placed, refuse_shell
+from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell
 from hmpx.updates.stepping.optimizer_scope import wants_bf16
 
 Tensor = torch.Tensor
@@ -177,11 +177,10 @@ class BF16Parameters:
 
     Attributes:
         names: those that `attach` was given, by parameter.
-        places: where parameters stand that are slices of larger ones, by name.
     """
 
-    def __init__(self, settings: Settings, names: dict[Parameter, str], places: dict[str, Place]) -> None:
-        self._settings, self.names, self.places = settings, names, places
+    def __init__(self, settings: Settings, names: dict[Parameter, str]) -> None:
+        self._settings, self.names = settings, names
         self._known: tuple[tuple | None, list[Segment]] = None, []
 
     def forget(self) -> None:
@@ -219,19 +218,7 @@ class BF16Parameters:
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
                 "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
             )
-        way = self._way(optimizer, name)
-        return Segment(p, name, box=self._box(p, name, way), overlaps=overlaps, way=way)
-
-    def _box(self, p: Parameter, name: str, way: Way) -> Box | None:
-        place = self.places.get(name)
-        if place is None:
-            return box_of(p, name)
-        if way.is_coded and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
-            raise HmpxError(
-                f"places: {name!r} is cut across rows, which with state_dtype={way.state_dtype!r} share scales with "
-                "other ranks: give it state_dtype=torch.bfloat16, or shard it as a DTensor"
-            )
-        return placed(p, name, place)
+        return Segment(p, name, box=box_of(p, name), overlaps=overlaps, way=self._way(optimizer, name))
 
 
 def refuse_overlaps(segments: Sequence[Segment]) -> None:

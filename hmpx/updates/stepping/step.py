@@ -20,7 +20,6 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.ranks import checks
-from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
@@ -42,13 +41,11 @@ class WeightUpdates:
     It does not hold the optimizer.
     """
 
-    def __init__(
-        self, settings: Settings, names: dict[Parameter, str] | None = None, places: dict[str, Place] | None = None
-    ) -> None:
-        self.settings, self.names, self.places = settings, names or {}, places or {}
+    def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
+        self.settings, self.names = settings, names or {}
         self.stores = Stores()
         self.kept_steps = 0  # taken in the batches of the step before
-        self._parameters = BF16Parameters(settings, self.names, self.places)
+        self._parameters = BF16Parameters(settings, self.names)
         self._kept: BatchedStep | None = None
         self._stepped: list[int] | None = None  # the parameters of the last step, by id
         self._open: _OpenStep | None = None
