@@ -92,8 +92,6 @@ NAMES: dict[str, str] = {
     "torch._C._functorch.peek_interpreter_stack": "nor is one inside torch.func",
     "torch._subclasses.FakeTensor": "a compiler's tensor has no memory to be written to",
     "torch.autograd.forward_ad._current_level": "inside forward AD, hooks do not see whole tensors",
-    "torch._C._autograd._saved_tensors_hooks_is_enabled": "whether hooks may say how tensors are kept",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the user's go on outside of ours",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU has instructions for BF16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "the same for FP16",
     # what escapes: `insight.escaped`

@@ -8,8 +8,8 @@ result is therefore the FP32 kernel of the same inputs, with its result rounded.
 them in FP32, which changes no value, and its result is rounded. Autograd does the same to gradients: they are rounded
 where a BF16 op would hand them on.
 
-**What a caller sees** does not change: inputs and results are BF16, and so is what the op keeps for its backward.
-Where the native op would keep the caller's own tensor, that is what is kept. FP16 is treated alike.
+**What a caller sees** does not change: inputs and results are BF16. What the op keeps for its backward is FP32, which
+takes more memory. FP16 is treated alike.
 
 The ops that gain are in `op_facts.FP32_KERNELS`, which was measured. Everything else runs in native kernels: other ops,
 other devices, tensor subclasses, sparse and nested tensors, ``out=``, in-place ops, and calls in `disable_casts()`.
@@ -22,16 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.base.compiling import never_compile_alone
 from hmpx.base.imported_again import REMEMBERED
-from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, is_stated
-from hmpx.ops.wrapping.weight_cache import current, open_caches, storage_of
+from hmpx.ops.wrapping.weight_cache import current, open_caches
 
 Tensor = torch.Tensor
 _to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
@@ -54,10 +52,10 @@ class Fp32Kernel:
 
     def wrap(self, op: str, function: Callable) -> Callable:
         """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
-        return _computing(function, self.inputs, op not in op_facts.FP32_KEPT)
+        return _computing(function, self.inputs)
 
 
-def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) -> Callable:
+def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
     """Return `op` computed in FP32 for arguments of one of `dtypes`, with its result rounded to that dtype."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -71,14 +69,7 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
             return call(op, args, kwargs)
         wide_kwargs = dict(zip(kwargs, wide_values, strict=True)) if kwargs else kwargs
         low = pairs[0][1].dtype
-        if not _is_kept(pairs):
-            return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
-        keeper = Keeper()
-        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
-            wide = op(*wide_args, **wide_kwargs)
-        result = _narrowed(wide, low)
-        keeper.narrow(low, [*pairs, *zip(_tensors(wide), _tensors(result), strict=True)], round_all)
-        return result
+        return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
 
     vars(computed)["hands_on"] = op
     return computed
@@ -164,104 +155,6 @@ if "library" not in REMEMBERED:  # an earlier import of hmpx has made them
     )
 
 
-def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether the op keeps tensors for a backward, and hooks may say how: no torch.func, forward AD, tracer."""
-    if is_dynamo_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
-        return False
-    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if not any([wide.requires_grad for wide, _ in pairs]):
-        return False
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # not in torch's stubs
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []
-    return [item for value in result for item in _tensors(value)] if isinstance(result, list | tuple) else []
-
-
-# Tensors that the op keeps for its backward
-
-
-class _Saved:
-    """A saved tensor of one op. version: of the caller's tensor, which must not change before the backward."""
-
-    __slots__ = ("held", "low", "version")
-
-    def __init__(self, held: Tensor) -> None:
-        self.held: Any = held  # or the result of another hook
-        self.low = False
-        self.version: int | None = None
-
-
-class Keeper:
-    """The saved tensors of one op; FP32 ones are held in BF16 or FP16.
-
-    Hooks that somebody else has set (of checkpointing, of offloading) are given what a native op would keep.
-    """
-
-    def __init__(self) -> None:
-        self._saved: list[_Saved] = []
-        self._pack: Callable[[Tensor], Any] | None
-        self._unpack: Callable[[Any], Tensor] | None
-        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
-
-    def pack(self, tensor: Tensor) -> _Saved:
-        kept = _Saved(tensor)
-        self._saved.append(kept)
-        return kept
-
-    def narrow(self, low: torch.dtype, pairs: list[tuple[Tensor, Tensor]], round_all: bool) -> None:
-        """Replace the FP32 tensors once the op has returned.
-
-        pairs: each FP32 tensor that the op was given or returned, with its low counterpart, which is kept in its place.
-        round_all: what else the op keeps is rounded; else only where that changes nothing.
-        """
-        kept_here, self._saved = self._saved, []  # the graph holds this object
-        counterparts = {storage_of(wide).data_ptr(): (wide, own) for wide, own in pairs if wide.numel()}
-        for kept in kept_here:
-            tensor = kept.held
-            if tensor.dtype is torch.float32:
-                pointer = storage_of(tensor).data_ptr()
-                own = _same_view(tensor, *counterparts.get(pointer, (None, None)))
-                if own is not None:
-                    kept.held, kept.low, kept.version = own, True, own._version
-                else:
-                    narrow = METHODS[low](tensor)
-                    if round_all or torch.equal(_to_float(narrow), tensor):
-                        kept.held, kept.low = narrow, True
-                        counterparts.setdefault(pointer, (tensor, narrow))  # it may be kept twice
-            if self._pack:
-                kept.held, kept.version = self._pack(kept.held), None
-
-    def unpack(self, kept: _Saved) -> Tensor:
-        tensor = self._unpack(kept.held) if self._unpack else kept.held
-        if kept.version is not None and tensor._version != kept.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-                f"expected version {kept.version} instead"
-            )
-        return _to_float(tensor) if kept.low else tensor
-
-
-def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """Return the view of `own` that corresponds to the view `tensor` of `wide`; None if their layouts differ."""
-    if own is None or wide is None:
-        return None
-    own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()
-    if wide.stride() == own.stride():
-        return own.as_strided(tensor.size(), tensor.stride(), own.storage_offset() + offset)
-    steps = dict(zip(wide.stride(), own.stride(), strict=True))
-    whole = offset == 0 and len(steps) == wide.dim()
-    if whole and sorted(zip(tensor.size(), tensor.stride(), strict=True)) == sorted(
-        zip(wide.size(), wide.stride(), strict=True)
-    ):
-        return own.as_strided(tensor.size(), [steps[step] for step in tensor.stride()], own.storage_offset())
-    return None
-
-
-_any = _computing(torch.matmul, frozenset(), False)
+_any = _computing(torch.matmul, frozenset())
 COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)

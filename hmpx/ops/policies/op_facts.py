@@ -127,8 +127,6 @@ FP32_KERNELS = frozenset(
     lstm_cell matmul mm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention tensordot
     """.split()
 )
-# Those of them that native kernels compute inside in FP32 and keep so for their backward.
-FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
 # Ops that an fp8 list may name, and that "bf16-to-fp32" is about (`computing.matrix_products`).
 MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
