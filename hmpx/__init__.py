@@ -5,8 +5,6 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from hmpx import hmp
-from hmpx.base import imported_again as _imported_again
-from hmpx.base import process_state as _process_state
 from hmpx.conversion import convert, restore
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import policies_of, policy_for
@@ -14,7 +12,6 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import bf16, fp16, fp32, promote
 from hmpx.regions import cached_weights, casts, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
-from hmpx.updates import step_hooks as _step_hooks
 from hmpx.updates.attach import attach, detach
 from hmpx.version import __version__ as __version__
 
@@ -122,6 +119,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_imported_again.remember(_process_state, _step_hooks)
 if _os.environ.get("HMPX_RECIPE"):
     _import_module("hmpx.recipes.activate").activate_from_environment()

@@ -22,7 +22,6 @@ from __future__ import annotations
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.imported_again import REMEMBERED
 from hmpx.rounding.keys import Span
 from hmpx.rounding.stochastic import numbers_of
 
@@ -56,8 +55,8 @@ def _random_numbers(like: Tensor, site: str) -> Tensor:
     return numbers_of(like.reshape(-1), [Span(0, count, 0, count, 0)], (0, step, name)).view(like.shape)
 
 
-if "fp4 library" not in REMEMBERED:  # an earlier import of hmpx has made it
-    _ops = REMEMBERED["fp4 library"] = torch.library.Library("hmpx", "FRAGMENT")
+if not hasattr(torch.ops.hmpx, "random_numbers"):  # an earlier import of hmpx has made it
+    _ops = torch.library.Library("hmpx", "FRAGMENT")
     _ops.define(
         "random_numbers(Tensor like, str site) -> Tensor",
         tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),

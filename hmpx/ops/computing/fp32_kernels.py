@@ -25,7 +25,6 @@ import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.base.compiling import never_compile_alone
-from hmpx.base.imported_again import REMEMBERED
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, is_stated
@@ -132,8 +131,8 @@ def _narrowed(result: Any, low: torch.dtype) -> Any:
 
 # The two casts as ops that a compiler cannot look into: of two casts in a row it would drop both, and with them the
 # rounding. Each is the gradient of the other.
-if "library" not in REMEMBERED:  # an earlier import of hmpx has made them
-    _ops = REMEMBERED["library"] = torch.library.Library("hmpx", "FRAGMENT")
+if not hasattr(torch.ops.hmpx, "widen"):  # an earlier import of hmpx has made them
+    _ops = torch.library.Library("hmpx", "FRAGMENT")
     _ops.define("widen(Tensor x) -> Tensor")
     _ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor")
     _ops.impl("widen", lambda x: x.to(torch.float32), "CompositeExplicitAutograd")

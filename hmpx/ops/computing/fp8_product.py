@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hmpx.base.imported_again import REMEMBERED
 from hmpx.base.process_state import fp8_watchers
 from hmpx.ops.computing.four_bits import mixed
 from hmpx.ops.computing.fp8_casts import decoded, in_parts, of_scales
@@ -120,8 +119,8 @@ def _scaled_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return added(a.new_empty(1), a, b, beta=0, alpha=scale.item())  # with beta=0 nothing in the first counts
 
 
-if "fp8 library" not in REMEMBERED:  # an earlier import of hmpx has made it
-    _ops = REMEMBERED["fp8 library"] = torch.library.Library("hmpx", "FRAGMENT")
+if not hasattr(torch.ops.hmpx, "scaled_product"):  # an earlier import of hmpx has made it
+    _ops = torch.library.Library("hmpx", "FRAGMENT")
     _ops.define("scaled_product(Tensor a, Tensor b, Tensor scale) -> Tensor")
     _ops.impl("scaled_product", _scaled_product, "CPU")
     torch.library.register_fake(
