@@ -1,25 +1,26 @@
 """Calls of torch's functions with tensor classes that override them by ``__torch_function__``.
 
-The class is handed the function that torch has made, as without hmpx: it may look for it in a table that is older than
-the conversion. Where it compares the function with what a name leads to now, ``func is torch.nn.functional.linear``, or
-with what a younger table has, that is a wrapper of ours, and then it is handed this one. torch's own biases of causal
-attention and nested tensors do so; handed anything else, the first lose their mask.
+Such a class is handed the function that torch has made, as without hmpx: the class may look for this function in a
+table that is older than the conversion. Some classes look it up by its name at each call, ``func is
+torch.nn.functional.linear``, or in a table that is younger than the conversion. Name and table hold a wrapper of ours
+then, so these classes are handed the wrapper. Among them are torch's nested tensors, and its causal biases, which lose
+their mask if they do not recognise the function.
 
-Arguments are cast before the class is asked, so that what it hands on is computed as the lists say. A class whose casts
-are tensors of another one is asked before, as under torch.autocast: else nobody would ask it.
+Arguments are cast before the class is asked, so that the function which the class calls gets what the lists say. A
+class whose casts are tensors of another class is asked before the cast, as under torch.autocast: after it, nobody would
+ask the class.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
-import importlib.util
 import inspect
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.overrides
@@ -157,16 +158,19 @@ def handed(op: Callable, *classes: type) -> Callable:
 def _looked_up(op: Callable, *classes: type) -> Callable | None:
     """Return the function that a class's code looks for: torch's own or our wrapper; None if it looks for neither.
 
-    A table that is older than the conversion holds torch's own, a younger one the wrapper.
+    A table that is older than the conversion holds torch's own, a younger one the wrapper; so does a name.
     """
-    op, wrapper = public(op), None
+    op, looks = public(op), False
+    name = torch.overrides.resolve_name(op)
+    now = pkgutil.resolve_name(name) if name else None
     for cls in classes:
-        for each in _functions_of(cls):
-            if each is op:
-                return op
-            if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
-                wrapper = each
-    return wrapper
+        for _, names, found in _codes_of(cls):
+            for each in (each for table in found if isinstance(table, _TABLES) for each in _members(table)):
+                if each is op:
+                    return op
+                looks = looks or each is now
+            looks = looks or op.__name__ in names
+    return now if looks else None
 
 
 def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
@@ -191,21 +195,9 @@ def keep_attributes(cast: Tensor, value: Tensor) -> None:
             vars(cast).update({key: kept for key, kept in vars(value).items() if key not in vars(cast)})
 
 
-# Which functions a class compares the one that it gets with: its bytecode tells, and nothing of it runs
+# Which functions a class compares the one that it gets with: the names in its code tell, and nothing of it runs
 
 _TABLES = (dict, types.MappingProxyType, set, frozenset, list, tuple)
-
-
-def _functions_of(cls: type) -> Iterator[Any]:
-    """Yield functions that ``__torch_function__``, and the code it calls in its package, compares or keeps in tables.
-
-    There may be anything else among it.
-    """
-    for look_up, found in _look_ups_of(cls):
-        if isinstance(found, _TABLES):
-            yield from _members(found)
-        elif look_up.is_compared:
-            yield found
 
 
 def _members(table: Any) -> Iterator[Any]:
@@ -216,18 +208,27 @@ def _members(table: Any) -> Iterator[Any]:
             yield from each if isinstance(each, _TABLES) else ()
 
 
-def _look_ups_of(cls: type) -> Iterator[tuple[_LookUp, Any]]:
+def _codes_of(cls: type) -> Iterator[tuple[types.FunctionType, set[str], list[Any]]]:
+    """Yield ``__torch_function__``, and what it calls in its package, with the names in its code and what they mean."""
     for base in cls.__mro__:
         method = _function(vars(base).get("__torch_function__"))
-        if method is None or base is torch.Tensor:
+        if method is None or base is Tensor:
             continue
-        package = str(method.__module__).partition(".")[0]
-        for look_up in _look_ups_in(method.__code__):
-            found = look_up.found(method, cls)
-            yield look_up, found
-            called = None if look_up.is_compared else _function(found)
-            if called is not None and str(called.__module__).partition(".")[0] == package:
-                yield from ((each, each.found(called, cls)) for each in _look_ups_in(called.__code__))
+        names, found = _meant(method, cls)
+        yield method, names, found
+        for called in filter(None, map(_function, found)):
+            if str(called.__module__).partition(".")[0] == str(method.__module__).partition(".")[0]:
+                yield called, *_meant(called, cls)
+
+
+def _meant(function: types.FunctionType, cls: type) -> tuple[set[str], list[Any]]:
+    names, package = function.__code__.co_names, function.__globals__.get("__package__")
+    imported = [full for name in names for full in (name, f"{package}.{name}") if "." in full and full in sys.modules]
+    spaces = [function.__globals__, *(vars(sys.modules[name]) for name in imported), *map(vars, cls.__mro__)]
+    found = [space[name] for name in names for space in spaces if name in space]
+    with contextlib.suppress(ValueError):  # a cell that is empty yet
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+    return set(names), found
 
 
 def _function(found: Any) -> types.FunctionType | None:
@@ -236,66 +237,3 @@ def _function(found: Any) -> types.FunctionType | None:
         found = found.__func__
     found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else found
     return found if isinstance(found, types.FunctionType) else None
-
-
-class _LookUp(NamedTuple):
-    """One look-up in the code of a function: a variable, and attributes from there on.
-
-    where: "global", "closure", "first" for the first parameter of a class method, or "import" for a module.
-    level: of a relative import.
-    """
-
-    where: str
-    variable: str
-    attributes: tuple[str, ...] = ()
-    level: int = 0
-    is_compared: bool = False
-
-    def found(self, function: Any, cls: type) -> Any:
-        """Return the object that the look-up finds now; None if there is none."""
-        try:
-            return functools.reduce(inspect.getattr_static, self.attributes, self._start(function, cls))
-        except (ImportError, LookupError, ValueError, AttributeError, TypeError):
-            return None
-
-    def _start(self, function: Any, cls: type) -> Any:
-        if self.where == "global":
-            return function.__globals__[self.variable]
-        if self.where == "closure":
-            return function.__closure__[function.__code__.co_freevars.index(self.variable)].cell_contents
-        if self.where == "first":
-            return cls
-        name = "." * self.level + self.variable
-        return sys.modules[importlib.util.resolve_name(name, function.__globals__.get("__package__"))]
-
-
-@functools.cache
-def _look_ups_in(code: types.CodeType) -> list[_LookUp]:
-    """Return the look-ups in code, and which of them are compared by ``is``, ``==`` or ``in``."""
-    found: list[_LookUp] = []
-    stack: list[_LookUp | None] = []  # the look-ups of an expression so far; None: a local variable
-    imported, level = "", 0
-    for each in dis.get_instructions(code):
-        name, value = each.opname, each.argval
-        if name in ("LOAD_ATTR", "LOAD_METHOD"):
-            last = stack.pop() if stack else None
-            is_of_table = value in ("get", "keys", "items", "__contains__", "__getitem__")
-            stack.append(last if last is None or is_of_table else last._replace(attributes=(*last.attributes, value)))
-        elif name == "LOAD_GLOBAL":
-            stack.append(_LookUp("global", value))
-        elif name == "LOAD_DEREF" and value in code.co_freevars:
-            stack.append(_LookUp("closure", value))
-        elif name == "LOAD_DEREF" or name.startswith("LOAD_FAST"):  # the first, where an inner function has it too
-            loaded = value if isinstance(value, tuple) else (value,)
-            stack += [_LookUp("first", v) if v == code.co_varnames[0] else None for v in loaded]
-        elif name == "IMPORT_NAME":
-            imported = value
-        elif name == "IMPORT_FROM":
-            found.append(_LookUp("import", imported, (value,), level))
-        elif name in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            level = value if type(value) is int else level  # of an import, whose names are another constant
-        elif not name.startswith(("BUILD_", "CACHE", "PUSH_NULL")):
-            is_compared = name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
-            found += [each._replace(is_compared=is_compared) for each in stack if each is not None]
-            stack.clear()
-    return found
