@@ -169,23 +169,6 @@ def test_all_problems_of_lists_are_said_at_once(tmp_path, lists):
         hmpx.convert("O2", bf16_file_path=tree)
 
 
-def test_a_class_is_answered_with_the_op_that_it_calls(lists):
-    """In its forward, or in a method of its own that the forward calls, or in none."""
-    ops = {
-        "Conv2d": "conv2d",
-        "InstanceNorm1d": "instance_norm",
-        "Linear": "linear",
-        "ReLU6": "hardtanh",
-        "LSTM": "lstm",
-    }
-    with pytest.raises(hmpx.UnknownOpError) as error:
-        hmpx.convert(**lists(bf16=" ".join(f"nn.{name}" for name in (*ops, "Sequential"))))
-    lines = str(error.value).splitlines()
-    for line, (name, op) in zip(lines, ops.items(), strict=False):
-        assert f"'nn.{name}' is a class, and a list names functions; did you mean {op!r}?" in line
-    assert lines[len(ops)].endswith("a list names functions: list the functions that its forward calls")
-
-
 def test_what_is_no_path_is_refused():
     for value in (["linear"], True, b"ops.txt", {"linear"}):
         with pytest.raises(hmpx.OpListError, match="bf16_file_path takes the path of a file, not a"):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
 import logging
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -177,21 +174,18 @@ def may_be_user_function(name: str) -> bool:
 
 # Unknown names
 
-# As papers and other libraries have them. A name that is spelt alike (`layernorm`) is found without this.
+# As papers and other libraries have them, without underscores. A name that is spelt alike is found without this.
 _ELSEWHERE = {
-    **dict.fromkeys(("attention", "sdpa", "self_attention", "flash_attention"), "scaled_dot_product_attention"),
-    **dict.fromkeys(("multihead_attention", "mha"), "multi_head_attention_forward"),
-    **dict.fromkeys(("dense", "fc", "fully_connected"), "linear"),
-    **dict.fromkeys(("ce", "ce_loss", "xent", "softmax_cross_entropy"), "cross_entropy"),
-    **dict.fromkeys(("bce", "bce_loss"), "binary_cross_entropy"),
-    **dict.fromkeys(("batch_matmul", "batched_matmul"), "bmm"),
-    **dict.fromkeys(("mse", "l2_loss"), "mse_loss"),
-    **{"bce_with_logits": "binary_cross_entropy_with_logits", "gemm": "mm", "swish": "silu", "nll": "nll_loss"},
-    "kl_loss": "kl_div",
+    **dict.fromkeys(("attention", "sdpa", "selfattention", "flashattention"), "scaled_dot_product_attention"),
+    **dict.fromkeys(("multiheadattention", "mha"), "multi_head_attention_forward"),
+    **dict.fromkeys(("dense", "fc", "fullyconnected"), "linear"),
+    **dict.fromkeys(("ce", "celoss", "xent", "softmaxcrossentropy", "crossentropyloss"), "cross_entropy"),
+    **dict.fromkeys(("bce", "bceloss"), "binary_cross_entropy"),
+    **dict.fromkeys(("batchmatmul", "batchedmatmul"), "bmm"),
+    **dict.fromkeys(("mse", "l2loss"), "mse_loss"),
+    **dict.fromkeys(("bcewithlogits", "bcewithlogitsloss"), "binary_cross_entropy_with_logits"),
+    **{"gemm": "mm", "swish": "silu", "nll": "nll_loss", "klloss": "kl_div", "kldivloss": "kl_div"},
 }
-_NAMESPACES = ("torch.nn.functional.", "torch.nn.", "nn.functional.", "nn.", "F.")
-_CALL = re.compile(r"\b(F|torch|_VF)\.(\w+)\(")
-_OWN_METHOD = re.compile(r"\bself\.(\w+)\(")
 
 
 def unknown_op(name: str) -> str:
@@ -201,53 +195,14 @@ def unknown_op(name: str) -> str:
     in_place = name.removesuffix("_")
     if in_place != name and in_place in legal_names():
         return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
-    spelling, meant = name.rpartition(".")[2] or name, _op_meant(name)
-    if module_class(name):
-        listed = did_you_mean(spelling, (), meant=meant) or ": list the functions that its forward calls"
-        return f"{name!r} is a class, and a list names functions{listed}"
-    meant = meant or (spelling if _within_torch(name) and spelling in legal_names() else None)
+    spelling = name.rpartition(".")[2] or name
+    meant = _ELSEWHERE.get(spelling.lower().replace("_", ""))
+    if isinstance(vars(torch.nn).get(spelling), type):
+        hint = did_you_mean(spelling, legal_names(), cutoff=0.8, meant=meant)
+        return f"{name!r} is a class, and a list names functions{hint or ': list the functions that its forward calls'}"
     return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"
 
 
 def _within_torch(name: str) -> bool:
     """Return whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
     return name.startswith(("nn.", "F.", "functional."))
-
-
-def module_class(name: str) -> type | None:
-    """Return the class of `torch.nn` that a name stands for: ``Linear``, ``nn.Linear``, ``torch.nn.Linear``."""
-    bare = next((name.removeprefix(prefix) for prefix in _NAMESPACES if name.startswith(prefix)), name)
-    found = vars(torch.nn).get(bare.rpartition(".")[2])
-    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
-
-
-def _op_meant(name: str) -> str | None:
-    """Return the op that `name` probably means; None if nothing but its spelling tells."""
-    if cls := module_class(name):
-        return op_of(cls)
-    bare = name.rpartition(".")[2].lower()
-    return _ELSEWHERE.get(bare) or _ops_of_classes().get(bare.replace("_", ""))
-
-
-@functools.cache
-def _ops_of_classes() -> dict[str, str]:
-    """Return the ops of `torch.nn`'s modules by lower-case name: ``{"bceloss": "binary_cross_entropy", ...}``."""
-    classes = {name: cls for name in vars(torch.nn) if (cls := module_class(name))}
-    return {name.lower(): op for name, cls in classes.items() if (op := op_of(cls))}
-
-
-def op_of(cls: type) -> str | None:
-    """Return the op that the forward of a module calls, read in its source; None for several parts or no source."""
-    methods = ["forward"]
-    for method in methods:
-        try:
-            source = inspect.getsource(getattr(cls, method))
-        except (AttributeError, OSError, TypeError):
-            continue
-        calls = [(module, op) for module, op in _CALL.findall(source) if op in catalog()]
-        functional = next((op for module, op in calls if module != "torch"), None)
-        found = functional or next((op for _, op in calls if catalog()[op].computes), None)
-        if found:
-            return found
-        methods += [name for name in _OWN_METHOD.findall(source) if name not in methods]
-    return None
