@@ -34,12 +34,6 @@ examples:
   {prog} explain softmax --recipe bf16-sr            which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
-_GONE = {  # commands of earlier versions
-    "audit": "`record SCRIPT` lists the ops that no wrapper reaches",
-    "ops": "`explain` and `explain TEXT` print its table",
-}
-
-
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of descriptions and examples, and says what a mistyped word may mean."""
 
@@ -49,8 +43,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             name, legal = found[1], re.findall(r"[\w-]+", found[2])
-            if name in _GONE:
-                super().error(f"there is no command {name!r} any more: {_GONE[name]}")
             hint = did_you_mean(name, legal)
             if not hint and name in recipe_names():
                 hint = f"; {name!r} is a recipe: explain {name}, or run --recipe {name} SCRIPT"

@@ -1,27 +1,19 @@
-"""Files that commands write: where they go, and that they replace nothing but what hmpx has written."""
+"""Files that commands write: where they go, and that they replace nothing."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.op_lists import SIDES
-
-# How the recipes, lists, pictures, pages, JSON and Markdown begin that hmpx writes.
-_OURS = re.compile(
-    r"(# |<!-- )Written by `?hmpx\b|<!doctype html>[\s\S]*<title>hmpx |# hmpx on "
-    r"|[\[{\s]*\"hmpx\": |\{\n \"schema\": \d"
-)
 
 
 def add_force(command: Any) -> None:
     """Add, to a command or to a group of its options, the one that lets `check_outputs` pass."""
-    command.add_argument("--force", action="store_true", help="write over files that are inputs, or not hmpx's")
+    command.add_argument("--force", action="store_true", help="write over files that are there")
 
 
 def of_rank(path: str) -> Path:
@@ -33,15 +25,11 @@ def of_rank(path: str) -> Path:
 
 
 def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> None:
-    """Check that the files of some options can be written, and that they replace what hmpx has written, or `--force`.
+    """Check that the files of some options can be written, and that they replace no file, unless `--force` is given.
 
     Raises:
-        HmpxError: there is no such folder; the file is an input of the command, or another one's output, or was not
-            written by hmpx. Links count as what they lead to.
+        HmpxError: there is no such folder; the file is there already, and not empty; or two options name one file.
     """
-    named = [getattr(options, key, None) for key in ("script", "recipe", "file", "diff", *SIDES)]
-    named.append(getattr(options, "what", "").rpartition(":")[0])
-    read = [str(each) for each in named if each and os.path.exists(str(each))]
     for number, (kind, path) in enumerate(outputs.items()):
         if not path.parent.is_dir():
             raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")
@@ -49,12 +37,5 @@ def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> N
             raise HmpxError(f"--{kind} {path}: is a folder, not a file")
         if path in [*outputs.values()][:number]:
             raise HmpxError(f"--{kind} {path}: another option names this file, too")
-        if options.force or not path.is_file():
-            continue
-        instead = "name another file, or write over it with --force"
-        if any(os.path.samefile(path, each) for each in read):
-            raise HmpxError(f"--{kind} {path}: this command reads the file; {instead}")
-        with open(path, encoding="utf-8", errors="replace") as file:
-            beginning = file.read(1000)
-        if beginning and not _OURS.match(beginning):
-            raise HmpxError(f"--{kind} {path}: the file is there already, and hmpx has not written it; {instead}")
+        if path.is_file() and path.stat().st_size and not options.force:
+            raise HmpxError(f"--{kind} {path}: is there already; name another file, or write over it with --force")

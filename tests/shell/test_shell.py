@@ -224,8 +224,6 @@ def test_a_mistyped_command_is_told_what_it_may_be(capsys):
     for word, hint in (
         ("explian", "did you mean 'explain'?"),
         ("lean", "'lean' is a recipe: explain lean"),
-        ("audit", "there is no command 'audit' any more: `record SCRIPT` lists"),
-        ("ops", "there is no command 'ops' any more: `explain` and `explain TEXT`"),
     ):
         with pytest.raises(SystemExit) as end:
             main([word])

@@ -67,7 +67,7 @@ def test_it_writes_lists_that_the_other_commands_read(capsys, tmp_path):
     assert main(["explain", "gelu", "--recipe", "tuned/recipe.yaml"]) == 0
     assert "tuned" in capsys.readouterr().out
     before = names(tmp_path / "tuned" / "fp32.txt")
-    assert main([*command, "--quiet"]) == 0 and names(tmp_path / "tuned" / "fp32.txt") == before
+    assert main([*command, "--quiet", "--force"]) == 0 and names(tmp_path / "tuned" / "fp32.txt") == before
     assert capsys.readouterr().err == ""
 
 
