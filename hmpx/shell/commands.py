@@ -15,7 +15,7 @@ from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
-from hmpx.shell.scripts import add_script, behind, recipe_to_run, traceback_of_the_script
+from hmpx.shell.scripts import add_script, recipe_to_run
 
 _LINE = re.compile(r"\.py$|\.\w+:\d+$")
 
@@ -88,10 +88,9 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     recipe = recipe_to_run(options)
     if recipe is None:
-        misplaced = f", before {options.script}: what is behind it is its own" if behind(options) else ""
-        raise HmpxError(f"run needs --recipe NAME or FILE{misplaced}; there are {', '.join(recipe_names())}")
-    with traceback_of_the_script():
-        run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+        names = ", ".join(recipe_names())
+        raise HmpxError(f"run needs --recipe NAME or FILE, before {options.script}; there are {names}")
+    run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 
 

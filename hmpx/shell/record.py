@@ -12,7 +12,7 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.recipes import run_script
 from hmpx.shell.outputs import add_force, check_outputs, of_rank
-from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes, traceback_of_the_script
+from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -56,7 +56,7 @@ def _record(options: argparse.Namespace) -> int:
     recipe = recipe_to_run(options)
     log, started = Log(), Counter[str]()
     try:
-        with traceback_of_the_script(), started_processes() as started, record() as log:
+        with started_processes() as started, record() as log:
             run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     finally:
         if log.about:  # the record was opened

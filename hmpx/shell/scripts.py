@@ -9,12 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
-from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
-from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.environment import recipe_of_environment
 from hmpx.recipes.reading import as_recipe
@@ -43,10 +40,6 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     """
     of_environment = recipe_of_environment()
     named = options.recipe or os.environ.get(VARIABLE)
-    misplaced = " and ".join(behind(options))
-    if misplaced and is_first_rank():
-        said = f"{misplaced} behind {options.script} goes to the script; what hmpx is to read stands before it"
-        print(f"hmpx: {said}", file=sys.stderr)
     if named:
         aside = " (which goes before the variables of Neuron, XLA and Gaudi)" if of_environment else ""
         recipe, said = as_recipe(named), f"recipe {named}{aside}"
@@ -68,42 +61,6 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
     return recipe
-
-
-_OWN = ("--recipe", "--list", "--set", "--fix", *(f"--{side}" for side in SIDES))  # options that a script rarely has
-
-
-def behind(options: argparse.Namespace) -> list[str]:
-    """Return the options of hmpx that stand behind the script, and so go to the script."""
-    return [word for word in options.arguments if word.partition("=")[0] in _OWN]
-
-
-@contextlib.contextmanager
-def traceback_of_the_script() -> Iterator[None]:
-    """Let the traceback of an error that nobody catches begin at the script, as under ``python SCRIPT``."""
-    try:
-        yield
-    except HmpxError:
-        raise
-    except BaseException:
-        shown = sys.excepthook
-
-        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            own = _of_the_script(trace)
-            if own is None and not isinstance(error, SyntaxError):  # which a script that does not parse raises
-                own = trace
-            shown(kind, error.with_traceback(own), own)
-
-        sys.excepthook = excepthook
-        raise
-
-
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame on in which the main module runs."""
-    frames, main = trace, vars(sys.modules["__main__"])
-    while frames is not None and frames.tb_frame.f_globals is not main:
-        frames = frames.tb_next
-    return frames
 
 
 def is_first_rank() -> bool:
