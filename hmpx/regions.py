@@ -19,7 +19,7 @@ from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.policy import Policy, scope_inside
+from hmpx.ops.policies.policy import scope_inside
 from hmpx.ops.wrapping import weight_cache
 from hmpx.ops.wrapping.callers import runs_later
 from hmpx.rounding.stochastic import check_seed
@@ -142,7 +142,7 @@ class casts(_Decorator, run_in_region.Opener):
 
     def __init__(
         self,
-        rule: Policy | torch.dtype | str | Mapping[str, Any] | None = None,
+        rule: torch.dtype | str | Mapping[str, Any] | None = None,
         /,
         *,
         bf16: Iterable[str] | None = None,

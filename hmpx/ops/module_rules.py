@@ -19,7 +19,7 @@ from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.policy import Policy, number_inside
+from hmpx.ops.policies.policy import number_inside
 from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
@@ -110,7 +110,7 @@ class ModuleRule:
 
 def policy_for(
     module: Module,
-    rule: Policy | torch.dtype | str | Mapping[str, Any] | None = None,
+    rule: torch.dtype | str | Mapping[str, Any] | None = None,
     /,
     *,
     bf16: Iterable[str] | None = None,
@@ -131,8 +131,8 @@ def policy_for(
             now, and of none that is appended later.
         rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
             that the module is called with are cast once, as by hand, so that an in-place write to one goes to a copy.
-            "bf16-to-fp32": matrix products take BF16 and hand on FP32, and every other op is in FP32. Or a `Policy`, in
-            the place of the one around. Or a mapping of the arguments below, as a recipe has it.
+            "bf16-to-fp32": matrix products take BF16 and hand on FP32, and every other op is in FP32. Or a mapping of
+            the arguments below, as a recipe has it.
         bf16, fp32, promote, fp8: names of ops.
         low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
         fp8_format: the same of the fp8 list, as of `hmpx.convert`.

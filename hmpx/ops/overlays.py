@@ -1,8 +1,8 @@
 """Overlays: the lists of a module rule or a `casts` region, laid over the policy around them.
 
-An overlay is one of three things: lists of ops, which move these ops and leave the others as they are around it; a
-dtype, for every op that computes ("bf16-to-fp32" is float32 but for the inputs of matrix products); or a whole policy
-in the place of the one around it. Equal overlays are one object with one number.
+An overlay is one of two things: lists of ops, which move these ops and leave the others as they are around it; or a
+dtype, for every op that computes ("bf16-to-fp32" is float32 but for the inputs of matrix products). Equal overlays are
+one object with one number.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 
 from hmpx.base import process_state as state
 from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
-from hmpx.errors import Fault, HmpxError, OpListError, OptLevelError, did_you_mean, raise_faults
+from hmpx.errors import Fault, HmpxError, OpListError, did_you_mean, raise_faults
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sides
+from hmpx.ops.policies.build_policy import resolve_sides
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.ops.wrapping.callers import users_line
 
 DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
 BF16_TO_FP32 = "bf16-to-fp32"  # float32, except matrix products: these take bfloat16 and hand on float32
-_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
+_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Overlay:
 
     where: the place that says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where
     it is listed. low_precision: the dtype of the bf16 list from here on; None leaves it. dtype: of every op that
-    computes. policy: in the place of the one around. fp8_format: the format of the fp8 list from here on.
+    computes. fp8_format: the format of the fp8 list from here on.
     bf16_products: under a `dtype` of float32, whether matrix products take bfloat16.
     """
 
@@ -44,18 +44,12 @@ class Overlay:
     names: tuple[tuple[str, str, str], ...] = ()
     low_precision: torch.dtype | None = None
     dtype: torch.dtype | None = None
-    policy: Policy | None = None
     fp8_format: Format | None = None
     bf16_products: bool = False
     number: int = field(default=0, compare=False)
 
     def over(self, policy: Policy) -> Policy:
         """Return the policy that holds inside, where `policy` holds around."""
-        if self.policy is not None:
-            listed = [name for side in SIDES for name in getattr(self.policy, side)]
-            known = self.policy.origins
-            origins = {name: f"{known[name]}, {self.where}" if name in known else self.where for name in listed}
-            return replace(self.policy, origins=origins)
         if self.dtype is not None:
             side = "fp32" if self.dtype is torch.float32 else "bf16"
             names = [*(name for name, op in catalog().items() if op.computes), *policy.user_functions()]
@@ -86,7 +80,7 @@ class Overlay:
     @property
     def whole(self) -> bool:
         """Whether this overlay decides every op."""
-        return self.dtype is not None or self.policy is not None
+        return self.dtype is not None
 
     @property
     def casts_arguments(self) -> bool:
@@ -104,8 +98,6 @@ class Overlay:
 
     def in_words(self) -> str:
         """Describe the overlay: ``everything in float32``, ``linear and matmul in FP32``."""
-        if self.policy is not None:
-            return f"a policy of its own ({self.policy.opt_level})"
         if self.dtype is not None:
             return f"everything in {dtype_name(self.dtype)}{', products from bfloat16' if self.bf16_products else ''}"
         low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
@@ -157,8 +149,7 @@ def read_overlay(
     """Return the overlay that a rule means.
 
     Args:
-        rule: a dtype or its name, "bf16-to-fp32", a `Policy`, or a mapping of sides to names of ops; with `opt_level`
-            in it, the mapping is a whole policy.
+        rule: a dtype or its name, "bf16-to-fp32", or a mapping of sides to names of ops.
         where: the place that says so. what: the beginning of an error.
         lines: where each name stands, by side and position; `where` for those that are not in it.
         unset: the error for an empty mapping.
@@ -167,7 +158,7 @@ def read_overlay(
         HmpxError: the rule means no overlay; every problem is a line of the message.
     """
     if isinstance(rule, Policy):
-        return _registered(Overlay(where, policy=rule))
+        raise HmpxError(f"{what}: a Policy is of the whole program; a rule says lists, which lie over those around it")
     if isinstance(rule, Mapping):
         return _registered(_of_mapping(rule, where, what, lines or {}, unset))
     if rule == BF16_TO_FP32:
@@ -178,9 +169,7 @@ def read_overlay(
         short = [name for name, full in SHORT.items() if full in legal]
         misspelt = isinstance(rule, str) and not isinstance(dtype, torch.dtype)
         hint = did_you_mean(rule, [*short, *legal]) if misspelt else ""
-        raise HmpxError(
-            f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops, a policy)"
-        )
+        raise HmpxError(f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops)")
     return _registered(Overlay(where, dtype=dtype))
 
 
@@ -248,21 +237,14 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
         form = None if rule.get(FP8_FORMAT) is None else Format.of(rule[FP8_FORMAT])
     except HmpxError as error:
         wrong += [Fault(f"{what}: {FP8_FORMAT}: {fault.text}", key=(FP8_FORMAT,)) for fault in error.faults]
-    if not wrong and not given and low is None and form is None and "opt_level" not in rule:
-        wrong.append(Fault(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}"))
+    if not wrong and not given and low is None and form is None:
+        wrong.append(Fault(f"{what}: {unset or 'says nothing: it wants a dtype or lists of ops'}"))
     raise_faults(wrong)
     listed: dict[str, Any] = {
         side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
         for side, names in given.items()
         if names is not None
     }
-    if "opt_level" in rule:
-        if rule["opt_level"] not in OPT_LEVELS:
-            legal = ", ".join(OPT_LEVELS)
-            said = f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})"
-            raise OptLevelError(said, key=("opt_level",))
-        lists = OpLists(**listed, fp8_format=form)
-        return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
     chosen = resolve_sides(listed)
     sides = {}
     for side in ("promote", "fp32", "bf16", "fp8"):  # a name on several sides is on the last of them

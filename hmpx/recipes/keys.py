@@ -16,7 +16,7 @@ from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import WHERE, Policy
+from hmpx.ops.policies.policy import WHERE
 from hmpx.recipes.vendors import NXD, NXD_MASTERS
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
@@ -72,13 +72,6 @@ def spelled_out(key: Any, value: Any) -> Any:
 
 def _rule_spelled_out(rule: Any) -> Any:
     """Return a rule for modules in words and lists alone, so that it can be written to a file."""
-    if isinstance(rule, Policy):
-        rule = {
-            "opt_level": "O1",
-            **{side: getattr(rule, side) for side in SIDES},
-            LOW_PRECISION: rule.low_precision,
-            **({FP8_FORMAT: rule.fp8_format.keys()} if rule.fp8 else {}),
-        }
     if not isinstance(rule, Mapping):
         return _spelled_out(rule)
     return {

@@ -43,9 +43,9 @@ class Recipe:
         low_precision: "bfloat16" or "float16", what the ops in the bf16 list run in. None: what a list file says, else
             bfloat16.
         modules: rules for parts of the model, by the name of a module or a pattern (``"lm_head"``, ``"*.attn"``), or by
-            what it is for (``"<head>"``, ``"<norms>"``, ``"<last 15%>"`` of the blocks): a dtype for every op in it,
-            lists that lie over those around it (``{"fp32": ["linear"]}``), or, with `opt_level`, a whole policy; see
-            `hmpx.policy_for`. The innermost module decides, of two patterns for one the last.
+            what it is for (``"<head>"``, ``"<norms>"``, ``"<last 15%>"`` of the blocks): a dtype for every op in it, or
+            lists that lie over those around it (``{"fp32": ["linear"]}``); see `hmpx.policy_for`. The innermost module
+            decides, of two patterns for one the last.
         kernels: "auto", "native" or "float32", what computes the ops that run in it on a CPU; see `hmpx.convert`.
         where: "model" or "everywhere", where ops are cast; see `hmpx.convert`.
         verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.

@@ -64,8 +64,8 @@ def prepared(tmp_path):
         ("  '*': fp32\n  lm_head: {bf16: [linear]}", "f f f f f f b"),
         ("  lm_head: {bf16: [linear]}\n  '*': fp32", "f f f f f f f"),  # of two patterns for a module the last
         ("  '': fp32\n  layers: {bf16: [matmul]}\n  layers.1: {fp32: [matmul]}", "f f f b f b f"),
-        ("  '': {opt_level: O1, bf16: [], fp32: [matmul]}", "f f f f f f f"),
-        ("  lm_head: {opt_level: O2, low_precision: fp16}", "b b b b b b h"),
+        ("  '': {bf16: [], fp32: [matmul, linear]}", "f f f f f f f"),
+        ("  lm_head: {low_precision: fp16}", "b b b b b b h"),
     ],
 )
 def test_the_innermost_decides_and_of_two_patterns_the_last(prepared, text, inside):
@@ -197,7 +197,7 @@ def test_a_trainers_plugin_has_the_rules_too():
 
 
 def test_a_printed_recipe_says_the_same():
-    recipe = hmpx.Recipe(modules={"a": torch.float32, "*.b": {"fp32": ("linear",)}, "c": hmpx.Policy(bf16=("mm",))})
+    recipe = hmpx.Recipe(modules={"a": torch.float32, "*.b": {"fp32": ("linear",)}, "c": {"bf16": ("mm",)}})
     read = as_recipe(yaml.safe_load(str(recipe)))
     assert list(read.overlays()) == ["a", "*.b", "c"]
     for name, overlay in read.overlays().items():

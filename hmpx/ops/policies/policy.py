@@ -268,8 +268,6 @@ def _new(scope: int, overlay: int) -> int:
         if key not in state.scope_numbers:
             if state.scopes[scope][1] == overlay:
                 state.scope_numbers[key] = scope  # once more the same
-            elif scope and state.overlays[overlay].policy is not None:
-                state.scope_numbers[key] = number_inside(0, overlay)  # it hides the lists around it
             else:
                 state.scope_numbers[key] = len(state.scopes)
                 state.scopes.append(key)
