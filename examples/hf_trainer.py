@@ -1,8 +1,8 @@
 """transformers' Trainer under a recipe: one callback. A small GPT-2 on English text, resumed half-way, in a minute.
 
-``python examples/hf_trainer.py``, or with ``--recipe gaudi_config.json``, any other recipe or file. The model is made
-from a configuration, the text comes with Python (`pydoc`): nothing is downloaded. It trains without a break, then again
-from the checkpoint in the middle, and prints a hash of the weights of both.
+``python examples/hf_trainer.py``, or with ``--recipe``, any other recipe or file. The model is made from a
+configuration, the text comes with Python (`pydoc`): nothing is downloaded. It trains without a break, then again from
+the checkpoint in the middle, and prints a hash of the weights of both.
 """
 
 from __future__ import annotations

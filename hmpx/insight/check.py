@@ -28,7 +28,7 @@ from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.origins import without_text
 from hmpx.recipes.reading import faults_of, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
+from hmpx.recipes.vendors import NXD, NXD_MASTERS
 
 _UNKNOWN = "unknown"
 
@@ -71,12 +71,7 @@ def check_files(paths: Sequence[str]) -> Iterator[Fault]:
 
 
 def is_recipe(path: str) -> bool:
-    """Return whether a YAML file has a key of a recipe, or a misspelt one.
-
-    A Gaudi configuration is a recipe, too.
-    """
-    if is_gaudi(path):
-        return True
+    """Return whether a YAML file has a key of a recipe, or a misspelt one."""
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         return False
     try:

@@ -36,7 +36,7 @@ class HmpxCallback(TrainerCallback):
     `hmpx.restore()` takes the casts away.
 
     Args:
-        recipe: as for `hmpx.prepare`; also the path of a ``gaudi_config.json``.
+        recipe: as for `hmpx.prepare`.
         verbose: log each distinct decision once.
 
     Attributes:

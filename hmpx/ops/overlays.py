@@ -21,7 +21,7 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import resolve_sides
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.ops.wrapping.callers import users_line
 

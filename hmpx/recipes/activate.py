@@ -143,8 +143,8 @@ def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
     distributed and the optimizer made; under a recipe with a `dtype_map`, before the model is made.
 
     Args:
-        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own. None: what the variables of Neuron,
-            PyTorch/XLA or Gaudi in the environment stand for, which the log says; else the default lists, FP32 weights.
+        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own. None: what the variables of Neuron or
+            PyTorch/XLA in the environment stand for, which the log says; else the default lists, FP32 weights.
         process_group: in a distributed job, the ranks whose optimizers hold the same parameters: those of one stage of
             a pipeline, say. None: all ranks.
 

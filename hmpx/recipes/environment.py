@@ -1,25 +1,25 @@
-"""The recipe that environment variables stand for where none is named: those of PyTorch/XLA, Neuron and Gaudi.
+"""The recipe that environment variables stand for where none is named: those of PyTorch/XLA and Neuron.
 
 Sources: PyTorch/XLA (removed after 2.8); AWS Neuron documentation, "Migration From XLA_USE_BF16/XLA_DOWNCAST_BF16" and
-"Neuron Rounding Modes"; Intel Gaudi documentation, "Mixed Precision Training with PyTorch Autocast".
+"Neuron Rounding Modes".
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.op_lists import Listed, read_file
-from hmpx.recipes.origins import Origins
-from hmpx.recipes.reading import laid_over, read_recipe
+from hmpx.recipes.reading import read_recipe
 from hmpx.recipes.recipe import Recipe, changed
-from hmpx.recipes.vendors import gaudi_lists
+
+logger = logging.getLogger("hmpx")
 
 _ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 # The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
 _RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
-# Each names a file of ops, in the place of one list of Gaudi's.
+# Gaudi's, which name files of ops: hmpx does not read these variables.
 _GAUDI = {"PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": "bf16", "PT_HPU_AUTOCAST_FP32_OPS_LIST": "fp32"}
 
 
@@ -35,15 +35,19 @@ def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
     """Return the recipe that these variables stand for, and a sentence that says so; None if none of them is on.
 
     With XLA_USE_BF16 or XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless
-    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0. They go before Gaudi's.
+    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0.
 
     Raises:
-        HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64); a file of ops cannot be read.
+        HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64).
     """
     asked = {name: environment[name] for name in (*_RECIPES, _SEED) if environment.get(name)}
     deciding = next((name for name in _RECIPES if asked.get(name, "0") != "0"), None)
     if deciding is None:
-        return _of_gaudi({name: environment[name] for name in _GAUDI if environment.get(name)})
+        for name, side in _GAUDI.items():
+            if environment.get(name):
+                recipe = f"extends: gaudi-autocast, {side}_file_path: {environment[name]}"
+                logger.warning("hmpx: %s is not read; a recipe with %s does the same", name, recipe)
+        return None
     recipe = read_recipe(_RECIPES[deciding])
     if asked.get(_ROUNDING) == "0":
         recipe = changed(recipe, weights="nearest")
@@ -54,20 +58,6 @@ def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
     differs = {key: getattr(recipe, key) for key in ("weights", "seed")}
     settings = "".join(f", {key} {value}" for key, value in differs.items() if value is not None)
     return recipe, f"{_said(asked)} is recipe {_RECIPES[deciding]}{settings}"
-
-
-def _of_gaudi(files: Mapping[str, str]) -> tuple[Recipe, str] | None:
-    given: dict[str, tuple[Listed, ...]] = {}
-    for name, path in files.items():
-        try:
-            given[_GAUDI[name]] = read_file(path, _GAUDI[name]).side(_GAUDI[name]) or ()
-        except HmpxError as error:
-            raise type(error)([fault._replace(text=f"{fault.text} ({name})") for fault in error.faults]) from None
-    if not given:
-        return None
-    keys, origins = gaudi_lists(given)
-    base = keys.pop("extends")
-    return laid_over(read_recipe(base), keys, Origins(origins)), f"{_said(files)} is recipe {base} with other lists"
 
 
 def _said(variables: Mapping[str, str]) -> str:

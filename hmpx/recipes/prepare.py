@@ -50,12 +50,11 @@ def prepare(
 
     Args:
         optimizer: one, or a list of those that train the model.
-        recipe: a name (``"nxd-standard"``), the path of a YAML file or of a Gaudi configuration
-            (``gaudi_config.json``), a dict of a recipe's keys, a `Recipe`, or NxD's own configuration under its one
-            key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see `Recipe.from_nxd`): under ZeRO-1 means
-            that the optimizer is a `ZeroRedundancyOptimizer`. Under the key `extends`, a file or dict names the recipe
-            that its other keys change: ``{"extends": "lean", "weights": "split"}``. None: the default lists with FP32
-            weights.
+        recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
+            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see
+            `Recipe.from_nxd`): under ZeRO-1 means that the optimizer is a `ZeroRedundancyOptimizer`. Under the key
+            `extends`, a file or dict names the recipe that its other keys change: ``{"extends": "lean", "weights":
+            "split"}``. None: the default lists with FP32 weights.
         process_group: in a distributed job, the ranks that hold the same parameters: those of one stage of a pipeline,
             say. None: all ranks.
 

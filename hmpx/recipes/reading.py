@@ -17,7 +17,7 @@ from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, OpLists
 from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, OF_OPS, faults, spelled_out
 from hmpx.recipes.origins import Origins, without_text
 from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, with_origins
-from hmpx.recipes.vendors import NXD, NXD_MASTERS, gaudi_keys, nxd_keys, nxd_under_zero
+from hmpx.recipes.vendors import NXD, NXD_MASTERS, nxd_keys, nxd_under_zero
 
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 
@@ -100,7 +100,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "") -> Path:
-    """Return the file of a recipe that hmpx ships, by its name; or the path itself if it ends in .yaml or .json.
+    """Return the file of a recipe that hmpx ships, by its name; or the path itself if it ends in .yaml.
 
     folder: what a path is relative to.
 
@@ -108,16 +108,17 @@ def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "
         HmpxError: no such recipe, with the nearest one.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if path.suffix in (".yaml", ".yml"):
         return Path(os.path.normpath(folder / path)) if folder else path
-    if path.suffix == ".txt":
+    if path.suffix in (".txt", ".json"):
+        base = f"; under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: {shown(name)}"
         raise HmpxError(
-            f"{shown(name)} is an op list, and not a recipe: hmpx.convert(bf16_file_path={shown(name)!r}) takes it, "
-            f"or a recipe's key, bf16_file_path: {shown(name)}"
+            f"{shown(name)} holds op lists, and is no recipe: hmpx.convert(bf16_file_path={shown(name)!r}) takes it, "
+            f"or a recipe's key, bf16_file_path: {shown(name)}{base if path.suffix == '.json' else ''}"
         )
     legal = recipe_names()
     if str(name) not in legal:
-        others = f" (there are {', '.join(legal)}, and files that end in .yaml or .json)"
+        others = f" (there are {', '.join(legal)}, and files that end in .yaml)"
         hint = did_you_mean(str(name), legal) or others
         raise HmpxError(f"there is no recipe {shown(name)!r}{hint}")
     return shipped() / "recipes" / f"{name}.yaml"
@@ -125,8 +126,6 @@ def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "
 
 def read_recipe(name: str | os.PathLike[str]) -> Recipe:
     """Read a recipe that hmpx ships, by name, or a recipe in a file, by path; paths in it are relative to it.
-
-    A file is YAML, or a Gaudi configuration, whose name ends in .json.
 
     Raises:
         HmpxError: each fault with file and line, the key or value, and the nearest legal one.
@@ -179,7 +178,7 @@ def _read_with_rules(path: Path) -> _Read:
 
 def _read(path: Path, above: tuple[Path, ...]) -> _Read:
     """Read a file and those that it extends. above: the files that extend this one."""
-    keys, origins, found = _keys_of_gaudi(path) if path.suffix == ".json" else _keys_of_yaml(path)
+    keys, origins, found = _keys_of_yaml(path)
     around, named = USUAL, keys.pop(EXTENDS, None)
     if named is not None:
         around, others = _extended(named, [*above, path], origins.by_key[EXTENDS,])
@@ -215,11 +214,6 @@ def _extended(named: str, chain: Sequence[Path], origin: Origin) -> tuple[Recipe
 
 _LONGEST = 32  # chain of files that extend one another
 _Keys = tuple[dict[str, Any], Origins, list[Fault]]  # the keys of a file without faults, their origins, and the faults
-
-
-def _keys_of_gaudi(path: Path) -> _Keys:
-    keys, origins = gaudi_keys(path)
-    return keys, Origins(origins), []
 
 
 def _keys_of_yaml(path: Path) -> _Keys:

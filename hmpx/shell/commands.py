@@ -12,7 +12,6 @@ from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, 
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
-from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
 from hmpx.shell.scripts import add_script, recipe_to_run
@@ -32,7 +31,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "run",
         "run an unmodified training script under a recipe",
         "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
-        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron, PyTorch/XLA and Gaudi.\n"
+        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.\n"
         "Lists alone lie over the default ones, with FP32 weights.",
         "--recipe neuron-bf16-sr train.py --steps 500\n--recipe lean --set seed=3 --bf16 mine.txt -m package.train\n"
         "--list mine.txt train.py",
@@ -101,7 +100,7 @@ def _recipes(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     what = options.what
-    if what in recipe_names() or Path(what).suffix in (".yaml", ".yml") or is_gaudi(what):
+    if what in recipe_names() or Path(what).suffix in (".yaml", ".yml"):
         if options.recipe:
             raise HmpxError(f"{what} is a recipe itself; --recipe goes with an op")
         print(*recipe_lines(with_options(as_recipe(what), options)), sep="\n")

@@ -34,6 +34,7 @@ examples:
   {prog} explain softmax --recipe bf16-sr            which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
+
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of descriptions and examples, and says what a mistyped word may mean."""
 

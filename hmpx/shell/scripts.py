@@ -41,7 +41,7 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     of_environment = recipe_of_environment()
     named = options.recipe or os.environ.get(VARIABLE)
     if named:
-        aside = " (which goes before the variables of Neuron, XLA and Gaudi)" if of_environment else ""
+        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
         recipe, said = as_recipe(named), f"recipe {named}{aside}"
     elif of_environment is not None:
         recipe, said = of_environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def test_json_of_gaudi_with_tabs(tmp_path):
     lists = read_lists(path)
     assert names(lists.bf16) == ["add", "mm"] and lists.bf16[1].line == 3
     assert lists.fp32 == () and lists.promote is None
+
+
+@pytest.mark.parametrize(
+    "keys, bf16",
+    [
+        ({"autocast_bf16_ops": ["add"], "autocast_fp32_ops": None}, ["add"]),
+        ({"use_torch_autocast": True, "autocast_bf16_ops": ["add"], "hmp_bf16_ops": ["mm"]}, ["add"]),
+        ({"use_habana_mixed_precision": True, "autocast_bf16_ops": ["add"], "hmp_bf16_ops": ["mm"]}, ["mm"]),
+        ({"use_torch_autocast": False, "hmp_bf16_ops": ["mm"], "autocast_bf16_ops": None}, ["mm"]),
+    ],
+)
+def test_of_the_two_generations_of_gaudis_lists_the_one_in_use_counts(keys, bf16, tmp_path):
+    path = tmp_path / "gaudi_config.json"
+    path.write_text(json.dumps(keys))
+    lists = read_lists(path)
+    assert names(lists.bf16) == bf16 and lists.fp32 is None
 
 
 def test_an_empty_file_is_an_empty_list_and_an_empty_path_is_the_default(tmp_path):

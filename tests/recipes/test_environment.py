@@ -42,30 +42,10 @@ def test_a_seed_of_neuron_that_is_none_is_refused():
     assert recipe_of({EN: "1", SEED: str(2**64 - 1)})[0].seed == 2**64 - 1
 
 
-def test_each_variable_of_gaudi_replaces_one_list_and_bf16_outranks_fp32(tmp_path, caplog):
-    """The operator `/` is `div` on Gaudi, whatever a list says of `truediv`; `divide` is a function of its own."""
-    low, fp32 = tmp_path / "low.txt", tmp_path / "fp32.txt"
-    low.write_text("linear\ndiv\nexp\n")
-    fp32.write_text("gelu\nlinear\n\nsoftmax\n")
-    own = read_recipe("gaudi-autocast").policy()
-
-    recipe, said = recipe_of({LOW: str(low)})
-    assert said == f"{LOW}={low} is recipe gaudi-autocast with other lists"
-    assert recipe.policy().bf16 == ("div", "exp", "linear")
-    assert set(own.fp32) - set(recipe.policy().fp32) == {"div", "exp", "truediv"}
-    assert {"mul", "add"} < set(recipe.policy().promote) and not caplog.text
-    assert (recipe.where, recipe.parameter_dtype) == ("model", "float32")
-
-    recipe, _ = recipe_of({FP32: str(fp32)})
-    assert recipe.policy().bf16 == own.bf16 and recipe.policy().fp32 == ("gelu",)
-    said = "is in the bf16 list too, which outranks this one on Gaudi"
-    assert caplog.messages == [f"hmpx: {fp32}:2: 'linear' {said}", f"hmpx: {fp32}:4: 'softmax' {said}"]
-
-    recipe, _ = recipe_of({LOW: str(low), FP32: str(fp32)})
-    assert recipe.policy().fp32 == ("gelu", "softmax") and recipe.policy().origins["gelu"] == f"{fp32}:1"
-    low.write_text("linear\nsofmax\n")
-    with pytest.raises(HmpxError, match=r"low.txt:2: unknown op 'sofmax'; did you mean 'softmax'\?"):
-        recipe_of({LOW: str(low)})[0].policy()
+def test_the_variables_of_gaudi_are_not_read_and_the_recipe_for_them_is_said(caplog):
+    assert recipe_of({LOW: "low.txt", EN: "0"}) is None
+    said = f"hmpx: {LOW} is not read; a recipe with extends: gaudi-autocast, bf16_file_path: low.txt does the same"
+    assert caplog.messages == [said]
 
 
 def test_activate_without_a_recipe_is_the_default_lists_where_no_variable_says_anything(monkeypatch, caplog):

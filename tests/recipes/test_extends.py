@@ -113,7 +113,7 @@ def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
         ({"a": "extends: leen\n"}, "{}/a.yaml:1: extends: there is no recipe 'leen'; did you mean 'lean'?"),
         ({"a": "extends: b.yaml\n"}, "{}/a.yaml:1: extends: {}/b.yaml: cannot be read: No such file or directory"),
         ({"a": "extends: b.yaml\n", "b": "weigths: split\n"}, "{}/b.yaml:1: 'weigths' is no key of a recipe; did"),
-        ({"a": "extends: b.txt\n", "b": ""}, "{}/a.yaml:1: extends: b.txt is an op list, and not a recipe"),
+        ({"a": "extends: b.txt\n", "b": ""}, "{}/a.yaml:1: extends: b.txt holds op lists, and is no recipe"),
         ({"a": "extend: lean\n"}, "{}/a.yaml:1: 'extend' is no key of a recipe; did you mean 'extends'?"),
         ({"a": "extends: [lean]\n"}, "{}/a.yaml:1: extends is ['lean'], neither the name of a recipe nor"),
         ({f"{'a' * (i + 1)}": f"extends: {'a' * (i + 2)}.yaml\n" for i in range(40)}, "more than 32 recipes that ext"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -112,7 +113,7 @@ def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path
     own, err = call("--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py", cwd=tmp_path, XLA_USE_BF16="1")
     assert own.startswith("float32 bfloat16 float32")
     assert re.search(f"bf16 list {tmp_path}/mine.txt{KERNELS}; runs train.py", err)
-    assert "recipe hmp-o1 (which goes before the variables of Neuron, XLA and Gaudi)" in err
+    assert "recipe hmp-o1 (which goes before the variables of Neuron and XLA)" in err
     named, err = call("train.py", "--steps", 3, cwd=tmp_path, HMPX_RECIPE="neuron-bf16-sr")
     assert named == out and re.search(f"recipe neuron-bf16-sr{KERNELS}; runs", err)
 
@@ -144,7 +145,7 @@ def test_the_exit_status_is_that_of_the_script_and_an_error_is_shown(tmp_path):
     done = python.run("-m", "hmpx", "run", "--recipe", "lean", tmp_path / "train.py", "fail")
     assert done.returncode == 3
     done = python.run("-m", "hmpx", "run", "--recipe", "lean", tmp_path / "train.py")
-    assert done.returncode == 1 and done.stderr.endswith("KeyError: 'mine'\n") and "train.py\", line 4" in done.stderr
+    assert done.returncode == 1 and done.stderr.endswith("KeyError: 'mine'\n") and 'train.py", line 4' in done.stderr
 
 
 LISTED = """
@@ -287,20 +288,13 @@ with torch.autocast("hpu", dtype=torch.bfloat16):
 """
 
 
-def test_variables_of_gaudi_under_run_and_activate(tmp_path):
+def test_lists_of_a_gaudi_configuration_under_run(tmp_path):
     """The script keeps its `torch.autocast("hpu")`, which casts nothing where there is no such device."""
-    (tmp_path / "low.txt").write_text("linear\ndiv\n")
+    lists = {"use_torch_autocast": True, "autocast_bf16_ops": ["linear", "div"], "autocast_fp32_ops": ["softmax"]}
+    (tmp_path / "gaudi_config.json").write_text(json.dumps(lists | {"hmp_bf16_ops": ["add"]}))
+    (tmp_path / "mine.yaml").write_text("extends: gaudi-autocast\nbf16_file_path: gaudi_config.json\n")
     (tmp_path / "train.py").write_text(UNDER_AUTOCAST)
-    (tmp_path / "activates.py").write_text(f"import hmpx\nhmpx.activate()\n{UNDER_AUTOCAST}")
-    low = {"PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": "low.txt"}
-    assert (
-        call("--recipe", "gaudi-autocast", "train.py", cwd=tmp_path)[0]
-        == "torch.bfloat16 torch.bfloat16 torch.float32\n"
-    )
-    printed = "torch.bfloat16 torch.bfloat16 torch.bfloat16\n"
-    out, err = call("train.py", cwd=tmp_path, **low)
-    said = "hmpx: PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST=low.txt is recipe gaudi-autocast with other lists"
-    assert out == printed and re.fullmatch(f"{said}{KERNELS}; runs train.py\n", err)
-    assert call("activates.py", module=(), cwd=tmp_path, **low) == (printed, f"{said}\n")
-    err = call("train.py", cwd=tmp_path, good=False, PT_HPU_AUTOCAST_FP32_OPS_LIST="lo.txt")[1]
-    assert "lo.txt: no such op list file; did you mean 'low.txt'? (PT_HPU_AUTOCAST_FP32_OPS_LIST)" in err
+    out, _ = call("--recipe", "mine.yaml", "train.py", cwd=tmp_path)
+    assert out == "torch.bfloat16 torch.float32 torch.bfloat16\n"
+    err = call("--recipe", "gaudi_config.json", "train.py", cwd=tmp_path, good=False)[1]
+    assert "under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: gaudi_config.json" in err

@@ -2,7 +2,8 @@
 
 Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, `fp8`, each a list of names, `low_precision`,
 the dtype that the bf16 list stands for, and `fp8_format`, how ops in the fp8 list are multiplied. `.json`: a Gaudi
-configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
+configuration with `hmp_bf16_ops`, `hmp_fp32_ops`, or, under `use_torch_autocast`, `autocast_bf16_ops` and
+`autocast_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
 
 A file is read once, eagerly: callers may delete it after the call. An empty list is a real list; a key that is absent
 or null says nothing, and the default list stands.
@@ -33,7 +34,7 @@ LOW_PRECISION = "low_precision"  # a key of YAML files: the dtype of the bf16 li
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KEYS = {
     ".yaml": {key: key for key in (*SIDES, LOW_PRECISION, FP8_FORMAT)},
-    ".json": {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"},
+    ".json": {f"{system}_{side}_ops": side for system in ("hmp", "autocast") for side in ("bf16", "fp32")},
 }
 _KEYS[".yml"] = _KEYS[".yaml"]
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
@@ -205,6 +206,10 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
         raise _unread(path, line, f"expected the keys {legal}, found {kind}")
+    if suffix == ".json":
+        said = {key.value: value.value for key, value in root.value}
+        aside = "autocast" if said.get("use_torch_autocast") != "true" and said.keys() & {*list(keys)[:2]} else "hmp"
+        keys = {key: side for key, side in keys.items() if not key.startswith(aside)}
     found: dict[str, Any] = {}
     faults: list[Fault] = []
 
