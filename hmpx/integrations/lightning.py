@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from hmpx import hmp
 from hmpx.errors import HmpxError
-from hmpx.integrations.setting_up import SettingUp, Stated, detach_new
-from hmpx.recipes import frameworks
+from hmpx.recipes.activate import Activation, activate_for, recipe_of_trainer
+from hmpx.recipes.prepare import unwrapped
+from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
+from hmpx.updates.attach import attached, detach
 
 _imported = "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules
 if TYPE_CHECKING or (_imported and importlib.util.find_spec("lightning")):
@@ -34,11 +36,11 @@ __all__ = ["HPUPrecisionPlugin", "HmpxPrecision"]
 class HmpxPrecision(Precision):
     """Train, validate, test and predict as a recipe says.
 
-    Ops are cast in the forward contexts alone (`training_step`, `validation_step` and so on). Weights are cast before
-    the strategy wraps the model, and in `configure_model` before `fully_shard` takes a module. Every optimizer that
-    `configure_optimizers` returns is attached; its state in the checkpoint is that of `hmpx.attach`, so a resumed run
-    has the same bits. When the trainer is done torch is as it was, and the optimizers stay attached, for
-    `trainer.save_checkpoint`.
+    While the trainer runs, the recipe is in force as by `hmpx.activate`, for this trainer's model and optimizers.
+    Weights are cast before the strategy wraps the model, and in `configure_model` before `fully_shard` takes a module.
+    Every optimizer that `configure_optimizers` returns is attached; its state in the checkpoint is that of
+    `hmpx.attach`, so a resumed run has the same bits. When the trainer is done torch is as it was, and the optimizers
+    stay attached, for `trainer.save_checkpoint`.
 
     Args:
         recipe: as for `hmpx.prepare`. None with the next four, which are those of HMP.
@@ -49,8 +51,7 @@ class HmpxPrecision(Precision):
         recipe: what is in force; ``print(plugin.recipe)`` writes it as a file.
 
     Raises:
-        HmpxError: the recipe is wrong, when the plugin is made; and before training starts if the trainer was asked
-            for what does not go with it (accumulation or clipping beside `release_gradients`), if another recipe is in
+        HmpxError: the recipe is wrong, when the plugin is made; and before training starts if another recipe is in
             force, or if the model is replicated or sharded in another dtype. Nothing is changed then. `precision=`
             beside a plugin is an error of Lightning's own.
 
@@ -84,40 +85,43 @@ class HmpxPrecision(Precision):
         self._set_up(recipe, verbose)
 
     def _set_up(self, recipe: Stated, verbose: bool = False) -> None:
-        self._setting_up = SettingUp(type(self).__name__, recipe, verbose)
+        given = os.fspath(recipe) if isinstance(recipe, str | os.PathLike) else as_recipe(recipe)
+        self._words = f"{type(self).__name__}({given!r})"
+        self.recipe = recipe_of_trainer(recipe, verbose)
+        self._activation: Activation | None = None
         self._undo = contextlib.ExitStack()  # until the optimizers are attached
         narrow = self.recipe.parameter_dtype == "bfloat16"
         self.precision: Any = "bf16-true" if narrow else "32-true"  # what Lightning computes the size of the model by
 
-    @property
-    def recipe(self) -> Recipe:
-        """Return the recipe that is in force."""
-        return self._setting_up.recipe
-
     def __repr__(self) -> str:
-        return self._setting_up.words
+        return self._words
 
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Cast the model, before the strategy wraps it."""
-        self._setting_up.refuse(frameworks.of_lightning(module.trainer))
-        with contextlib.ExitStack() as undo:
-            self._setting_up.cast(module, undo)
-            self._undo = undo.pop_all()
-        return module
+    def _start(self, undo: contextlib.ExitStack) -> Activation:
+        if self._activation is None or not self._activation.active:
+            self._activation = activate_for(type(self).__name__, self.recipe, undo)
+        return self._activation
 
     @contextlib.contextmanager
     def module_init_context(self) -> Iterator[None]:
-        """Cast each module before `configure_model` shards it."""
-        with self._setting_up.casting_what_is_distributed():
-            yield
+        """Put the recipe in force before `configure_model` shards a module."""
+        self._start(self._undo)
+        yield
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put the recipe in force, and cast the model before the strategy wraps it."""
+        with contextlib.ExitStack() as undo:
+            undo.push(self._undo.pop_all())
+            self._start(undo).take_model(module, undo)
+            self._undo = undo.pop_all()
+        return module
 
     def connect(self, model: Any, optimizers: list, lr_schedulers: list) -> tuple[Any, list, list]:
-        """Attach the optimizers, and convert torch."""
+        """Attach the optimizers."""
         with self._undo:
-            detach_new(optimizers, self._undo)
-            for optimizer in optimizers:
-                self._setting_up.attach(optimizer, model)
-            self._setting_up.install()
+            for optimizer in map(unwrapped, optimizers):
+                if attached(optimizer) is None:
+                    self._undo.callback(detach, optimizer)
+                self._start(self._undo).take_optimizer(optimizer, model)
             self._undo.pop_all()
         return model, optimizers, lr_schedulers
 
@@ -126,16 +130,11 @@ class HmpxPrecision(Precision):
         mapped = self.recipe.mapped()
         return tree_map_only(torch.Tensor, lambda x: x.to(mapped.get(x.dtype, x.dtype)), data) if mapped else data
 
-    @contextlib.contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Turn casts on inside."""
-        with self._setting_up.casts():
-            yield
-
     def teardown(self) -> None:
         """Put torch back."""
         self._undo.pop_all()
-        self._setting_up.restore()
+        if self._activation is not None:
+            self._activation.restore()
 
 
 class HPUPrecisionPlugin(HmpxPrecision):

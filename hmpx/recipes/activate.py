@@ -14,17 +14,17 @@ from weakref import WeakSet
 import torch
 
 from hmpx.base.changes import Changes
-from hmpx.base.installation import Installation
+from hmpx.base.installation import Installation, current
 from hmpx.base.yaml_files import shown
+from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.environment import recipe_of_environment
-from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
 from hmpx.recipes.reading import Stated, as_recipe
-from hmpx.recipes.recipe import Recipe
-from hmpx.updates.attach import attached, detach
+from hmpx.recipes.recipe import Recipe, changed
+from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
 
@@ -52,9 +52,9 @@ class Activation(Installation):
         (False, 'stochastic')
     """
 
-    def __init__(self, recipe: Recipe, group: Any = None) -> None:
+    def __init__(self, recipe: Recipe, group: Any = None, *, trainer: str = "") -> None:
         super().__init__()
-        self._group = group
+        self._group, self._trainer = group, trainer  # the plugin that hands models and optimizers over, or ""
         self._policy = recipe.policy()
         self.recipe = recipe.inlined()
         self._settings = {under_zero: recipe.under_zero(under_zero).settings() for under_zero in (True, False)}
@@ -80,9 +80,9 @@ class Activation(Installation):
             self._conversion.expect(self._overlays.values())
             if self._entered:
                 self._conversion.__enter__()
-        watch_optimizers(self._made, changes)
+        if not self._trainer:
+            watch_optimizers(self._made, changes)
         watch_distribution(self._distributes, changes)
-        watch_frameworks(self.recipe, changes)
 
     def _distributes(self, module: torch.nn.Module) -> None:
         self._take(cast_before_distribution(module, self.recipe))
@@ -93,7 +93,22 @@ class Activation(Installation):
         if self._conversion is not None and new:
             with self.recipe.naming_lines():
                 self._conversion.add_rules(rules_for(new, self.recipe))
-            self._ruled.update(new)
+        self._ruled.update(new)
+
+    def take_model(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """Cast a model, until `undo` is closed, and give it the recipe's rules; nothing happens the second time."""
+        if model not in self._ruled:
+            compare(self._trainer, facts(self.recipe))
+            with self.recipe.naming_lines():
+                check_names([model], self.recipe)
+                tell_cast(cast_model(model, self.recipe, undo))
+            self._take([model])
+            undo.callback(self._ruled.discard, model)
+
+    def take_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        """Attach an optimizer of a model that was taken, unless it has no BF16 parameters."""
+        with self.recipe.naming_lines():
+            attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], [model], self._group)
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and attached(each)]
@@ -166,6 +181,45 @@ def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
         logger.warning("hmpx: %s", said)
     activation = Activation(as_recipe(recipe), process_group)
     activation._install()
+    return activation
+
+
+def recipe_of_trainer(stated: Stated, verbose: bool) -> Recipe:
+    """Return the recipe that a trainer's plugin is given, with its lists read now: a script may change its folder."""
+    recipe = as_recipe(stated).inlined()
+    for each in (recipe, recipe.under_zero()):
+        with each.naming_lines():
+            check_torch(each.settings())
+    return changed(recipe, verbose=True) if verbose else recipe
+
+
+def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Activation:
+    """`activate` for a trainer, whose plugin hands over its models and optimizers; others are left alone.
+
+    Raises:
+        HmpxError: another recipe or conversion is in force.
+    """
+    before = current(Activation)
+    if before is None and current(Conversion) is not None:
+        raise HmpxError(
+            f"{plugin} converts torch itself, and hmpx.convert (or hmpx.prepare) has done so already: call "
+            "hmpx.restore(), or leave the plugin out"
+        )
+    if before is not None and not before._trainer:
+        raise HmpxError(
+            f"{plugin} sets a recipe up, and hmpx.activate (or `python -m hmpx run`) has one in force: take one of the "
+            "two"
+        )
+    if before is not None and before.recipe != recipe:
+        raise HmpxError(
+            f"{plugin}: another recipe is in force, of a second plugin or of a trainer that was made before: one at a "
+            "time, and hmpx.restore() ends it"
+        )
+    if before is not None:
+        return before
+    activation = Activation(recipe, trainer=plugin)
+    activation._install()
+    undo.callback(activation.restore)
     return activation
 
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
 from hmpx.base.dtype_names import dtype_name
@@ -20,7 +18,6 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.op_lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
-from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.reading import Stated, as_recipe
@@ -62,9 +59,8 @@ def prepare(
         The model and the optimizer, the same objects.
 
     Raises:
-        HmpxError: something does not fit, or differs between ranks, or Accelerate was asked for what does not go with
-            the recipe (``mixed_precision=``), or the optimizer is prepared by another recipe; model, torch and
-            optimizer are as they were.
+        HmpxError: something does not fit, or differs between ranks, or the optimizer is prepared by another recipe;
+            model, torch and optimizer are as they were.
 
     Example:
         >>> model, optimizer = hmpx.prepare(model, optimizer, {"weights": "split", "fp32": ["linear"]})
@@ -83,12 +79,11 @@ def prepare(
             raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(each).__name__}")
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
-    stepping = [frameworks.unwrapped(each) for each in optimizers]
+    stepping = [unwrapped(each) for each in optimizers]
     stated = as_recipe(recipe)
     recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
     policy = whole.policy()
-    frameworks.refuse(frameworks.of_accelerate(), whole)
     compare("hmpx.prepare", facts(whole), process_group)
     with whole.naming_lines():
         settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]
@@ -106,8 +101,6 @@ def prepare(
                     undo.callback(attachment.abandon)
         convert(whole, policy, rules=[*_of_other_models(model), *rules])
         undo.pop_all()
-    for each, own in zip(stepping, recipes, strict=True):
-        _refuse_later(each, own)
     logger.info("hmpx: prepared by this recipe:\n%s", whole)
     return model, optimizer
 
@@ -188,22 +181,18 @@ def convert(
     return conversion.install(policy, *how)
 
 
-def _refuse_later(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Look again when Accelerate takes the optimizer, which it then gives its own state: it may be made after this."""
-    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-        return
-
-    def loading(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        if conversion.installed() is not None or attached(optimizer) is not None:
-            frameworks.refuse(frameworks.of_accelerate(), recipe)
-
-    before = _looking.pop(optimizer, None)
-    if before is not None:
-        before.remove()
-    _looking[optimizer] = optimizer.register_load_state_dict_pre_hook(loading)
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, which looks like what it holds."""
+    while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
+        optimizer = vars(optimizer)[attribute]
+    return optimizer
 
 
-_looking: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
+_WRAPPERS = {
+    "accelerate.optimizer": "optimizer",
+    "lightning.pytorch.core.optimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer": "_optimizer",
+}
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:

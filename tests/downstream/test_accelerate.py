@@ -14,17 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
 
 
-def test_an_accelerator_that_is_made_later_is_looked_at_when_it_takes_the_optimizer():
-    model = net()
-    optimizer = adamw(model.parameters())
-    hmpx.prepare(model, optimizer, "hmp-o1")
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.raises(hmpx.HmpxError, match="mixed_precision='bf16'"):
-        accelerator.prepare(model, optimizer)
-    hmpx.restore()
-    accelerator.prepare(net(), optimizer)  # no recipe is in force any more
-
-
 def test_autocast_goes_with_a_recipe_that_leaves_ops_alone():
     """Then both make sense: BF16 weights with masters, and the ops as autocast has them."""
     by_accelerate = Accelerate("before").made({"opt_level": None, "weights": "master"}, mixed_precision="bf16")

@@ -1,12 +1,10 @@
-"""The frameworks under a recipe that is in force from the outside, as by ``python -m hmpx run``."""
+"""The frameworks under a recipe that does not fit, and beside hmpx."""
 
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
-import accelerate
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -16,21 +14,14 @@ import hmpx
 from hmpx.integrations.lightning import HmpxPrecision
 from hmpx.integrations.transformers import HmpxCallback
 from tests.downstream import trainer
-from tests.downstream.by_hand import adamw, bits, loader, net
+from tests.downstream.by_hand import bits, loader, net
 from tests.downstream.lightning_net import Net
+from tests.downstream.trainers import lightning_trainer
 from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
 MODEL = net()
-
-
-def by_accelerate(tmp_path, recipe=None, **asked):
-    """Make what the framework is asked for; with a recipe, in hmpx's own way for the framework."""
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.Accelerator(cpu=True, **asked)
-    if recipe is not None:
-        hmpx.prepare(MODEL, adamw(MODEL.parameters()), recipe)
 
 
 def by_transformers(tmp_path, recipe=None, **asked):
@@ -50,65 +41,35 @@ def ours(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
 
 
-CONFLICTS = [
-    (by_accelerate, {"mixed_precision": "bf16"}, "hmp-o1", "Accelerator(mixed_precision='bf16') beside a recipe"),
-    (by_accelerate, {"gradient_accumulation_steps": 2}, "lean", "Accelerator(gradient_accumulation_steps=2) adds up"),
-    (by_transformers, {"bf16": True}, "neuron-bf16-sr", "TrainingArguments(bf16=True) beside a recipe"),
-    (by_transformers, {"bf16_full_eval": True}, "hmp-o1", "TrainingArguments(bf16_full_eval=True) beside a recipe"),
-    (by_transformers, {}, "lean", "TrainingArguments(max_grad_norm=1.0) clips or measures"),
-    (by_lightning, {"gradient_clip_val": 1.0}, "lean", "Trainer(gradient_clip_val=1.0) clips or measures"),
-    (by_lightning, {"accumulate_grad_batches": 2}, "lean", "Trainer(accumulate_grad_batches=2) adds up"),
-]
-OF_LIGHTNING = (by_lightning, {"precision": "bf16-true"}, "hmp-o1", "Trainer(precision='bf16-true') beside a recipe")
-UNKNOWN = [
-    (by, {}, {"module_dtypes": {"nosuch": "float32"}}, "'nosuch' is the name of no module")
-    for by in (by_transformers, by_lightning)
-]
-
-
-@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, OF_LIGHTNING])
-def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, said, tmp_path, caplog):
-    before = [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)]
-    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
-        made(tmp_path, **asked)
-        made(tmp_path, **asked)
-    assert [said in message for message in ours(caplog)] == [True]
-    assert [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)] == before
-    caplog.clear()
-    made(tmp_path, **asked)
-    assert not ours(caplog)
-
-
-@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, *UNKNOWN])
-def test_it_is_refused_in_the_ways_of_hmpx_for_a_framework_and_nothing_is_changed(made, asked, recipe, said, tmp_path):
+@pytest.mark.parametrize("made", [by_transformers, by_lightning])
+def test_a_wrong_recipe_is_refused_and_nothing_is_changed(made, tmp_path):
     before, product = bits(MODEL), torch.matmul
-    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
-        made(tmp_path, recipe, **asked)
-    assert bits(MODEL) == before and torch.matmul is product and not MODEL._forward_hooks
+    with pytest.raises(hmpx.HmpxError, match="'nosuch' is the name of no module"):
+        made(tmp_path, {"module_dtypes": {"nosuch": "float32"}})
+    assert bits(MODEL) == before and torch.matmul is product and "_hmpx_rules" not in vars(MODEL)
+    with hmpx.convert():  # nor is a recipe in force
+        pass
 
 
-FINE = [
-    (by_transformers, {"gradient_accumulation_steps": 2}, "hmp-o1"),
-    (by_lightning, {}, "lean"),
-    (by_lightning, {"precision": "bf16-mixed"}, {"opt_level": None}),
-    (by_accelerate, {"mixed_precision": "bf16"}, {"opt_level": None}),
-]
+def with_lightning(recipe, tmp_path):
+    lightning_trainer(recipe, gradient_clip_val=1.0).fit(Net(), loader())
 
 
-@pytest.mark.parametrize("made, asked, recipe", FINE)
-def test_what_goes_together_is_no_conflict(made, asked, recipe, tmp_path, caplog):
-    """A recipe that leaves the ops alone may have autocast beside it."""
-    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
-        made(tmp_path, **asked)
-    assert not ours(caplog)
+def with_transformers(recipe, tmp_path):
+    trainer.trained(trainer.gpt2(), recipe, tmp_path, max_grad_norm=1.0)
 
 
-def test_run_says_it_on_standard_error(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "from accelerate import Accelerator\nAccelerator(cpu=True, mixed_precision='bf16')\n"
-    )
-    done = python.run("-m", "hmpx", "run", "--recipe", "hmp-o1", tmp_path / "train.py")
-    assert done.returncode == 0 and done.stderr.count("mixed_precision='bf16') beside a recipe") == 1, done.stderr
+@pytest.mark.parametrize("train", [with_lightning, with_transformers])
+def test_clipping_of_released_gradients_is_an_error(train, tmp_path):
+    with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+        train("lean", tmp_path)
+
+
+def test_autocast_of_a_framework_beside_a_recipe_is_told_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate("hmp-o1"):
+        for _ in range(2):
+            trainer.trained(trainer.gpt2(), None, tmp_path, bf16=True)
+    assert ["torch.autocast" in message for message in ours(caplog)] == [True]
 
 
 ALONE = """

@@ -118,7 +118,7 @@ def test_lbfgs_calls_its_closure_with_casts_on():
     assert model.dtypes["train"] is BF16 and bits(model.net) == bits(by_hand.model)
 
 
-def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
+def test_casts_are_on_in_the_model_alone_and_torch_is_put_back():
     product, seen = torch.matmul, {}
 
     class Watching(pl.Callback):
@@ -179,7 +179,6 @@ def test_lightnings_own_precision_and_a_second_plugin_are_refused():
 
 
 REFUSED = {
-    "schedule": ("lean", {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, "release_gradients"),
     "fused": ({"fused": True}, {"optimizer": torch.optim.Adamax}, "fused has kernels for"),
 }
 

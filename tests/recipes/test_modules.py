@@ -11,7 +11,7 @@ from torch import nn
 
 import hmpx
 from hmpx.conversion import installed
-from hmpx.integrations.setting_up import SettingUp
+from hmpx.recipes.activate import activate_for, recipe_of_trainer
 from hmpx.recipes.reading import as_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -182,18 +182,14 @@ def test_a_model_that_is_made_after_activate_has_its_rules_when_its_optimizer_is
 
 
 def test_a_trainers_plugin_has_the_rules_too():
-    """Lightning and transformers cast the model first, and put the conversion in force then, perhaps several times."""
-    plugin = SettingUp("HmpxCallback", {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}})
-    model = Net()
-    for _ in range(2):
-        with contextlib.ExitStack() as undo:
-            plugin.cast(model, undo)
-        plugin.install()
-        assert model(X)[-1] is FP32 and len(installed().rules) == 1
-        with plugin.casts():
-            assert model(X)[:2] == [BF16, BF16] and model.lm_head(X.bfloat16()).dtype is FP32
-    plugin.restore()
-    assert "_hmpx_rules" not in vars(model.lm_head)
+    """Lightning and transformers hand the model over first, perhaps several times."""
+    recipe = recipe_of_trainer({"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}}, False)
+    with contextlib.ExitStack() as undo:
+        activation, model = activate_for("HmpxCallback", recipe, undo), Net()
+        for _ in range(2):
+            activation.take_model(model, undo)
+            assert model(X)[-2:] == [BF16, FP32] and len(installed().rules) == 1
+    assert "_hmpx_rules" not in vars(model.lm_head) and installed() is None
 
 
 def test_a_printed_recipe_says_the_same():
