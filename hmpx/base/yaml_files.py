@@ -1,11 +1,8 @@
-"""Reads untrusted files within bounds, so that a recipe or an op list from the net can do no harm.
-
-A file is a regular one of at most 1 MiB. Its YAML has at most 50,000 nodes, those that aliases repeat counted each
-time, at most 32 inside of one another, and no tags.
-"""
+"""Reads op lists and recipes: small regular files, as YAML nodes that know their lines, and values without objects."""
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterable
@@ -16,14 +13,7 @@ import yaml
 
 from hmpx.errors import Fault, HmpxError, Origin, did_you_mean
 
-_BYTES, _NODES, _DEPTH = 2**20, 50_000, 32
-_NAME = 200  # letters of a name that a message repeats
-
-
-def shown(name: object) -> str:
-    """Return a user's name as a message repeats it: cut where it is long."""
-    text = str(name)
-    return text if len(text) <= _NAME else f"{text[:_NAME]}... ({len(text)} letters)"
+_BYTES, _NODES = 2**20, 50_000
 
 
 def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
@@ -35,7 +25,7 @@ def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) ->
     try:
         kind = os.stat(path).st_mode
     except ValueError as wrong:
-        raise _fault(shown(path), 0, f"is no path: {wrong}", error) from None
+        raise _fault(path, 0, f"is no path: {wrong}", error) from None
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
         raise _fault(path, 0, "is no regular file (a pipe, a device or a socket): save it as one first", error)
     with open(path, "rb") as file:
@@ -53,18 +43,36 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
     """Return the node that a YAML text stands for; None for an empty one.
 
     Raises:
-        HmpxError: it is no YAML, or is beyond the bounds, with file and line.
+        HmpxError: it is no YAML, with file and line.
     """
+    loader = None
     try:
-        return _Loader(text).get_single_node()
-    except _Refused as wrong:
-        raise _fault(path, wrong.line, wrong.why, error) from None
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        _check_size(path, root, {}, error)
+        return root
+    except RecursionError:
+        line = loader.get_mark().line + 1 if loader else 1
+        raise _fault(path, line, "too many lists and mappings in one another", error) from None
     except yaml.MarkedYAMLError as wrong:
         line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
         raise _fault(path, line, f"not YAML: {wrong.problem}", error) from None
     except yaml.reader.ReaderError as wrong:
         line = text.count("\n", 0, wrong.position) + 1
         raise _fault(path, line, f"not YAML: {wrong.reason}", error) from None
+
+
+def _check_size(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
+    """Return how many nodes a node stands for, with what aliases repeat: a few lines of them may stand for billions."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # of an alias that stands in what it repeats
+        inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
+        values = (value for each in inner for value in (each if isinstance(each, tuple) else [each]))
+        sizes[id(node)] = 1 + sum(_check_size(path, each, sizes, kind) for each in values)
+        if node is not None and sizes[id(node)] > _NODES:
+            what = f"more than {_NODES} names and values, with those that aliases repeat"
+            raise _fault(path, node.start_mark.line + 1, what, kind)
+    return sizes[id(node)]
 
 
 def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
@@ -75,7 +83,7 @@ def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
     """
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError, OverflowError) as wrong:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as wrong:
         why = getattr(wrong, "problem", None) or wrong
         raise _fault(path, node.start_mark.line + 1, f"not YAML: {why}") from None
 
@@ -91,7 +99,7 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and path.parent.is_dir()
         hint = did_you_mean(path.name, [each.name for each in path.parent.iterdir()], cutoff=0.8) if missing else ""
-        raise _fault(shown(path), 0, f"cannot be read: {error.strerror}{hint}") from None
+        raise _fault(path, 0, f"cannot be read: {error.strerror}{hint}") from None
     root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
     if not isinstance(root, yaml.MappingNode):
         raise _fault(path, 1, f"a recipe is a mapping of {', '.join(keys)}")
@@ -114,42 +122,3 @@ def lines_inside(value: yaml.Node, *path: Any) -> dict[tuple, int]:
         here = (*path, name)
         found |= {here: where.start_mark.line + 1, **lines_inside(inner, *here)}
     return found
-
-
-class _Refused(Exception):
-    def __init__(self, event: yaml.Event, why: str) -> None:
-        mark = event.start_mark
-        self.line, self.why = mark.line + 1 if mark else 1, why
-
-
-class _Loader(yaml.SafeLoader):
-    """Counts nodes while it makes them; an alias counts as many nodes as it repeats."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._made = 0
-        self._sizes: dict[int, int] = {}  # of a node that is complete, with all that is in it
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        self._made, self._depth = self._made + 1, self._depth + 1
-        if getattr(event, "tag", None):
-            raise _Refused(event, f"the tag {event.tag!r}: tags are not read; a value is a name, a number or a list")
-        if self._depth > _DEPTH:
-            raise _Refused(event, f"more than {_DEPTH} lists and mappings in one another")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(event, yaml.AliasEvent):
-            if id(node) not in self._sizes:
-                raise _Refused(event, f"the alias {event.anchor!r} stands in what it repeats")
-        else:
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in _inside(node))
-        if max(self._made, self._sizes[id(node)]) > _NODES:
-            raise _Refused(event, f"more than {_NODES} names and values, with those that aliases repeat")
-        return node
-
-
-def _inside(node: yaml.Node | None) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []

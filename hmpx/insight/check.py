@@ -25,7 +25,6 @@ from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import shipped_names
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.origins import without_text
 from hmpx.recipes.reading import faults_of, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.vendors import NXD, NXD_MASTERS
@@ -116,7 +115,7 @@ def _check_lists(path: Path) -> Iterator[Fault]:
         if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
             origin = Origin(str(path), key.start_mark.line + 1)
             for fault in check_files([os.path.normpath(path.parent / value.value)]):
-                yield fault._replace(text=f"{key.value}: {without_text(fault)}", origin=origin)
+                yield fault._replace(text=f"{key.value}: {fault}", origin=origin)
         elif key.value in SIDES and isinstance(value, yaml.SequenceNode):
             names = [each for each in value.value if isinstance(each, yaml.ScalarNode)]
             for listed in (Listed(each.value, str(path), each.start_mark.line + 1) for each in names):

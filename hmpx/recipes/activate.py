@@ -15,7 +15,6 @@ import torch
 
 from hmpx.base.changes import Changes
 from hmpx.base.installation import Installation, current
-from hmpx.base.yaml_files import shown
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
@@ -235,7 +234,7 @@ def activate_from_environment() -> None:
         try:
             activate(name)
         except HmpxError as error:
-            raise SystemExit(f"hmpx: {VARIABLE}={shown(name)}: {error}") from None
+            raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
 
 
 def runs_a_shell_command() -> bool:

@@ -53,7 +53,6 @@ MAPPINGS = {  # keys whose values are mappings, and what these map
     "module_dtypes": "modules' names to dtypes",
     "dtype_map": "dtypes to dtypes",
 }
-WORDS = frozenset(map(str, (*_LEGAL, *MAPPINGS, *LISTS, *SIDES, *(each for its in _LEGAL.values() for each in its))))
 
 
 def spelled_out(key: Any, value: Any) -> Any:

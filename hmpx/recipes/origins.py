@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hmpx.base.yaml_files import shown
-from hmpx.errors import Fault, HmpxError, Origin, did_you_mean
-from hmpx.ops.policies.catalog import legal_names
+from hmpx.errors import Fault, HmpxError, Origin
 from hmpx.ops.policies.op_lists import OpLists
-from hmpx.recipes.keys import WORDS
 
 
 @dataclass(frozen=True)
@@ -75,31 +70,6 @@ class Origins:
             return fault._replace(origin=next(filter(None, origins), None))
         for key, path in lists.items():
             origin = self.by_key.get((key,))
-            if origin is not None and origin.line and shown(path) == fault.origin.path:
-                return Fault(f"{key}: {without_text(fault)}", origin, (key,), fault.kind)
+            if origin is not None and origin.line and path == fault.origin.path:
+                return Fault(f"{key}: {fault}", origin, (key,), fault.kind)
         return fault
-
-
-_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
-_NOT_SHOWN = "(text that is not shown)"
-
-
-def without_text(fault: Fault) -> Fault:
-    """Return a fault without what its text quotes, except ops, keys and words like them.
-
-    For a fault in a file that another file names: that may be a stranger's, and name any file of the user's.
-    """
-    said, hint, meant = fault.text.partition("; did you mean ")
-
-    def shown_or_not(quoted: re.Match) -> str:
-        word = quoted[0][1:-1]
-        known = word in _words() or (hint and word.isidentifier() and did_you_mean(word, _words(), cutoff=0.75))
-        return quoted[0] if known else _NOT_SHOWN
-
-    kept = _QUOTED.sub(shown_or_not, said)
-    return fault._replace(text=kept if _NOT_SHOWN in kept else f"{kept}{hint}{meant}")
-
-
-@functools.cache
-def _words() -> frozenset[str]:
-    return legal_names() | WORDS

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hmpx.base.yaml_files import composed, lines_inside, shown, value_of
+from hmpx.base.yaml_files import composed, lines_inside, value_of
 from hmpx.errors import FEW, Fault, HmpxError, Origin, did_you_mean, raise_faults
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, OpLists, read_file, shipped
 from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, OF_OPS, faults, spelled_out
-from hmpx.recipes.origins import Origins, without_text
+from hmpx.recipes.origins import Origins
 from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, with_origins
 from hmpx.recipes.vendors import NXD, NXD_MASTERS, nxd_keys, nxd_under_zero
 
@@ -111,16 +111,16 @@ def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "
     if path.suffix in (".yaml", ".yml"):
         return Path(os.path.normpath(folder / path)) if folder else path
     if path.suffix in (".txt", ".json"):
-        base = f"; under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: {shown(name)}"
+        base = f"; under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: {name}"
         raise HmpxError(
-            f"{shown(name)} holds op lists, and is no recipe: hmpx.convert(bf16_file_path={shown(name)!r}) takes it, "
-            f"or a recipe's key, bf16_file_path: {shown(name)}{base if path.suffix == '.json' else ''}"
+            f"{name} holds op lists, and is no recipe: hmpx.convert(bf16_file_path={str(name)!r}) takes it, "
+            f"or a recipe's key, bf16_file_path: {name}{base if path.suffix == '.json' else ''}"
         )
     legal = recipe_names()
     if str(name) not in legal:
         others = f" (there are {', '.join(legal)}, and files that end in .yaml)"
         hint = did_you_mean(str(name), legal) or others
-        raise HmpxError(f"there is no recipe {shown(name)!r}{hint}")
+        raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
     return shipped() / "recipes" / f"{name}.yaml"
 
 
@@ -158,19 +158,13 @@ class _Read(NamedTuple):
             look()
         except HmpxError as error:
             new = [fault for fault in error.faults if not fault.key or fault.key[0] not in faulty]
-            return self._replace(faults=[*self.faults, *(_of_other(fault, path) for fault in new)])
+            return self._replace(faults=[*self.faults, *new])
         return self
-
-
-def _of_other(fault: Fault, path: Path) -> Fault:
-    """Return a fault, without its text if it is in another file than `path`."""
-    return fault if fault.origin and fault.origin.path == str(path) else without_text(fault)
 
 
 def _read_with_rules(path: Path) -> _Read:
     """Read a file, and look up the names of ops that the recipe itself lists."""
     read = _read(path, ())
-    read = read._replace(faults=[_of_other(fault, path) for fault in read.faults])
     if any(getattr(read.recipe, side) for side in SIDES):
         read = read.and_those_of(changed(read.recipe, **dict.fromkeys(LISTS, "")).policy, path)
     return read.and_those_of(read.recipe.overlays, path)
@@ -208,7 +202,7 @@ def _extended(named: str, chain: Sequence[Path], origin: Origin) -> tuple[Recipe
     try:
         return _read(base, tuple(chain))
     except HmpxError as error:
-        (wrong,) = map(without_text, error.faults)  # it cannot be read
+        (wrong,) = error.faults  # it cannot be read
         return (USUAL, [wrong]) if wrong.origin and wrong.origin.line else fault(wrong)
 
 

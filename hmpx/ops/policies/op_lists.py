@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import yaml
 
-from hmpx.base.yaml_files import root_of, shown, text_of, value_of
+from hmpx.base.yaml_files import root_of, text_of, value_of
 from hmpx.errors import Fault, HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.fp8_format import Format
 
@@ -169,7 +169,7 @@ def _text(path: str) -> str:
     except IsADirectoryError:
         raise _unread(path, 0, "is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
-        raise _unread(shown(path), 0, f"cannot be read: {error.strerror}") from error
+        raise _unread(path, 0, f"cannot be read: {error.strerror}") from error
 
 
 def _unread(path: str, line: int, text: str) -> OpListError:
