@@ -79,7 +79,6 @@ class Segment:
             contiguous.
         box: where the elements of a shard stand in the whole parameter; None if the parameter is whole.
         at: index of the first element, in the box or in the whole parameter.
-        overlaps: another parameter that shares elements in memory with this one.
         way: how the parameter is held between steps.
     """
 
@@ -90,7 +89,6 @@ class Segment:
     by_rows: bool = False
     box: Box | None = None
     at: int = 0
-    overlaps: Parameter | None = None
     way: Way = USUAL
 
     def of(self, tensor: Tensor) -> Tensor:

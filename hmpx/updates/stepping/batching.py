@@ -85,7 +85,7 @@ def cut(
     share no cache send each other nothing.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
-    gather in the same order. Parameters that share memory are in different batches, one after the other.
+    gather in the same order.
 
     parts: gets a parameter and the size of a part.
     """
@@ -93,7 +93,7 @@ def cut(
     room, is_first = size, True
     for segment in segments:
         count = segment.count
-        alone = segment.overlaps is not None or count > size // 4
+        alone = count > size // 4
         if batch and (is_first if alone else count > room):
             yield batch
             batch, room = [], size
@@ -118,13 +118,9 @@ def even_part(count: int, size: int) -> int:
 
 
 def _each_group_first(segments: list[Segment], optimizer: Optimizer) -> list[Segment]:
-    """Put the smallest parameter of each group first: a wrong setting then raises before much is written.
-
-    Parameters that share memory stay in the optimizer's order, which their weights depend on.
-    """
+    """Put the smallest parameter of each group first: a wrong setting then raises before much is written."""
     group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    alone = [segment for segment in segments if segment.overlaps is None]
-    smallest = {group[segment.param]: segment for segment in sorted(alone, key=lambda each: -each.param.numel())}
+    smallest = {group[segment.param]: segment for segment in sorted(segments, key=lambda each: -each.param.numel())}
     first = list(smallest.values())
     return first + [segment for segment in segments if segment not in first]
 

@@ -8,7 +8,6 @@ Parameters that no kernel takes are stepped in other batches:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
 - sharded ones (DTensors), other subclasses of tensors; ones with 2^32 elements or more;
-- ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.
 """
@@ -59,8 +58,6 @@ def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool
     Raises:
         HmpxError: a state tensor is in a dtype in which no step leaves it.
     """
-    if segment.overlaps is not None:  # a kernel's threads would write to the same elements
-        return False
     if segment.box is not None:  # a kernel numbers elements as they lie in memory
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so

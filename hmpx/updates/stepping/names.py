@@ -1,8 +1,8 @@
 """The parameters of an optimizer: their names, where they stand in the whole, which share memory.
 
 The rounding key depends on names. Parameters that share elements in memory (one weight under two names, or views of one
-buffer that overlap) must be updated one after the other, or the second update would undo the first. Views of one buffer
-that do not overlap (a fused projection that is cut in three) share no element and are updated like any others.
+buffer that overlap) are refused: the second update would undo the first. Views of one buffer that do not overlap (a
+fused projection that is cut in three) share no element and are updated like any others.
 
 A ZeroRedundancyOptimizer (ZeRO-1) holds an optimizer that steps the parameters of one rank, and broadcasts their values
 afterwards. hmpx works on the optimizer inside. Its parameters have the names of the outer one, because positions in the
@@ -13,7 +13,7 @@ parameter models" (SC 2020).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -195,8 +195,8 @@ class BF16Parameters:
             for name, p in ours:
                 refuse_shell(p, name)
             with torch.no_grad():
-                shared = overlaps([p for _, p in ours])
-                self._known = now, [self._segment(optimizer, p, name, shared.get(p)) for name, p in ours]
+                _refuse_overlaps(ours)
+                self._known = now, [self._segment(optimizer, p, name) for name, p in ours]
         return self._known[1]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -212,51 +212,32 @@ class BF16Parameters:
         way = self._settings.way(name)
         return way._replace(state_dtype=torch.bfloat16) if way.is_coded and wants_bf16(optimizer) else way
 
-    def _segment(self, optimizer: Optimizer, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
+    def _segment(self, optimizer: Optimizer, p: Parameter, name: str) -> Segment:
         if getattr(p, "_fsdp_flattened", False):
             raise HmpxError(
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
                 "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
             )
-        return Segment(p, name, box=box_of(p, name), overlaps=overlaps, way=self._way(optimizer, name))
+        return Segment(p, name, box=box_of(p, name), way=self._way(optimizer, name))
 
 
-def refuse_overlaps(segments: Sequence[Segment]) -> None:
-    """Raise if parameters share elements: for steps that read all weights before writing one, or that have masters."""
-    for segment in segments:
-        if segment.overlaps is not None:
-            other = next(each.name for each in segments if each.param is segment.overlaps)
-            raise HmpxError(
-                f"parameters {segment.name!r} and {other!r} share memory, and each update would undo the other: "
-                "give the optimizer one of them"
-            )
-
-
-def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
-    """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
-    by_storage: dict[int, dict[Parameter, Tensor]] = {}
-    for p in params:
+def _refuse_overlaps(named: list[tuple[str, Parameter]]) -> None:
+    """Raise if parameters share elements in memory; needs `torch.no_grad()`."""
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, p in named:
         held = local(p) if shows_values(p) else None
         if held is not None and held.numel():
-            by_storage.setdefault(held.untyped_storage().data_ptr(), {})[p] = held
-    found: dict[Parameter, Parameter] = {}
+            by_storage.setdefault(held.untyped_storage().data_ptr(), []).append((name, held))
     for views in by_storage.values():
-        if len(views) > 1:
-            found |= _sharing(views)
-    return found
-
-
-def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:
-    """Mark the elements of each view in a map of the storage; a view that meets a mark shares elements."""
-    found: dict[Parameter, Parameter] = {}
-    first, *_ = views.values()
-    owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)
-    params = list(views)
-    for number, (p, view) in enumerate(views.items(), 1):
-        here = owner.as_strided(view.shape, view.stride(), view.storage_offset())
-        for before in here.unique().tolist():
-            if before:
-                other = params[before - 1]
-                found |= {p: other, other: p}
-        here.fill_(number)
-    return found
+        if len(views) < 2:
+            continue
+        first = views[0][1]
+        owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)
+        for number, (name, view) in enumerate(views, 1):
+            here = owner.as_strided(view.shape, view.stride(), view.storage_offset())
+            if before := int(here.max()):
+                raise HmpxError(
+                    f"parameters {views[before - 1][0]!r} and {name!r} share memory, and each update would undo the "
+                    "other: give the optimizer one of them"
+                )
+            here.fill_(number)

@@ -23,7 +23,7 @@ from hmpx.updates.ranks import checks
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
-from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
+from hmpx.updates.stepping.names import BF16Parameters, Members, parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
@@ -100,8 +100,6 @@ class WeightUpdates:
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
         by_parts = scope != "whole" and can_be_cut(optimizer, segments)
-        if not by_parts or self.settings.has_masters:
-            refuse_overlaps(segments)
         if not by_parts:
             if scope != "whole":  # the listed classes leave the others alone
                 segments = [segment for segment in segments if segment.param.grad is not None]
@@ -139,8 +137,6 @@ class WeightUpdates:
             write_back = self._write_back(call, signals)
             segments = self.segments(call.optimizer)
             self._adopt_states(call.optimizer, segments, write_back.rounding_key)
-            if self.settings.has_masters:
-                refuse_overlaps(segments)
             self._open = _OpenStep(Members(call.optimizer, segments), write_back)
         members, write_back = self._open
         try:
