@@ -72,7 +72,7 @@ class Attachment:
         are_whole: bool = False,
     ) -> None:
         self.settings, self.methods, self.are_whole = settings, methods, are_whole
-        self._counts = StepCounts(group, warns=not are_whole)
+        self._counts = StepCounts(group)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names)
         self.names = self._updates.names

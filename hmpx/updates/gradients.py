@@ -148,6 +148,11 @@ def _reduce_by(modules: list[DistributedDataParallel]) -> None:
     exchange_of(modules)
 
 
+def is_claimed(params: Iterable[Parameter]) -> bool:
+    """Whether an attached optimizer has one of these parameters."""
+    return any(id(p) in _claimed for p in params)
+
+
 def swapped(*tensors: torch.Tensor) -> None:
     """Install hooks again after `torch.utils.swap_tensors` has exchanged the contents of these parameters."""
     with _lock:

@@ -1,13 +1,11 @@
 """Ranks of one job compare facts that must be equal on all of them, through the job's key-value store.
 
 The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
-group, so a rank may read it at any time and no other rank has to answer. Three things are written to it:
+group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
 
 - when an optimizer is attached, the facts of the first rank; every other rank compares itself with them, and all wait
   until they agree;
-- seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise;
-- when a step fails on one rank, a note. Every rank looks for it before its next step. It is there by then: both ranks
-  have taken part in a collective of the backward pass that came between.
+- seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from hmpx.errors import HmpxError
 _PATIENCE = timedelta(minutes=5)  # between the first rank's `attach` and another's
 
 _compared: Counter[tuple] = Counter()  # how often each set of ranks has compared in this store
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of optimizers, by their first step
-_met: weakref.ref | None = None  # the process group that the two above belong to
+_met: weakref.ref | None = None  # the process group that it belongs to
 
 
 def in_job() -> bool:
@@ -45,7 +42,6 @@ def _store() -> dist.Store:
     if _met is None or _met() is not dist.group.WORLD:
         _met = weakref.ref(dist.group.WORLD)
         _compared.clear()
-        _numbers.clear()
     return dist.distributed_c10d._get_default_store()
 
 
@@ -73,26 +69,6 @@ def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) 
         store.set(f"{key}/end", f"{what} was refused on rank {dist.get_rank()}: {error}")
         if dist.get_rank() == ranks[0]:
             store.set(key, json.dumps(None))
-
-
-def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> int:
-    """Return the largest of the numbers that the ranks of `group` have; each of them calls this."""
-    ranks = _together(group)
-    if not ranks:
-        return number
-    store, keys = _store(), [f"hmpx/largest/{name}/{rank}" for rank in ranks]
-    store.set(f"hmpx/largest/{name}/{dist.get_rank()}", str(number))
-    for key in keys:
-        _wait(store, key, "torch.distributed.algorithms.Join", f"rank {key.rpartition('/')[2]}")
-    return max(int(store.get(key)) for key in keys)
-
-
-def next_name(group: dist.ProcessGroup | None = None) -> str:
-    """Return a new name in each call; ranks of `group` that call in the same order get the same names."""
-    ranks = _together(group)
-    _store()  # a new job counts anew
-    _compared["names", ranks] += 1
-    return f"{','.join(map(str, ranks))}/{_compared['names', ranks]}"
 
 
 def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -131,8 +107,6 @@ def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str,
         if "parameter" in difference:
             message += "; ranks that hold other parameters, as stages of a pipeline do, each want a process_group="
         store.set(f"{key}/end", message)
-        store.set("hmpx/different", message)
-        store.set("hmpx/news", "")
         raise HmpxError(message)
 
 
@@ -143,44 +117,3 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
     elif ours != theirs:
         yield f"{at} is {ours!r}, not {theirs!r}"
-
-
-def first_to_say(optimizer: Any, what: str, value: Any) -> tuple[int, Any]:
-    """Return the rank that was the first to say something of this optimizer, perhaps this one, and its value."""
-    told = json.dumps([dist.get_rank(), value])
-    return tuple(json.loads(_store().compare_set(f"{_place(optimizer)}/said/{what}", "", told)))
-
-
-def report_failure(optimizer: Any, step: int, error: Exception) -> None:
-    """Tell the other ranks that the step failed on this one, whose weights are as they were."""
-    if several_ranks():
-        store, place = _store(), _place(optimizer)
-        what = f"{type(error).__name__}: {error}"[:500]
-        told = f"step {step} of {type(optimizer).__name__} failed on rank {dist.get_rank()} ({what})"
-        store.set(f"{place}/told", json.dumps([step, told]))
-        store.add(f"{place}/{step}", 1)
-        store.set("hmpx/news", "")
-
-
-def check_failures(optimizer: Any, step: int) -> None:
-    """Raise if this rank has taken a step that failed on another one, or if `compare` has found a difference."""
-    if not several_ranks():
-        return
-    store, place = _store(), _place(optimizer)
-    if not store.check(["hmpx/news"]):
-        return
-    if store.check(["hmpx/different"]):
-        raise HmpxError(store.get("hmpx/different").decode())
-    if not store.check([f"{place}/told"]):
-        return
-    failed, told = json.loads(store.get(f"{place}/told"))
-    if failed < step and store.add(f"{place}/{failed}", 0) % dist.get_world_size():
-        raise HmpxError(
-            f"{told} and was taken back there; this rank has taken it, so their weights differ by one step: "
-            "go back to a checkpoint"
-        )
-
-
-def _place(optimizer: Any) -> str:
-    """Return the key of this optimizer's failures. All ranks take the first steps of their optimizers in one order."""
-    return f"hmpx/failed/{_numbers.setdefault(optimizer, len(_numbers))}"

@@ -19,7 +19,6 @@ from hmpx.updates.holding.segment import USUAL, Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
-from hmpx.updates.ranks import checks
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
@@ -70,7 +69,6 @@ class WeightUpdates:
     def _numbered_step(self, call: StepCall, signals: DeferredSignals) -> Any:
         optimizer, write_back = call.optimizer, self._write_back(call, signals)
         number = write_back.rounding_key.step
-        checks.check_failures(optimizer, number)
         try:
             result = self._step(call, write_back)
             if not _skipped(optimizer):
@@ -79,8 +77,6 @@ class WeightUpdates:
             write_back.written.clear()
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
-            if isinstance(error, Exception):
-                checks.report_failure(optimizer, number, error)
             raise
         self._open = None
         return result
