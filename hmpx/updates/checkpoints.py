@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
@@ -19,11 +18,10 @@ from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.updates.stepping.step import WeightUpdates
-from hmpx.updates.stepping.step_call import is_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 
 logger = logging.getLogger("hmpx")
@@ -39,7 +37,7 @@ class Checkpoints:
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
         self._saw_state_dict = self._warned = False
-        self._is_own, self._loses = True, False  # of what is loaded: is it here already, and has it lost masters?
+        self._is_present, self._loses = True, False  # of what is loaded: is it of this step, and has it lost masters?
         self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # what is loaded for parameters without state
         self._loading_handle: RemovableHandle | None = None
 
@@ -115,7 +113,12 @@ class Checkpoints:
         steps = groups[0].get(STEP_KEY)
         stepped = bool(state_dict["state"] if steps is None else steps)
         self._loses = stepped and not any(HELD_KEY in group for group in groups)
-        self._is_own = not is_incomplete(optimizer) and _is_present_state(optimizer, state_dict)
+        own = step_count.stored(optimizer)
+        self._is_present = (
+            not self._updates.stores.are_torn
+            and all(groups[0].get(key) == own.get(key) for key in (STEP_KEY, SEED_KEY))
+            and (bool(steps) or bool(state_dict["state"]) == any(optimizer.state.values()))
+        )
         state, self._alone = dict(state_dict["state"]), {}
         for i, p in zip([i for group in groups for i in group["params"]], params, strict=False):
             values = state.get(i)
@@ -152,7 +155,7 @@ class Checkpoints:
         def loaded(outer: Optimizer) -> None:
             inner = inside_zero(outer)
             assert inner is not None, "its loads alone are watched"
-            self._is_own, self._loses = False, True
+            self._is_present, self._loses = False, True
             self.take(inner)
             outer.state.clear()  # a second copy, which nothing reads
 
@@ -164,8 +167,8 @@ class Checkpoints:
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         found = {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
         found, self._alone = {**found, **self._alone}, {}
-        if not found and self._is_own:
-            return  # a wrapper loads the state that it has just saved: the present masters belong to it
+        if not found and self._is_present:
+            return  # a wrapper loads the state that it has just saved: the masters belong to it
         self._updates.stores.forget()
         dropped = self._updates.set_masters(optimizer, found)
         for why, count in dropped.items():
@@ -175,7 +178,7 @@ class Checkpoints:
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
-        self._is_own = True
+        self._is_present = True
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool:
@@ -186,29 +189,3 @@ def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool
     """
     p = segment.param
     return stateless or (not is_sharded(p) and not lacks_data(p) and not torch.equal(masters, p.float()))
-
-
-def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
-    """Whether a checkpoint changes nothing: it is from before the first step, or has the optimizer's own state.
-
-    False after the first step of an optimizer that keeps no state, which says nothing.
-    """
-    first, params = state_dict["param_groups"][0], parameters(optimizer)
-    if any(first.get(key) != optimizer.param_groups[0].get(key) for key in (STEP_KEY, SEED_KEY)):
-        return False
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    held = [optimizer.state.get(p, {}) for p in params]
-    loaded = [state_dict["state"].get(i, {}) for i in ids]
-    if not any(held) and not any(loaded):
-        return not first.get(STEP_KEY)
-    (own, shape), (theirs, other) = tree_flatten(held), tree_flatten(loaded)
-    return shape == other and all(map(_equal, own, theirs))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two values of optimizer state are equal; False for kinds of values that cannot be compared here."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and is_sharded(one) == is_sharded(other):
-        a, b = local(one), local(other)
-        alike = type(a) is type(b) and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        return alike and (a is b or lacks_data(a) or torch.equal(a, b))
-    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)

@@ -258,9 +258,14 @@ WAYS: dict[str, type[Store]] = {
 
 
 class Stores:
-    """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`."""
+    """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`.
+
+    Attributes:
+        are_torn: whether a step was interrupted after it had written some of the masters.
+    """
 
     def __init__(self) -> None:
+        self.are_torn = False
         self._kept: dict[Parameter, Store] = {}
 
     def of(self, segment: Segment) -> Store:
@@ -285,6 +290,7 @@ class Stores:
     def forget(self) -> None:
         """Drop all masters: the next step starts from the BF16 weights."""
         self._kept.clear()
+        self.are_torn = False
 
     def drop(self, param: Parameter) -> None:
         """Drop the data kept beside the weights of one parameter."""

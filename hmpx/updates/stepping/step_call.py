@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +25,6 @@ from hmpx.updates.holding.stores import Stores
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-_incomplete: WeakSet[Optimizer] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +165,7 @@ def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseExce
     """Make an optimizer refuse to step and to be saved, if this error leaves its step half written."""
     if not write_back.written:
         return
+    write_back.stores.are_torn = True
     names = ", ".join(repr(name) for name in dict.fromkeys(write_back.written))
     message = (
         f"step {write_back.rounding_key.step} of {type(optimizer).__name__} was interrupted by "
@@ -178,18 +177,11 @@ def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseExce
         raise HmpxError(message)
 
     def mend(loaded: Optimizer) -> None:
-        _incomplete.discard(loaded)
         for handle in handles:
             handle.remove()
 
-    _incomplete.add(optimizer)
     handles = [
         optimizer.register_step_pre_hook(refuse),
         optimizer.register_state_dict_pre_hook(refuse),
         optimizer.register_load_state_dict_post_hook(mend),
     ]
-
-
-def is_incomplete(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is marked incomplete."""
-    return optimizer in _incomplete
