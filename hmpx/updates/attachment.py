@@ -21,7 +21,6 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.ranks.agreement import StepCounts
-from hmpx.updates.ranks.ddp import end_unused_exchanges
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -198,7 +197,6 @@ class Attachment:
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
         step_hooks.detached(self._alive)
-        end_unused_exchanges()
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters again: some may be new, gone or cast since."""

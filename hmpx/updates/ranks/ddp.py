@@ -71,12 +71,6 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
         p.requires_grad_(requires_grad)
 
 
-def end_unused_exchanges() -> None:
-    """Restore torch's own reduction in every module none of whose parameters accumulates in FP32 any more."""
-    for ddp, exchange in list(_exchanges.items()):
-        exchange.end_if_unused(ddp)
-
-
 def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
     """Keep the gradient of `p` in FP32 for whichever module reduces it in a backward pass, until `undo`."""
     _ours.add(p)
@@ -114,23 +108,11 @@ class _Exchange:
                 f"module has another one already ({error})",
                 key=("use_fp32_grad_acc",),
             ) from None
-        self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
+        ddp.register_forward_pre_hook(lambda *_: self._before_forward())
 
-    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+    def _before_forward(self) -> None:
         for p in self._params & _aside.keys():  # a backward pass that failed may have left some
             del _aside[p]
-        self.end_if_unused(ddp)  # the last optimizer may have been collected as garbage
-
-    def end_if_unused(self, ddp: DistributedDataParallel) -> None:
-        """Remove the hooks. torch cannot remove a communication hook, so DDP gets a new reducer, which has none."""
-        if not _ours.isdisjoint(self._params):
-            return
-        self._handle.remove()
-        ddp._comm_hooks = [each for each in ddp._comm_hooks if each[0] is not self._hook]
-        ddp._remove_autograd_hooks()
-        params, sparse = ddp._build_params_for_reducer()
-        ddp._ddp_init_helper(params, sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
-        del _exchanges[ddp]
 
     def begin(self, p: Parameter) -> None:
         """Handle the first gradient of a backward pass, also of an inner one (reentrant checkpoints)."""
@@ -143,6 +125,11 @@ class _Exchange:
                 q.grad = None
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if _ours.isdisjoint(self._params):  # torch cannot remove a communication hook: this does what its reducer does
+            mean = bucket.buffer().mul_(1 / self._group.size())
+            return (
+                dist.all_reduce(mean, group=self._group, async_op=True).get_future().then(lambda done: done.value()[0])
+            )
         params, buffer = bucket.parameters(), bucket.buffer()
         counts = [p.numel() for p in params]
         flat = torch.zeros(sum(counts), dtype=torch.promote_types(buffer.dtype, torch.float32), device=buffer.device)
