@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from hmpx.base.changes import Cell, Changes
+from hmpx.rounding.devices import is_on_host
 from hmpx.updates.ranks.sharding import is_sharded, local
 
 _SLICE = 1 << 20  # elements that are held in FP64 at once
@@ -67,14 +68,23 @@ def _is_known(gradient: Any) -> bool:
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     """Return the norm over all ranks, in FP32."""
-    sums: dict[Any, Tensor] = {}  # by how the ranks share a gradient
-    device = local(gradients[0]).device
+    groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
-        square = sum(part.double().square_().sum() for part in local(gradient).flatten().split(_SLICE))
-        sums[key] = sums.get(key, 0) + torch.as_tensor(square, dtype=torch.float64).to(device)
+        groups.setdefault(key, []).append(local(gradient))
+    sums: dict[Any, Tensor] = {}  # by how the ranks share a gradient
+    device = local(gradients[0]).device
+    for key, some in groups.items():
+        sums[key] = torch.stack([square.to(device) for square in _squares(some)]).sum()
     for key, square in sums.items():
         for dimension, placement in enumerate(key[1] if key else ()):
             if not placement.is_replicate():
                 dist.all_reduce(square, group=key[0].get_group(dimension))
     return torch.stack(list(sums.values())).sum().sqrt().float()
+
+
+def _squares(gradients: list[Tensor]) -> Iterable[Tensor]:
+    """Return sums of squares, in FP64."""
+    if all(map(is_on_host, gradients)):  # in the cache, which takes a third of the time of torch's norm
+        return [part.double().square_().sum() for each in gradients for part in each.flatten().split(_SLICE)]
+    return torch._foreach_pow(torch._foreach_norm(gradients, 2, dtype=torch.float64), 2)
