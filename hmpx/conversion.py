@@ -31,7 +31,7 @@ from hmpx.ops.overlays import Overlay, with_names
 from hmpx.ops.policies.build_policy import Unknown, build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import SIDES, read_lists
+from hmpx.ops.policies.lists import SIDES, read_lists
 from hmpx.ops.policies.policy import WHERE, OptLevel, Policies, Policy, Where, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Several

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -17,30 +18,16 @@ class Origin(NamedTuple):
         return f"{self.path}:{self.line}" if self.line else self.path
 
 
-class Fault(NamedTuple):
-    """One thing that is wrong with a user's input.
-
-    text: what is wrong, without the place.
-    origin: the place; None where it is not known.
-    key: the key of a recipe that is wrong: ``("weights",)``, ``("modules", "lm_head")``.
-    kind: the class of an error that has only such faults.
-    """
-
-    text: str
-    origin: Origin | None = None
-    key: tuple = ()
-    kind: type[HmpxError] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.text}" if self.origin else self.text
+Places = Mapping[tuple, Origin]  # of keys: ("weights",), ("modules", "lm_head"), ("bf16", 0) for a first name
 
 
 class HmpxError(Exception):
     """Base of every error that hmpx raises.
 
     Args:
-        said: the message; or faults, each of which is a line of it.
-        key: the key of a recipe that the message is about; a recipe's file adds its line.
+        said: the message.
+        place: the line of a file, or a place in words, that the message is about and begins with.
+        key: the key of a recipe that the message is about; a recipe's file adds its line (`errors_at`).
 
     Example:
         >>> try:
@@ -50,11 +37,9 @@ class HmpxError(Exception):
         weights='masters' is none of 'stochastic', 'nearest', 'master', 'split', 'split8'; did you mean 'master'?
     """
 
-    def __init__(self, said: str | Iterable[Fault] = "", *, key: tuple = ()) -> None:
-        self.faults = [Fault(said, key=key, kind=type(self))] if isinstance(said, str) else list(said)
-        lines = list(dict.fromkeys(map(str, self.faults)))
-        more = [f"and {len(lines) - FEW} more"] if len(lines) > FEW else []
-        super().__init__("\n".join([*lines[:FEW], *more]))
+    def __init__(self, said: str = "", place: Origin | str = "", *, key: tuple = ()) -> None:
+        self.said, self.place, self.key = said, place, key
+        super().__init__(f"{place}: {said}" if place else said)
 
 
 class OpListError(HmpxError, ValueError):
@@ -94,15 +79,24 @@ for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
 
 
-FEW = 10  # faults that a message says in full; it counts the others
+FEW = 10  # names that a message says in full; it counts the others
 
 
-def raise_faults(faults: Iterable[Fault]) -> None:
-    """Raise one error for some faults, of the class that they share; nothing happens if there are none."""
-    found = list(faults)
-    if found:
-        kinds = [each.kind or HmpxError for each in found]
-        raise next(kind for kind in kinds[0].__mro__ if all(issubclass(each, kind) for each in kinds))(found)
+@contextlib.contextmanager
+def errors_at(places: Places, place: Origin | str = "", before: str = "", key: tuple = ()) -> Iterator[None]:
+    """Let errors that are raised inside and have no place begin with that of their key in `places`, or with `place`.
+
+    before: what goes before their text. key: what goes before their key.
+    """
+    try:
+        yield
+    except HmpxError as error:
+        whole = (*key, *error.key)
+        known = (places.get(whole[:length]) for length in range(len(whole), 0, -1))
+        where = error.place or next(filter(None, known), place)
+        if (where, before, key) == (error.place, "", ()):
+            raise
+        raise type(error)(f"{before}{error.said}", where, key=whole) from None
 
 
 def there_are(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.ops.policies.op_lists import shipped
+from hmpx.ops.policies.lists import shipped
 from hmpx.recipes.reading import read_recipe, recipe_names
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hmpx.errors import Fault, HmpxError, Origin, did_you_mean
+from hmpx.errors import HmpxError, Origin, Places, did_you_mean
 
 _BYTES, _NODES = 2**20, 50_000
 
@@ -25,18 +25,18 @@ def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) ->
     try:
         kind = os.stat(path).st_mode
     except ValueError as wrong:
-        raise _fault(path, 0, f"is no path: {wrong}", error) from None
+        raise error(f"is no path: {wrong}", Origin(str(path))) from None
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-        raise _fault(path, 0, "is no regular file (a pipe, a device or a socket): save it as one first", error)
+        raise error("is no regular file (a pipe, a device or a socket): save it as one first", Origin(str(path)))
     with open(path, "rb") as file:
         raw = file.read(_BYTES + 1)
     if len(raw) > _BYTES:
-        raise _fault(path, 0, f"is larger than {_BYTES} bytes, which no op list and no recipe is", error)
+        raise error(f"is larger than {_BYTES} bytes, which no op list and no recipe is", Origin(str(path)))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         line = raw.count(b"\n", 0, wrong.start) + 1
-        raise _fault(path, line, f"not UTF-8 text (byte 0x{raw[wrong.start]:02x})", error) from None
+        raise error(f"not UTF-8 text (byte 0x{raw[wrong.start]:02x})", Origin(str(path), line)) from None
 
 
 def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = HmpxError) -> yaml.Node | None:
@@ -53,13 +53,13 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
         return root
     except RecursionError:
         line = loader.get_mark().line + 1 if loader else 1
-        raise _fault(path, line, "too many lists and mappings in one another", error) from None
+        raise error("too many lists and mappings in one another", Origin(str(path), line)) from None
     except yaml.MarkedYAMLError as wrong:
         line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
-        raise _fault(path, line, f"not YAML: {wrong.problem}", error) from None
+        raise error(f"not YAML: {wrong.problem}", Origin(str(path), line)) from None
     except yaml.reader.ReaderError as wrong:
         line = text.count("\n", 0, wrong.position) + 1
-        raise _fault(path, line, f"not YAML: {wrong.reason}", error) from None
+        raise error(f"not YAML: {wrong.reason}", Origin(str(path), line)) from None
 
 
 def _check_size(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
@@ -71,11 +71,11 @@ def _check_size(path: object, node: yaml.Node | None, sizes: dict[int, float], k
         sizes[id(node)] = 1 + sum(_check_size(path, each, sizes, kind) for each in values)
         if node is not None and sizes[id(node)] > _NODES:
             what = f"more than {_NODES} names and values, with those that aliases repeat"
-            raise _fault(path, node.start_mark.line + 1, what, kind)
+            raise kind(what, Origin(str(path), node.start_mark.line + 1))
     return sizes[id(node)]
 
 
-def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
+def value_of(path: str | os.PathLike[str], node: yaml.Node, error: type[HmpxError] = HmpxError) -> Any:
     """Return the value that a node stands for.
 
     Raises:
@@ -85,7 +85,7 @@ def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as wrong:
         why = getattr(wrong, "problem", None) or wrong
-        raise _fault(path, node.start_mark.line + 1, f"not YAML: {why}") from None
+        raise error(f"not YAML: {why}", Origin(str(path), node.start_mark.line + 1)) from None
 
 
 def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
@@ -99,26 +99,22 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and path.parent.is_dir()
         hint = did_you_mean(path.name, [each.name for each in path.parent.iterdir()], cutoff=0.8) if missing else ""
-        raise _fault(path, 0, f"cannot be read: {error.strerror}{hint}") from None
+        raise HmpxError(f"cannot be read: {error.strerror}{hint}", Origin(str(path))) from None
     root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
     if not isinstance(root, yaml.MappingNode):
-        raise _fault(path, 1, f"a recipe is a mapping of {', '.join(keys)}")
+        raise HmpxError(f"a recipe is a mapping of {', '.join(keys)}", Origin(str(path), 1))
     return root
 
 
-def _fault(path: object, line: int, text: str, kind: type[HmpxError] = HmpxError) -> HmpxError:
-    return kind([Fault(text, Origin(str(path), line), kind=kind)])
-
-
-def lines_inside(value: yaml.Node, *path: Any) -> dict[tuple, int]:
-    """Return the line of every key and list item inside a value, at any depth; `path` leads to the value."""
-    found: dict[tuple, int] = {}
+def places_inside(path: object, node: yaml.Node, *key: Any) -> Places:
+    """Return the line of every key and list item inside a value, at any depth; `key` leads to the value."""
+    found: dict[tuple, Origin] = {}
     inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
-    if isinstance(value, yaml.MappingNode):
-        inside = [(key.value, key, inner) for key, inner in value.value if isinstance(key, yaml.ScalarNode)]
-    elif isinstance(value, yaml.SequenceNode):
-        inside = [(i, inner, inner) for i, inner in enumerate(value.value)]
-    for name, where, inner in inside:
-        here = (*path, name)
-        found |= {here: where.start_mark.line + 1, **lines_inside(inner, *here)}
+    if isinstance(node, yaml.MappingNode):
+        inside = [(name.value, name, inner) for name, inner in node.value if isinstance(name, yaml.ScalarNode)]
+    elif isinstance(node, yaml.SequenceNode):
+        inside = [(i, inner, inner) for i, inner in enumerate(node.value)]
+    for name, at, inner in inside:
+        here = (*key, name)
+        found |= {here: Origin(str(path), at.start_mark.line + 1), **places_inside(path, inner, *here)}
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hmpx.bench import measure
 from hmpx.conversion import convert
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.op_lists import shipped
+from hmpx.ops.policies.lists import shipped
 from hmpx.regions import cached_weights
 
 _CALLS = 100  # of each op in a row

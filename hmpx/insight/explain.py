@@ -15,9 +15,9 @@ from hmpx.insight.reasons import reason
 from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.build_policy import unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
-from hmpx.ops.policies.op_lists import SIDES, shipped
+from hmpx.ops.policies.lists import SIDES, shipped
+from hmpx.ops.policies.names import unknown_op
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path

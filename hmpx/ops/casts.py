@@ -26,7 +26,7 @@ from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
 from hmpx.ops.policies.composition import SPARSE_GRADIENTS
-from hmpx.ops.policies.op_lists import is_shipped
+from hmpx.ops.policies.lists import is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions

@@ -16,18 +16,17 @@ import torch
 
 from hmpx.base import process_state as state
 from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
-from hmpx.errors import Fault, HmpxError, OpListError, did_you_mean, raise_faults
+from hmpx.errors import HmpxError, Places, did_you_mean, errors_at
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import resolve_sides
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
+from hmpx.ops.policies.lists import LIST_KEYS, SIDES, OpLists
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.ops.wrapping.callers import users_line
 
 DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
 BF16_TO_FP32 = "bf16-to-fp32"  # float32, except matrix products: these take bfloat16 and hand on float32
-_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT)
 
 
 @dataclass(frozen=True)
@@ -143,24 +142,22 @@ def _registered(overlay: Overlay) -> Overlay:
         return overlay
 
 
-def read_overlay(
-    rule: Any, where: str, what: str, lines: Mapping[tuple, str] | None = None, unset: str = ""
-) -> Overlay:
+def read_overlay(rule: Any, where: str, what: str, unset: str = "", places: Places | None = None) -> Overlay:
     """Return the overlay that a rule means.
 
     Args:
         rule: a dtype or its name, "bf16-to-fp32", or a mapping of sides to names of ops.
         where: the place that says so. what: the beginning of an error.
-        lines: where each name stands, by side and position; `where` for those that are not in it.
         unset: the error for an empty mapping.
+        places: where each name stands, by side and position; `where` for those that are not in it.
 
     Raises:
-        HmpxError: the rule means no overlay; every problem is a line of the message.
+        HmpxError: the rule means no overlay.
     """
     if isinstance(rule, Policy):
         raise HmpxError(f"{what}: a Policy is of the whole program; a rule says lists, which lie over those around it")
     if isinstance(rule, Mapping):
-        return _registered(_of_mapping(rule, where, what, lines or {}, unset))
+        return _registered(_of_mapping(rule, where, what, unset, places))
     if rule == BF16_TO_FP32:
         return _registered(Overlay(where, dtype=torch.float32, bf16_products=True))
     dtype = dtype_named(rule)
@@ -182,8 +179,7 @@ def overlay_by_hand(name: str, rule: Any, said: tuple, frame: FrameType) -> Over
         HmpxError: as `read_overlay`; and both a rule and lists.
     """
     line, what = users_line(frame), f"hmpx.{name}"
-    keys = (*SIDES, LOW_PRECISION, FP8_FORMAT)
-    given = {key: value for key, value in zip(keys, said, strict=True) if value is not None}
+    given = {key: value for key, value in zip(LIST_KEYS, said, strict=True) if value is not None}
     if rule is not None and given:
         raise HmpxError(f"{what}: a rule and {', '.join(given)}=: which of the two?")
     unset = f"says nothing: hmpx.{name}(torch.float32), or lists of ops, as in fp32=['softmax']"
@@ -196,63 +192,20 @@ def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame:
     Raises:
         OpListError: something else than names.
     """
-    where, own = f"{users_line(frame)}, hmpx.convert", {}
-    for side, given in names.items():
-        if given is not None:
-            listed = _names_in(given)
-            if listed is None:
-                hint = f"a file goes to {side}_file_path"
-                raise OpListError(f"hmpx.convert: {side} is {given!r}, not a list of names; {hint}")
-            own[side] = tuple(Listed(name, where, 0) for name in listed)
-    return replace(lists, **own)  # type: ignore[arg-type]
+    with errors_at({}, before="hmpx.convert: "):
+        return OpLists.of(names, f"{users_line(frame)}, hmpx.convert").over(lists)
 
 
-def _names_in(value: Any) -> tuple[str, ...] | None:
-    """Return the names in an iterable; None if it is something else than names."""
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        return None
-    names = tuple(value)
-    return names if all(isinstance(name, str) for name in names) else None
-
-
-def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str], unset: str) -> Overlay:
-    wrong = [
-        Fault(f"{what}: {key!r} is no list{did_you_mean(str(key), _KEYS)} (legal: {', '.join(_KEYS)})", key=(key,))
-        for key in rule
-        if key not in _KEYS
-    ]
-    given = {side: _names_in(rule[side]) for side in SIDES if rule.get(side) is not None}
-    wrong += [
-        Fault(f"{what}: {side} is {rule[side]!r}, not a list of names", key=(side,))
-        for side, names in given.items()
-        if names is None
-    ]
-    low = rule.get(LOW_PRECISION)
-    low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
-    if low is not None and low not in [*LOW_RULES]:
-        said = f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}"
-        wrong.append(Fault(said, key=(LOW_PRECISION,)))
-    form = None
-    try:
-        form = None if rule.get(FP8_FORMAT) is None else Format.of(rule[FP8_FORMAT])
-    except HmpxError as error:
-        wrong += [Fault(f"{what}: {FP8_FORMAT}: {fault.text}", key=(FP8_FORMAT,)) for fault in error.faults]
-    if not wrong and not given and low is None and form is None:
-        wrong.append(Fault(f"{what}: {unset or 'says nothing: it wants a dtype or lists of ops'}"))
-    raise_faults(wrong)
-    listed: dict[str, Any] = {
-        side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
-        for side, names in given.items()
-        if names is not None
-    }
-    chosen = resolve_sides(listed)
-    sides = {}
+def _of_mapping(rule: Mapping, where: str, what: str, unset: str, places: Places | None) -> Overlay:
+    with errors_at({}, before=f"{what}: "):
+        lists = OpLists.of(rule, where, places)
+    if lists == OpLists():
+        raise HmpxError(f"{what}: {unset or 'says nothing: it wants a dtype or lists of ops'}")
+    sides: dict[str, tuple[str, str]] = {}
+    chosen = resolve_sides(lists)
     for side in ("promote", "fp32", "bf16", "fp8"):  # a name on several sides is on the last of them
-        for name, line in chosen.get(side, {}).items():
-            sides[name] = side, _origin(line.where, where)
-    return Overlay(where, tuple(sorted((name, *its) for name, its in sides.items())), low, fp8_format=form)
-
-
-def _origin(line: str, where: str) -> str:
-    """Describe where a name is listed."""
-    return line if line == where else f"{line}, {where.partition(', ')[2] or where}"
+        for name, listed in chosen.get(side, {}).items():
+            own = f"{listed.where}, {where.partition(', ')[2] or where}"
+            sides[name] = side, where if listed.place == where else own
+    names = tuple(sorted((name, *its) for name, its in sides.items()))
+    return Overlay(where, names, lists.low_precision, fp8_format=lists.fp8_format)

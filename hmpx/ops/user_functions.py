@@ -25,7 +25,7 @@ from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
+from hmpx.ops.policies.lists import OpLists, is_shipped, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import runs_later
@@ -289,7 +289,7 @@ def shipped_names() -> frozenset[str]:
 
     A printed recipe repeats them; so the name tells, and not the list that it stands in.
     """
-    files = [read_file(path, "bf16") for path in shipped().glob("*/*.txt")]
+    files = [OpLists.read(path, "bf16") for path in shipped().glob("*/*.txt")]
     return frozenset(listed.name for lists in files for listed in lists.bf16 or () if "." in listed.name)
 
 

@@ -45,8 +45,8 @@ def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
     if deciding is None:
         for name, side in _GAUDI.items():
             if environment.get(name):
-                recipe = f"extends: gaudi-autocast, {side}_file_path: {environment[name]}"
-                logger.warning("hmpx: %s is not read; a recipe with %s does the same", name, recipe)
+                keys = f"extends: gaudi-autocast, {side}_file_path: {environment[name]}"
+                logger.warning("hmpx: %s is not read; a recipe with %s does the same", name, keys)
         return None
     recipe = read_recipe(_RECIPES[deciding])
     if asked.get(_ROUNDING) == "0":

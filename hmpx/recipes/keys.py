@@ -1,29 +1,32 @@
-"""The keys of a recipe: their legal values, the faults of a value, and which rules a parameter gets."""
+"""The keys of a recipe: their legal values, which rules a parameter gets, and NxD's keys in their terms.
+
+Source of NxD's: AWS Neuron documentation, NxD Training, "Standard Mixed Precision".
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name, dtype_named
-from hmpx.errors import Fault, HmpxError, did_you_mean
+from hmpx.errors import HmpxError, did_you_mean, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
-from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
+from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, SIDES, shipped
 from hmpx.ops.policies.policy import WHERE
-from hmpx.recipes.vendors import NXD, NXD_MASTERS
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.settings import SWITCHES
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
 from hmpx.updates.holding.stores import WAYS
 
+NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
+_NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
@@ -31,12 +34,11 @@ HEAD, NORMS = "<head>", "<norms>"  # patterns of `modules` that say what a modul
 LAST = re.compile(r"<last ([1-9]\d?) ?%>")  # the same, of the blocks of a model
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
-OF_OPS = frozenset((*SIDES, *LISTS, "opt_level", FP8_FORMAT, LOW_PRECISION, MODULES, "kernels", "where", "verbose"))
+OF_OPS = frozenset((*LIST_KEYS, *LISTS, "opt_level", MODULES, "kernels", "where", "verbose"))
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
     "parameter_dtype": (*DTYPES, None),
     "state_dtype": tuple(map(state_name, STATE_FORMS)),
-    LOW_PRECISION: ("bfloat16", "float16", None),
     "kernels": KERNELS,
     "where": WHERE,
     "weights": tuple(WAYS),
@@ -86,78 +88,69 @@ def _spelled_out(value: Any) -> Any:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else value
 
 
-def faults(key: Any, value: Any, keys: Sequence[str]) -> Iterator[Fault]:
-    """Yield each fault of one key and its value.
+def check(key: Any, value: Any, keys: Sequence[str]) -> None:
+    """Check one key and its value, as `spelled_out` returns it. The six keys of op lists are `OpLists.of`'s to check.
 
     Args:
         keys: the names of every key that a recipe has.
+
+    Raises:
+        HmpxError: there is no such key, or it cannot have the value; with the nearest legal one.
     """
-    if key in MAPPINGS and isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
-        for inside, of_it in value.items():
-            yield from (Fault(text, key=(key, inside)) for text in _wrong_inside(key, inside, of_it))
-    else:
-        yield from (Fault(text, key=(key,)) for text in _wrong_with(key, value, keys))
-
-
-def _wrong_with(key: Any, value: Any, keys: Sequence[str]) -> Iterator[str]:
-    if key in (NXD, NXD_MASTERS):
-        yield (
-            f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {NXD} alone "
-            f"({{{NXD!r}: {{{NXD_MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master"
-        )
-    elif key == EXTENDS:
-        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-            yield f"{key} is {value!r}, neither the name of a recipe nor the path of a file"
-    elif key not in keys:
-        yield f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}"
-    elif key in _LEGAL:
-        yield from _wrong(key, value, _LEGAL[key])
-    elif key == "seed" and value is not None:
-        try:
+    with errors_at({}, key=(key,)):
+        if key in (NXD, NXD_MASTERS):
+            raise HmpxError(
+                f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {NXD} alone "
+                f"({{{NXD!r}: {{{NXD_MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master"
+            )
+        if key == EXTENDS:
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise HmpxError(f"{key} is {value!r}, neither the name of a recipe nor the path of a file")
+        elif key not in keys:
+            raise HmpxError(f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}")
+        elif key in _LEGAL:
+            _check(key, value, _LEGAL[key])
+        elif key == "seed" and value is not None:
             check_seed(value)
-        except HmpxError as error:
-            yield str(error)
-    elif key == FP8_FORMAT:
-        try:
-            Format.of(value)
-        except HmpxError as error:
-            yield from (f"{key}: {fault.text}" for fault in error.faults)
-    elif key in LISTS and not isinstance(value, str):
-        yield f"{key} is {value!r}, not the path of a list"
-    elif key in SIDES and value is not None:
-        if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-            yield f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
-    elif key in MAPPINGS:
-        yield f"{key} is {value!r}, not a mapping of {MAPPINGS[key]}{_quotes(value)}"
+        elif key in LISTS and not isinstance(value, str):
+            raise HmpxError(f"{key} is {value!r}, not the path of a list")
+        elif key in MAPPINGS:
+            if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+                raise HmpxError(f"{key} is {value!r}, not a mapping of {MAPPINGS[key]}{_quotes(value)}")
+            for inside, of_it in value.items():
+                with errors_at({}, key=(inside,)):
+                    _check_inside(key, inside, of_it)
 
 
-def _wrong_inside(key: str, inside: str, value: Any) -> Iterator[str]:
-    """Yield what is wrong with one entry of a mapping."""
+def _check_inside(key: str, inside: str, value: Any) -> None:
+    """Check one entry of a mapping."""
     if key == MODULES:
         if inside.startswith("<") and inside not in (HEAD, NORMS) and not LAST.fullmatch(inside):
             hint = did_you_mean(inside, (HEAD, NORMS, "<last 15%>"))
-            yield f"{key}: {inside!r} is none of {HEAD}, {NORMS} and <last 15%>, nor the name of a module{hint}"
-        return
-    if key == PARAMETERS:
-        yield from (f"{key}: {inside!r}: {problem}" for problem in _wrong_of_parameters(value))
-        return
-    if key == "dtype_map":
-        yield from _wrong(key, inside, tuple(MAPPED))
-    yield from _wrong(f"{key}, {inside!r}", value, tuple(DTYPES))
+            raise HmpxError(
+                f"{key}: {inside!r} is none of {HEAD}, {NORMS} and <last 15%>, nor the name of a module{hint}"
+            )
+    elif key == PARAMETERS:
+        with errors_at({}, before=f"{key}: {inside!r}: "):
+            _check_rule(value)
+    else:
+        if key == "dtype_map":
+            _check(key, inside, tuple(MAPPED))
+        _check(f"{key}, {inside!r}", value, tuple(DTYPES))
 
 
-def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
+def _check_rule(rule: Mapping[str, Any]) -> None:
+    """Check a rule for parameters."""
     for key, value in rule.items():
         if key == "dtype" and value in (*WAYS, *STATE_CODES):
             meant = f"{{{'weights' if value in WAYS else 'state_dtype'}: {value}}}"
-            yield f"dtype is {value!r}, none of {', '.join(DTYPES)}; did you mean {meant}?"
-        elif key in _OF_PARAMETERS:
-            yield from _wrong(key, value, _OF_PARAMETERS[key])
-        else:
-            yield f"{key!r} is none of {', '.join(_OF_PARAMETERS)}{did_you_mean(str(key), _OF_PARAMETERS)}"
+            raise HmpxError(f"dtype is {value!r}, none of {', '.join(DTYPES)}; did you mean {meant}?")
+        if key not in _OF_PARAMETERS:
+            raise HmpxError(f"{key!r} is none of {', '.join(_OF_PARAMETERS)}{did_you_mean(str(key), _OF_PARAMETERS)}")
+        _check(key, value, _OF_PARAMETERS[key])
     if rule.get("dtype") == "float32" and len(rule) > 1:
         others = " and ".join(key for key in rule if key != "dtype")
-        yield f"{others} would do nothing: a float32 parameter gets plain steps"
+        raise HmpxError(f"{others} would do nothing: a float32 parameter gets plain steps")
 
 
 def _quotes(value: Any) -> str:
@@ -166,10 +159,10 @@ def _quotes(value: Any) -> str:
     return f'; names are strings: write "{numbers[0]}" for {numbers[0]}' if numbers else ""
 
 
-def _wrong(what: str, value: Any, legal: tuple) -> Iterator[str]:
+def _check(what: str, value: Any, legal: tuple) -> None:
     if not any(type(value) is type(each) and value == each for each in legal):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
-        yield f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}"
+        raise HmpxError(f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
 
 
 def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[str, str]) -> torch.dtype | None:
@@ -184,3 +177,37 @@ def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[st
     if own:
         found = own[-1] if isinstance(own[-1], str) else own[-1].get("dtype", found)
     return DTYPES[found] if found is not None else None
+
+
+def nxd_keys(config: Mapping[str, Any] | None, with_zero: bool) -> dict[str, Any]:
+    """Return the keys of the recipe that NxD's configuration means: those of ``nxd-standard``, with its changes.
+
+    Args:
+        config: NxD's three keys, any of them, with true or false. Of those that are absent the first two are true
+            exactly under ZeRO-1, the third is false.
+
+    Raises:
+        HmpxError: another key, or a value that is neither true nor false.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise HmpxError(f"{NXD} is {config!r}, not a mapping of {', '.join(_NXD_KEYS)}", key=(NXD,))
+    given = dict(config or {})
+    for key, value in given.items():
+        if key not in _NXD_KEYS:
+            hint = did_you_mean(str(key), _NXD_KEYS)
+            raise HmpxError(f"{key!r} is no key of NxD's {NXD}{hint}", key=(NXD, key))
+        if not isinstance(value, bool):
+            raise HmpxError(f"{NXD}, {key} is {value!r}, neither true nor false", key=(NXD, key))
+    keys = {NXD_MASTERS: with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False, **given}
+    lists = shipped() / "autocast-cuda"
+    return {
+        **{f"{side}_file_path": str(lists / f"{side}.txt") for side in SIDES if side != "fp8"},
+        "weights": "master" if keys.pop(NXD_MASTERS) else "nearest",
+        **keys,
+    }
+
+
+def nxd_under_zero(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys that have other values for optimizers under ZeRO-1."""
+    without = nxd_keys(config, False)
+    return {key: value for key, value in nxd_keys(config, True).items() if value != without[key]}

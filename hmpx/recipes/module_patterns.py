@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hmpx.errors import Fault, HmpxError, did_you_mean, raise_faults, there_are
+from hmpx.errors import HmpxError, did_you_mean, there_are
 from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
 from hmpx.recipes.keys import HEAD, LAST, MODULES, NORMS, PARAMETERS
@@ -44,7 +44,6 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
         HmpxError: one does not; with the name that was probably meant.
     """
     modules = {name: module for model in models for name, module in _named(model)}
-    wrong: list[Fault] = []
     for key, patterns in (("module_dtypes", recipe.module_dtypes), (MODULES, recipe.modules)):
         for pattern in patterns:
             if key == MODULES and (role := _role(pattern)):
@@ -52,14 +51,14 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
                 if not any(map(find, models)):
                     kinds = ", ".join(type(model).__name__ for model in models)
                     said = f"{key}: {pattern!r} is no module of {kinds}: looked for {looked_for}"
-                    wrong.append(Fault(said, key=(key, pattern)))
+                    raise HmpxError(said, key=(key, pattern))
             elif not any(fnmatchcase(name, pattern) for name in modules):
                 classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
                 meant = next(classes, None)
                 inner = [name for name in modules if name]
                 hint = did_you_mean(pattern, inner, meant=meant) or there_are(inner)
                 what = "a class and not the name of a module" if meant else "the name of no module"
-                wrong.append(Fault(f"{key}: {pattern!r} is {what}{hint}", key=(key, pattern)))
+                raise HmpxError(f"{key}: {pattern!r} is {what}{hint}", key=(key, pattern))
     names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []
     tied = {other: name for model in models for other, name in _tied(model)} if recipe.parameters else {}
     for pattern in recipe.parameters:
@@ -74,8 +73,8 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
             logger.warning(
                 f"{PARAMETERS}: {pattern!r} does not hold for {other!r}, which is tied to {name!r}, whose name decides"
             )
-        wrong += [Fault(problem, key=(PARAMETERS, pattern))] if problem else []
-    raise_faults(wrong)
+        if problem:
+            raise HmpxError(problem, key=(PARAMETERS, pattern))
 
 
 def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:

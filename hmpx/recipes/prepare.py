@@ -16,7 +16,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.policies.op_lists import LOW_DTYPES
+from hmpx.ops.policies.lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for

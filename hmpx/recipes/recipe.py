@@ -6,8 +6,7 @@ A recipe's keys are the arguments of `hmpx.convert` and `hmpx.attach`, and what 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -15,16 +14,24 @@ import torch
 import yaml
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.errors import FEW, Fault, HmpxError, Origin, raise_faults
+from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
-from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, read_lists
+from hmpx.ops.policies.lists import FP8_FORMAT, LIST_KEYS, LOW_PRECISION, SIDES, OpLists, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy, Where
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, faults, spelled_out
-from hmpx.recipes.origins import Origins
-from hmpx.recipes.vendors import nxd_keys
+from hmpx.recipes.keys import (
+    DTYPES,
+    LISTS,
+    MAPPED,
+    MODULES,
+    PARAMETERS,
+    SWITCHES,
+    check,
+    dtype_of,
+    nxd_keys,
+    spelled_out,
+)
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings, Weights
 from hmpx.updates.holding.state_forms import state_name, state_named
@@ -114,7 +121,10 @@ class Recipe:
     release_gradients: bool = Settings.release_gradients
     fused: bool = Settings.fused
     seed: int | None = Settings.seed
-    _origins: ClassVar[Origins] = Origins()  # of the file that it was read from, which sets its own
+    # What a recipe knows beside its keys, of the file that it was read from:
+    _places: ClassVar[Places] = {}  # the line of each key, and of what is in it
+    _under_zero: ClassVar[Mapping[str, Any]] = {}  # keys that NxD leaves to a default, which is another under ZeRO-1
+    _keeps_dtype: ClassVar[bool] = False  # it is of ops alone, and so has no word on the dtype of parameters
 
     def __post_init__(self) -> None:
         """
@@ -122,11 +132,13 @@ class Recipe:
             HmpxError: a value that the key cannot have, with the legal ones.
         """
         values = {name: spelled_out(name, getattr(self, name)) for name in KEYS}
-        raise_faults(fault for name, value in values.items() for fault in faults(name, value, KEYS))
+        for name, value in values.items():
+            check(name, value, KEYS)
         rules = values[PARAMETERS].items()  # one that says a dtype alone is that dtype
         values[PARAMETERS] = {name: rule["dtype"] if [*rule] == ["dtype"] else rule for name, rule in rules}
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        OpLists.of({key: values[key] for key in LIST_KEYS}, "recipe")
 
     @property
     def parameter_rules(self) -> dict[str, dict[str, Any]]:
@@ -187,11 +199,16 @@ class Recipe:
 
     def under_zero(self, in_use: bool = True) -> Recipe:
         """Return the recipe for optimizers under ZeRO-1, where NxD's configuration has other defaults."""
-        return changed(self, **self._origins.under_zero) if in_use else self
+        return changed(self, **self._under_zero) if in_use else self
 
     def naming_lines(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which errors begin with the file and line of the key that they are about."""
-        return self._origins.named({key: getattr(self, key) for key in LISTS})
+        return naming_lines(self._places, {key: getattr(self, key) for key in LISTS})
+
+    @property
+    def lists(self) -> OpLists:
+        """The lists that the recipe says itself, each name with its place; those of its files are not among them."""
+        return OpLists.of({key: getattr(self, key) for key in LIST_KEYS}, "recipe", self._places)
 
     def policy(self) -> Policy | None:
         """Return which op runs under which rule; None where torch's ops are left alone.
@@ -202,12 +219,8 @@ class Recipe:
         """
         with self.naming_lines():
             if self.opt_level is not None:
-                files = read_lists(**{key: getattr(self, key) for key in LISTS}, already=self._origins.lists)
-                own: dict[str, Any] = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
-                low = LOW_DTYPES[self.low_precision] if self.low_precision else None
-                if self.fp8_format is not None:
-                    own[FP8_FORMAT] = Format.of(self.fp8_format)
-                return build_policy(self.opt_level, replace(files, **own), low_precision=low)
+                files = read_lists(**{key: getattr(self, key) for key in LISTS})
+                return build_policy(self.opt_level, self.lists.over(files))
             if self.low_precision is not None:
                 raise self._without_ops(LOW_PRECISION, f" {self.low_precision}", "")
             if self.kernels == "float32":
@@ -220,7 +233,7 @@ class Recipe:
 
     def _without_ops(self, key: str, value: str, so: str) -> HmpxError:
         said = f"{key}{value}: opt_level null leaves torch's ops as they are{so}"
-        later = [known for known in self._origins.by_key if known in ((key,), ("opt_level",))]
+        later = [known for known in self._places if known in ((key,), ("opt_level",))]
         return HmpxError(said, key=later[-1] if later else ())
 
     def overlays(self) -> dict[str, Overlay]:
@@ -230,33 +243,14 @@ class Recipe:
             HmpxError: a rule that says nothing, or names no op. With the recipe's file and line, if it has one.
         """
         found: dict[str, Overlay] = {}
-        wrong: list[Fault] = []
-        lines = defaultdict[Any, dict[tuple, str]](dict)  # of the names, by pattern
-        for key, origin in self._origins.by_key.items():
-            if key[0] == MODULES and len(key) > 2:
-                lines[key[1]][key[2:]] = str(origin)
-        for number, (pattern, rule) in enumerate(self.modules.items()):
-            if len(wrong) >= FEW - 1:
-                wrong.append(Fault(f"{MODULES}: {len(self.modules) - number} more rules were not looked at"))
-                break
-            where = f"{self._origins.where(MODULES, pattern) or 'recipe'}, {MODULES} {pattern!r}"
-            try:
-                found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", lines[pattern])
-            except HmpxError as error:
-                wrong += [fault._replace(key=(MODULES, pattern, *fault.key)) for fault in error.faults]
         with self.naming_lines():
-            raise_faults(wrong)
+            for pattern, rule in self.modules.items():
+                above = (MODULES, pattern)
+                places = {key[2:]: place for key, place in self._places.items() if key[:2] == above and len(key) > 2}
+                where = f"{self._places.get(above, 'recipe')}, {MODULES} {pattern!r}"
+                with errors_at({}, key=above):
+                    found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", places=places)
         return found
-
-    def listed(self, side: str) -> tuple[Listed, ...]:
-        """Return the names that the recipe itself lists on a side, each with its line in the recipe's file."""
-        known, names = self._origins.by_key, getattr(self, side)
-        of_side = known.get((side,), Origin(f"recipe, {side}"))
-        origins = [
-            known.get((side, i), of_side if (side,) in known else Origin(of_side.path, i + 1))
-            for i in range(len(names))
-        ]
-        return tuple(Listed(name, *origin) for name, origin in zip(names, origins, strict=True))
 
     def mapped(self) -> dict[torch.dtype, torch.dtype]:
         """Return `dtype_map` with torch's dtypes."""
@@ -315,12 +309,31 @@ USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights
 
 
+@contextlib.contextmanager
+def naming_lines(places: Places, paths: Mapping[str, str]) -> Iterator[None]:
+    """Let errors begin with the place of the key that they are about; of a list file, of the key that names it.
+
+    paths: of list files, by their keys.
+    """
+    with errors_at(places):
+        try:
+            yield
+        except HmpxError as error:
+            for key, path in paths.items():
+                line = places.get((key,))
+                if line and line.line and isinstance(error.place, Origin) and error.place.path == path:
+                    raise type(error)(f"{key}: {error}", line) from None
+            raise
+
+
 def changed(recipe: Recipe, **keys: Any) -> Recipe:
-    """Return the recipe with other values for some keys; the other keys keep their origins."""
-    return with_origins(replace(recipe, **keys), recipe._origins.without(keys))
+    """Return the recipe with other values for some keys; the other keys keep their places."""
+    places = {key: place for key, place in recipe._places.items() if key[0] not in keys}
+    zero = {key: value for key, value in recipe._under_zero.items() if key not in keys}
+    return noted(replace(recipe, **keys), places, zero, recipe._keeps_dtype and "parameter_dtype" not in keys)
 
 
-def with_origins(recipe: Recipe, origins: Origins) -> Recipe:
-    """Give a recipe its origins, and return it."""
-    object.__setattr__(recipe, "_origins", origins)
+def noted(recipe: Recipe, places: Places, under_zero: Mapping[str, Any], keeps_dtype: bool = False) -> Recipe:
+    """Note what a recipe knows beside its keys, and return it."""
+    vars(recipe).update(_places=places, _under_zero=under_zero, _keeps_dtype=keeps_dtype)
     return recipe

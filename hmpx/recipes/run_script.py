@@ -21,9 +21,8 @@ from typing import Any, cast
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate
-from hmpx.recipes.origins import Origins
 from hmpx.recipes.reading import as_recipe
-from hmpx.recipes.recipe import Recipe, with_origins
+from hmpx.recipes.recipe import Recipe, noted
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -43,7 +42,7 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     keys = None
     if recipe is not None:
         activate(recipe)
-        keys = asdict(recipe), recipe._origins.under_zero
+        keys = asdict(recipe), recipe._under_zero
     os.environ[_RUN] = json.dumps({"recipe": keys, "script": script, "as_module": as_module})
     sys.argv = [(as_module and spec.origin) or script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
@@ -77,7 +76,7 @@ def spawned(name: str) -> dict[str, Any]:
     running = json.loads(os.environ[_RUN])
     if running["recipe"]:
         keys, under_zero = running["recipe"]
-        activate(with_origins(as_recipe(keys), Origins(under_zero=under_zero)))
+        activate(noted(as_recipe(keys), {}, under_zero))
     start = runpy.run_module if running["as_module"] else runpy.run_path
     return start(running["script"], run_name=name)
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hmpx.errors import HmpxError
-from hmpx.insight.check import Undecided, check_files
+from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, recipes_table
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
@@ -122,7 +122,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     found = list(check_files(options.files))
     print(*found, sep="\n", end="\n" * bool(found))
-    faults = [each for each in found if each.kind is not Undecided]
+    faults = [each for each in found if each.is_fault]
     plural = "" if len(faults) == 1 else "s"
     print(f"{len(options.files)} checked, {len(faults)} problem{plural}")
     return 1 if faults else 0

@@ -7,12 +7,11 @@ import os
 from typing import Any
 
 from hmpx.base.yaml_files import root_of, value_of
-from hmpx.errors import HmpxError, Origin
+from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
-from hmpx.ops.policies.op_lists import LOW_DTYPES, SIDES
+from hmpx.ops.policies.lists import LOW_DTYPES, SIDES
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.origins import Origins
 from hmpx.recipes.reading import as_recipe, checked, laid_over
 from hmpx.recipes.recipe import Recipe
 
@@ -55,37 +54,31 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
         HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
     """
     given, said = keys_asked(options)
-    return laid_over(recipe, checked(given), Origins(said))
+    with errors_at(said):
+        return laid_over(recipe, checked(given), said)
 
 
-def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[tuple[str, ...], Origin]]:
+def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], Places]:
     """Return the keys of a recipe that the options give, and where each stands."""
     own = ("opt_level", "kernels", "low_precision")
     given: dict[str, Any] = {key: getattr(options, key) for key in own if getattr(options, key)}
-    said: dict[tuple[str, ...], Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in given}
+    said: dict[tuple, Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in given}
     for side, path in lists_asked(options).items():
         given[f"{side}_file_path"] = path
         said[f"{side}_file_path",] = Origin(f"--{side}")
     for setting in options.set:
-        key, value = _read_setting(setting)
-        given[key], said[key,] = value, Origin(f"--set {setting}")
+        what = f"--set {setting}"
+        key, equals, text = setting.partition("=")
+        with errors_at({}, Origin(what)):
+            if not equals:
+                raise HmpxError("write --set KEY=VALUE, as in --set weights=split")
+            if key == EXTENDS:
+                raise HmpxError("--recipe says which recipe it is")
+            node = root_of(what, text)
+            value = value_of(what, node) if node else None
+            given |= checked({key: os.path.abspath(value) if key in LISTS and isinstance(value, str) else value})
+        said[key,] = Origin(what)
     return given, said
-
-
-def _read_setting(setting: str) -> tuple[str, object]:
-    """Return the key and the value of ``KEY=VALUE``; the value is written as in a file."""
-    key, equals, text = setting.partition("=")
-    what = f"--set {setting}"
-    if not equals:
-        raise HmpxError(f"{what}: write --set KEY=VALUE, as in --set weights=split")
-    if key == EXTENDS:
-        raise HmpxError(f"{what}: --recipe says which recipe it is")
-    node = root_of(what, text)
-    value = value_of(what, node) if node else None
-    try:
-        return key, checked({key: os.path.abspath(value) if key in LISTS and isinstance(value, str) else value})[key]
-    except HmpxError as error:
-        raise HmpxError([fault._replace(origin=Origin(what)) for fault in error.faults]) from None
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:

@@ -12,7 +12,7 @@ import hmpx
 from hmpx.errors import HmpxError
 from hmpx.insight.tuning.tune import GONE, tune
 from hmpx.insight.tuning.worth import LOWS
-from hmpx.ops.policies.op_lists import SIDES
+from hmpx.ops.policies.lists import SIDES
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 from hmpx.shell.outputs import add_force, check_outputs

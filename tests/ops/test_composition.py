@@ -18,7 +18,7 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
-from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Rule
 from tests.support.blocks import same
 from tests.support.recorded import escaped

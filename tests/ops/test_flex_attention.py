@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import hmpx
 from hmpx.base import region_state
 from hmpx.ops.policies.catalog import canonical
-from hmpx.ops.policies.op_lists import shipped
+from hmpx.ops.policies.lists import shipped
 from tests.support.compiling import nothing_compiled  # noqa: F401
 
 BF16, FP32 = torch.bfloat16, torch.float32

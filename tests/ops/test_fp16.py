@@ -20,7 +20,7 @@ import hmpx
 from hmpx.ops import decision_log
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
@@ -81,7 +81,7 @@ def test_a_list_file_may_say_it_and_the_caller_outranks_it(tmp_path, lists):
     "text, message",
     [
         ("low_precision: fp8\n", ":1: low_precision is 'fp8', none of bfloat16, float16, bf16, fp16"),
-        ("bf16: []\nlow_precision: [fp16]\n", ":2: low_precision is a list, none of bfloat16, float16"),
+        ("bf16: []\nlow_precision: [fp16]\n", ":2: low_precision is ['fp16'], none of bfloat16, float16"),
         ("low_precision: fp16\nlow_precision: fp16\n", ":2: the key 'low_precision' stands here for the second time"),
         ("bf16: []\nlow_precison: fp16\n", ":2: 'low_precison' is no list that hmpx knows; did you mean 'low_prec"),
     ],

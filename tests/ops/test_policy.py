@@ -9,7 +9,7 @@ import hmpx
 from hmpx.insight.explain import explain_op
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule
 
 
@@ -112,3 +112,9 @@ def test_a_dtype_may_be_given_by_name():
         hmpx.convert(low_precision="fp32")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
     assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
+
+
+def test_a_policy_of_a_name_that_stands_for_nothing_is_refused_with_the_nearest():
+    with pytest.raises(hmpx.UnknownOpError, match=r"^hmpx.Policy, bf16: unknown op 'lineer'; did you mean 'linear'\?$"):
+        hmpx.Policy(bf16=("lineer",))
+    assert hmpx.Policy(bf16=("linear", "mine.function"), fp32=("divide",)).bf16 == ("linear", "mine.function")

@@ -127,23 +127,6 @@ def test_a_circle_and_what_is_not_there(files, message, tmp_path):
     assert message.replace("{}", str(tmp_path)) in "\n".join(map(str, check_files([str(tmp_path / "a.yaml")])))
 
 
-def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, base="weigths: split\nbf16: [sofmax]\n")
-    write(tmp_path, mine="kernels: fast\nextends: base.yaml\nfp32_file_path: no.txt\nrelease_gradients: maybe\n")
-    write(
-        tmp_path, other="opt_level: null\nweights: nearest\nuse_master_weights_in_ckpt: true\nfp32: [lgo]\nseed: -1\n"
-    )
-    found = [str(fault.origin) for fault in check_files(["mine.yaml", "other.yaml"])]
-    assert sorted(found) == sorted(
-        [
-            *(f"mine.yaml:{line}" for line in (1, 3, 4)),
-            *("base.yaml:1", "base.yaml:2"),
-            *(f"other.yaml:{i}" for i in (3, 4, 4, 5)),
-        ]
-    )
-
-
 SETTINGS = [
     (["use_master_weights_in_ckpt=true", "weights=split"], {"use_master_weights_in_ckpt": True, "weights": "split"}),
     (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
@@ -173,7 +156,7 @@ WRONG_SETTINGS = [
     (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
     (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
     (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
-    (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
+    (["--set", "bf16=[mm]", "--list", "x.txt"], "--set bf16=[mm]: bf16 and bf16_file_path: which of the two?"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.recipes.reading import as_recipe
+from hmpx.recipes.reading import as_recipe, read_recipe
 
 LISTS = {"bf16": ["linear"], "fp32": ["softmax"], "modules": {"2": {"fp32": ["linear"]}}}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -113,3 +113,16 @@ def test_a_recipe_that_casts_parameters_says_so_in_one_line(how, recipe, before,
     hmpx.restore()
     said = [message for message in caplog.messages if "were cast" in message]
     assert said == [f"hmpx: 4 parameters (40 numbers) were cast to {after} by the recipe"]
+
+
+def test_a_null_that_is_stated_is_a_value_and_extending_it_casts_no_parameter(tmp_path):
+    """A recipe of ops alone says nothing of parameters, so a key about weights brings their usual dtype."""
+    (tmp_path / "stated.yaml").write_text("weights: split\nparameter_dtype: null\n")
+    (tmp_path / "ops.yaml").write_text("bf16: [linear]\n")
+    for name, dtype in (("stated", None), ("ops", "bfloat16")):
+        base = tmp_path / f"{name}.yaml"
+        assert as_recipe({"extends": base, "seed": 1}).parameter_dtype == dtype, name
+        assert as_recipe({"extends": read_recipe(base), "seed": 1}).parameter_dtype == dtype, name
+        (tmp_path / "again.yaml").write_text(f"extends: {name}.yaml\nfp32: [exp]\n")
+        assert as_recipe({"extends": tmp_path / "again.yaml", "seed": 1}).parameter_dtype == dtype, name
+    assert as_recipe({"extends": hmpx.Recipe(parameter_dtype=None), "seed": 1}).parameter_dtype is None

@@ -51,6 +51,8 @@ def test_a_key_means_the_same_in_a_file_and_in_a_dict(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert {field.name for field in dataclasses.fields(hmpx.Recipe)} == SAMPLES.keys()
     for key, sample in SAMPLES.items():
+        if key.endswith("_path"):
+            (tmp_path / sample).write_text("linear\n")
         (tmp_path / "one.yaml").write_text(yaml.safe_dump({key: sample}))
         read, made = read_recipe("one.yaml"), as_recipe({key: sample})
         assert read == made == as_recipe(tmp_path / "one.yaml") or key.endswith("_path"), key
@@ -275,17 +277,6 @@ def test_an_error_that_is_found_later_names_the_recipes_line_too(tmp_path):
                 how(optim.LBFGS(model.parameters()))
             assert str(error.value).startswith(f"{path}{message.format(folder=tmp_path)}"), text
         assert model[0].weight.dtype is torch.float32
-
-
-def test_all_problems_of_a_recipe_are_said_at_once(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("weigths: split\nkernels: fast\nseed: -1\nmodule_dtypes: {a: fp8}\nbf16: 1\nfused: 1\n")
-    with pytest.raises(hmpx.HmpxError) as error:
-        read_recipe(path)
-    assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [f"{path}:{i}" for i in range(1, 7)]
-    with pytest.raises(hmpx.HmpxError) as error:
-        as_recipe(yaml.safe_load(path.read_text()))
-    assert len(str(error.value).splitlines()) == 6
 
 
 def test_several_optimizers_are_all_as_they_were_after_a_refusal():

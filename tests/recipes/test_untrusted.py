@@ -8,9 +8,7 @@ import os
 import pytest
 
 import hmpx
-from hmpx.insight import check
 from hmpx.insight.check import check_files
-from hmpx.ops.policies import build_policy
 from hmpx.recipes.reading import read_recipe
 from tests.support import python
 
@@ -121,51 +119,14 @@ def test_what_reads_a_file_imports_no_module_that_the_file_names(tmp_path):
     assert not (tmp_path / "imported").exists()
     said = {each.partition("\n")[0]: each.partition("\n")[2] for each in f"\n{printed}".split("\n@ ")}
     lines = said[READS[0]].splitlines()
-    assert [line.partition(" is in no module that is imported")[0] for line in lines] == [
-        "base.yaml:1: not decided: evil.f",
-        "base.yaml:1: not decided: evil.sub.f",
-        "mine.yaml:4, modules 'head': not decided: evil.inside",
-        *(f"mine.yaml:2: fp32_file_path: mine.txt:{i}: not decided: {name}" for i, name in NAMED),
-        *(f"mine.txt:{i}: not decided: {name}" for i, name in NAMED),
-        "list.json:1: not decided: evil.f",
-        "3 checked, 0 problems",
-    ]
+    assert sorted(line.partition(" is in no module that is imported")[0] for line in lines) == sorted(
+        [
+            "base.yaml:1: not decided: evil.f",
+            "base.yaml:1: not decided: evil.sub.f",
+            "mine.yaml:4, modules 'head': not decided: evil.inside",
+            *(f"mine.txt:{i}: not decided: {name}" for i, name in NAMED * 2),
+            "list.json:1: not decided: evil.f",
+            "3 checked, 0 problems",
+        ]
+    )
     assert "not decided: evil.f" in said["explain evil.f --recipe mine.yaml"]
-
-
-MOST = 1000
-MANY = {
-    "mine.txt": "".join(f"name{i}\n" for i in range(MOST)),
-    "words.txt": "".join(f"a b{i}\n" for i in range(MOST)),
-    "list.json": '{"hmp_bf16_ops": [' + ", ".join(f'"name{i}"' for i in range(MOST)) + "]}",
-    "ops.yaml": "weights: split\nbf16:\n" + "".join(f"- name{i}\n" for i in range(MOST)),
-    "keys.yaml": "weights: split\n" + "".join(f"key{i}: 1\n" for i in range(MOST)),
-    "named.yaml": "weights: split\nbf16_file_path: mine.txt\n",
-    "extends.yaml": "extends: ops.yaml\n",
-}
-
-
-def test_of_thousands_of_problems_the_first_are_said_and_the_others_counted(tmp_path, monkeypatch):
-    """To seek the name that is spelt most alike takes milliseconds: it is done for the first ten."""
-    monkeypatch.chdir(tmp_path)
-    sought = []
-    for place in (build_policy, check):
-        unknown_op = place.unknown_op
-        monkeypatch.setattr(place, "unknown_op", lambda name, tell=unknown_op: sought.append(name) or tell(name))
-    for name, text in MANY.items():
-        (tmp_path / name).write_text(text)
-    for name in MANY:
-        sought.clear()
-        read = hmpx.activate if name.endswith("yaml") else lambda path: hmpx.convert(bf16_file_path=path)
-        lines = refused(read, name)
-        assert lines.splitlines()[10:] == [f"and {MOST - 10} more"] and len(sought) <= 10, name
-        sought.clear()
-        problems = [*check_files([name])]
-        assert len(problems) == MOST and len(sought) <= 30, name
-
-
-def test_unknown_names_that_are_only_warned_of_are_counted_too(tmp_path, caplog):
-    (tmp_path / "mine.txt").write_text(MANY["mine.txt"])
-    with hmpx.convert(bf16_file_path=tmp_path / "mine.txt", unknown="warn"):
-        pass
-    assert len(caplog.records) == 11 and caplog.text.endswith(f": and {MOST - 10} more unknown ops (skipped)\n")

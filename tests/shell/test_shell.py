@@ -15,7 +15,7 @@ import torch
 import hmpx
 from hmpx.bench import updates
 from hmpx.insight.check import is_recipe
-from hmpx.ops.policies.op_lists import shipped
+from hmpx.ops.policies.lists import shipped
 from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.shell.main import main
 from tests.support import python
@@ -281,13 +281,13 @@ def test_explain_names_what_reads_code_and_lists(what, capsys):
     assert (status, out) == (2, "") and instead in err
 
 
-def test_check_says_all_that_is_wrong_at_once(capsys, tmp_path, monkeypatch, stored):
-    """In lists: names, duplicates, both sides. In recipes: keys, values, lists that are not there or wrong, classes."""
+def test_check_says_the_first_thing_that_is_wrong_in_each_file(capsys, tmp_path, monkeypatch, stored):
+    """In lists: names, and both sides of two files. In recipes: keys, values, functions, settings."""
     monkeypatch.chdir(tmp_path)
     for name, text in CHECKED.items():
         (tmp_path / name).write_text(text)
     said = []
-    for files in ("bf16.txt fp32.txt both.yaml none.txt", "mine.yaml", "masters.yaml", "leen"):
+    for files in ("bf16.txt both.yaml none.txt", "mul.bf16.txt fp32.txt", *RECIPES, "leen"):
         status, out, _ = run(capsys, "check", *files.split())
         assert status == 1
         said.append(f"$ hmpx check {files}\n{out}")
@@ -295,16 +295,19 @@ def test_check_says_all_that_is_wrong_at_once(capsys, tmp_path, monkeypatch, sto
 
 
 CHECKED = {
-    "bf16.txt": "conv2d\nsofmax\nmul\nconv2d\n",
+    "bf16.txt": "conv2d\nsofmax\nmul\n",
+    "mul.bf16.txt": "conv2d\nmul\n",
     "fp32.txt": "log\nmul\n",
     "both.yaml": "bf16: [mm]\nfp32: [mm]\npromote: [mm]\n",
-    "mine.yaml": """\
-weigths: split
-kernels: fast
-fp32_file_path: nowhere.txt
-promote_file_path: typo.txt
-bf16: [nn.Linear, mm, mm, math.sinn, fractions.Fraction, math.sin.sinn, fractions.Fraction.from_flot]
-""",
+    "keys.yaml": "weigths: split\nkernels: fast\n",
+    "values.yaml": "weights: split\nkernels: fast\n",
+    "nowhere.yaml": "weights: split\nfp32_file_path: nowhere.txt\n",
+    "names.yaml": "promote_file_path: typo.txt\nweights: split\n",
+    "class.yaml": "weights: split\nbf16:\n- mm\n- nn.Linear\n",
+    "module.yaml": "weights: split\nmodules:\n  lm_head: {fp32: [linear, sofmax]}\n",
+    "functions.yaml": "weights: split\nbf16: [math.sinn]\n",
+    "method.yaml": "weights: split\nbf16: [fractions.Fraction]\n",
     "typo.txt": "add\nstak\n",
     "masters.yaml": "weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n",
 }
+RECIPES = [name for name in CHECKED if name.endswith(".yaml") and name != "both.yaml"]

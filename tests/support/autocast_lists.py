@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hmpx.ops.policies.op_lists import shipped
+from hmpx.ops.policies.lists import shipped
 
 _SIDES = ("bf16", "fp32", "promote")
 AUTOCAST_LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in _SIDES}

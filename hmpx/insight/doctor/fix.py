@@ -14,8 +14,8 @@ from hmpx.insight.doctor.diagnosis import Problem
 from hmpx.insight.module_names import numberless
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.op_facts import O2_BF16
-from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.keys import DTYPES, EXTENDS
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe

@@ -15,7 +15,7 @@ from hmpx.insight.tensors import Tensor
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.op_lists import SIDES, shipped
+from hmpx.ops.policies.lists import SIDES, shipped
 from hmpx.ops.policies.policy import Policy
 
 _LISTED = ("bf16", "fp16", "fp32", "promote")

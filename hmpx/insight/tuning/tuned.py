@@ -14,7 +14,7 @@ from hmpx.insight.pages import Report, closed, grid, page, plain
 from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low, words_of
-from hmpx.ops.policies.op_lists import SIDES
+from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 

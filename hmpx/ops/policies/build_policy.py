@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from hmpx.base.dtype_names import dtype_named
-from hmpx.errors import (
-    FEW,
-    Fault,
-    HmpxError,
-    OpListError,
-    OptLevelError,
-    UnknownOpError,
-    did_you_mean,
-    raise_faults,
-)
+from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, retired
-from hmpx.ops.policies.op_lists import SIDES, Listed, OpLists, default_lists, shipped
+from hmpx.ops.policies.catalog import canonical, catalog, retired
+from hmpx.ops.policies.lists import SIDES, Listed, OpLists, default_lists, shipped
+from hmpx.ops.policies.names import is_op, may_be_user_function, unknown_op
 from hmpx.ops.policies.policy import OptLevel, Policy
 
 logger = logging.getLogger("hmpx")
@@ -50,22 +39,20 @@ def build_policy(
     Raises:
         HmpxError: another dtype for `low_precision`.
         OptLevelError: another level, or O2 with lists.
-        UnknownOpError: names that stand for no op, each with its file and line.
-        OpListError: other problems of the lists, a name on both sides say. Every problem is a line of the message.
+        UnknownOpError: a name that stands for no op, with its file and line.
+        OpListError: another problem of the lists, a name on both sides say.
     """
     if opt_level not in OPT_LEVELS:
         raise OptLevelError(_no_opt_level(opt_level))
     if unknown not in ("error", "warn"):
         raise HmpxError(f"unknown={unknown!r} does not exist (legal: 'error', 'warn')")
     lists = lists or OpLists()
-    given = {side: names for side in SIDES if (names := lists.side(side)) is not None}
     if opt_level == "O1":
-        policy = _o1(resolve_sides(given, unknown, lists.faults))
+        policy = _o1(resolve_sides(lists, unknown))
     else:
-        for side, names in given.items():
-            where = names[0].where if names else f"{side}_file_path"
-            raise OptLevelError(f"{where}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'")
-        raise_faults(lists.faults)
+        for side, names in lists.sides.items():
+            said = "O2 decides by itself and takes no op lists; lists go with opt_level='O1'"
+            raise OptLevelError(said, names[0].place if names else f"{side}_file_path", key=(side,))
         policy = _o2()
     low = lists.low_precision if low_precision is None else dtype_named(low_precision)
     form = lists.fp8_format or policy.fp8_format
@@ -91,7 +78,7 @@ def _o1(chosen: dict[str, dict[str, Listed]]) -> Policy:
     for side in SIDES:
         if side not in chosen:
             # A name that the user lists himself outranks a default that says otherwise.
-            resolved = _resolve(defaults.side(side) or (), "error", [])
+            resolved = _resolve(defaults.sides[side], "error")
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()
@@ -112,97 +99,36 @@ def _o2() -> Policy:
     return Policy(tuple(sorted(op_facts.O2_BF16)), tuple(fp32), (), "O2")
 
 
-def resolve_sides(
-    given: Mapping[str, tuple[Listed, ...]], unknown: Unknown = "error", faults: Iterable[Fault] = ()
-) -> dict[str, dict[str, Listed]]:
+def resolve_sides(lists: OpLists, unknown: Unknown = "error") -> dict[str, dict[str, Listed]]:
     """Return the listed names of each side by the op that they mean.
 
     Raises:
-        OpListError, UnknownOpError: every fault; `faults` are more of them.
+        OpListError, UnknownOpError: the first that is wrong, with its place.
     """
-    wrong = list(faults)
-    chosen = {side: _resolve(names, unknown, wrong) for side, names in given.items()}
-    fp32 = chosen.get("fp32", {})
+    chosen = {side: _resolve(names, unknown) for side, names in lists.sides.items()}
+    fp32, legal = chosen.get("fp32", {}), op_facts.MATRIX_PRODUCTS
     for side in ("bf16", "fp8"):
         for name in filter(fp32.__contains__, low := chosen.get(side, {})):
-            place = "" if low[name].where == fp32[name].where else f"; in the {side} list at {low[name].where}"
-            wrong.append(Fault(f"{name!r} is on both sides{place}", fp32[name].origin, kind=OpListError))
-    legal = op_facts.MATRIX_PRODUCTS
+            other = "" if low[name].place == fp32[name].place else f"; in the {side} list at {low[name].where}"
+            raise OpListError(f"{name!r} is on both sides{other}", fp32[name].place)
     for name, each in chosen.get("fp8", {}).items():
         if name not in legal:
             hint = f"{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
-            wrong.append(Fault(f"{name!r} has no FP8 product{hint}", each.origin, kind=OpListError))
-    raise_faults(wrong)
+            raise OpListError(f"{name!r} has no FP8 product{hint}", each.place)
     return chosen
 
 
-def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: list[Fault]) -> dict[str, Listed]:
-    """Return listed names by the op that they mean; the first mention counts. Adds faults to `wrong`."""
-    ops = catalog()
+def _resolve(names: tuple[Listed, ...], unknown: Unknown) -> dict[str, Listed]:
+    """Return listed names by the op that they mean; the first mention counts."""
     resolved: dict[str, Listed] = {}
-    found = 0
     for listed in names:
         op = canonical(listed.name)
-        if listed.problem:
-            wrong.append(Fault(listed.problem, listed.origin, kind=OpListError))
-            continue
         if retired(op):
             continue
-        if op not in ops and not aten_only(op):
-            if not may_be_user_function(listed.name):
-                found += 1  # the nearest name is sought in two thousand
-                said = unknown_op(listed.name) if found <= FEW else f"unknown op {listed.name!r}"
-                if unknown == "error":
-                    wrong.append(Fault(said, listed.origin, kind=UnknownOpError))
-                elif found <= FEW:
-                    logger.warning("%s: %s (skipped)", listed.where, said)
-                continue
-            op = listed.name
-        resolved.setdefault(op, listed)
-    if unknown == "warn" and found > FEW:
-        logger.warning("%s: and %d more unknown ops (skipped)", names[0].path, found - FEW)
+        if is_op(op) or may_be_user_function(listed.name):
+            resolved.setdefault(op if is_op(op) else listed.name, listed)
+        elif unknown == "error":
+            raise UnknownOpError(unknown_op(listed.name), listed.place)
+        else:
+            logger.warning("%s: %s (skipped)", listed.where, unknown_op(listed.name))
     return resolved
-
-
-def may_be_user_function(name: str) -> bool:
-    """Return whether a dotted name may be a function outside torch; `linear.x` only if a module `linear` exists."""
-    top, _, rest = name.partition(".")
-    if not rest or top == "torch" or _within_torch(name):
-        return False
-    return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
-
-
-# Unknown names
-
-# As papers and other libraries have them, without underscores. A name that is spelt alike is found without this.
-_ELSEWHERE = {
-    **dict.fromkeys(("attention", "sdpa", "selfattention", "flashattention"), "scaled_dot_product_attention"),
-    **dict.fromkeys(("multiheadattention", "mha"), "multi_head_attention_forward"),
-    **dict.fromkeys(("dense", "fc", "fullyconnected"), "linear"),
-    **dict.fromkeys(("ce", "celoss", "xent", "softmaxcrossentropy", "crossentropyloss"), "cross_entropy"),
-    **dict.fromkeys(("bce", "bceloss"), "binary_cross_entropy"),
-    **dict.fromkeys(("batchmatmul", "batchedmatmul"), "bmm"),
-    **dict.fromkeys(("mse", "l2loss"), "mse_loss"),
-    **dict.fromkeys(("bcewithlogits", "bcewithlogitsloss"), "binary_cross_entropy_with_logits"),
-    **{"gemm": "mm", "swish": "silu", "nll": "nll_loss", "klloss": "kl_div", "kldivloss": "kl_div"},
-}
-
-
-def unknown_op(name: str) -> str:
-    """Return the message for an unknown name."""
-    if retired(canonical(name)):
-        return f"torch {torch.__version__} has removed {name!r}: a list may name it, and no rule is needed"
-    in_place = name.removesuffix("_")
-    if in_place != name and in_place in legal_names():
-        return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
-    spelling = name.rpartition(".")[2] or name
-    meant = _ELSEWHERE.get(spelling.lower().replace("_", ""))
-    if isinstance(vars(torch.nn).get(spelling), type):
-        hint = did_you_mean(spelling, legal_names(), cutoff=0.8, meant=meant)
-        return f"{name!r} is a class, and a list names functions{hint or ': list the functions that its forward calls'}"
-    return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"
-
-
-def _within_torch(name: str) -> bool:
-    """Return whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
-    return name.startswith(("nn.", "F.", "functional."))

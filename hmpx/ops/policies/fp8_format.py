@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.errors import Fault, HmpxError, did_you_mean, raise_faults
+from hmpx.errors import HmpxError, did_you_mean
 
 # What holds the codes of each kind of element. Every number of e2m1 is one of e4m3.
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
@@ -83,7 +83,8 @@ class Format:
             wrong.append(f"stochastic: gradients in e2m1 are rounded so, and backward is {self.backward}")
         if self.saturating is False and "e2m1" in (self.forward, self.backward):
             wrong.append("saturating: e2m1 has no inf and no NaN, and so can do nothing else")
-        raise_faults(Fault(each) for each in wrong if each)
+        for each in filter(None, wrong):
+            raise HmpxError(each)
 
     @classmethod
     def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:

@@ -16,11 +16,12 @@ from typing import Literal
 import torch
 
 from hmpx.base import process_state as state
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, UnknownOpError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ONLY_FP32, SPARSE_GRADIENTS, Composition
 from hmpx.ops.policies.fp8_format import FORMATS, Format
-from hmpx.ops.policies.op_lists import SIDES
+from hmpx.ops.policies.lists import SIDES
+from hmpx.ops.policies.names import is_op, may_be_user_function, unknown_op
 
 OptLevel = Literal["O1", "O2"]
 Where = Literal["model", "everywhere"]
@@ -89,7 +90,7 @@ class Policy:
     that are in different lists.
 
     Raises:
-        HmpxError: another dtype for `low_precision`; FP8 beside float16.
+        HmpxError: another dtype for `low_precision`; FP8 beside float16; a name that stands for nothing.
 
     Example:
         >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
@@ -120,6 +121,10 @@ class Policy:
             raise HmpxError(f"low_precision={self.low_precision!r} is neither {legal}")
         if self.fp8 and self.low_precision is not torch.bfloat16:
             raise HmpxError(f"fp8: {', '.join(self.fp8)}: FP8 products take bfloat16, and low_precision is float16")
+        for side in SIDES:
+            for name in getattr(self, side):
+                if not is_op(canonical(name)) and not may_be_user_function(name):
+                    raise UnknownOpError(unknown_op(name), f"hmpx.Policy, {side}")
         low = LOW_RULES[self.low_precision]
         sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": low, "fp8": Rule.FP8}
         sides["bf16_to_fp32"] = Rule.BF16_TO_FP32
