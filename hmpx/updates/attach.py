@@ -18,6 +18,7 @@ from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.refusals import allow_plain_steps
+from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
@@ -174,8 +175,10 @@ def detach(optimizer: Optimizer) -> None:
     optimizer, attachment = inside_zero(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
-    elif allow_plain_steps(optimizer) or state_dtypes.code_in(optimizer):
+        return
+    if allow_plain_steps(optimizer) or state_dtypes.code_in(optimizer):
         state_dtypes.release_state(optimizer)
+    step_count.remove(optimizer)
 
 
 def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:

@@ -1,4 +1,4 @@
-"""The total norm of gradients, by which they are clipped, while an optimizer is attached.
+"""The total norm of gradients, by which they are clipped, where one belongs to a parameter of an attached optimizer.
 
 torch takes the norm of each BF16 gradient in BF16: three digits, and others for another cutting over ranks, so that
 clipped weights would depend on the number of ranks. Here squares are exact and added in FP64. Their order moves the sum
@@ -20,20 +20,21 @@ from torch.nn.utils import clip_grad
 
 from hmpx.base.changes import Cell, Changes
 from hmpx.rounding.devices import is_on_host
+from hmpx.updates.gradients import are_of_claimed
 from hmpx.updates.ranks.sharding import is_sharded, local
 
 _SLICE = 1 << 20  # elements that are held in FP64 at once
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def watch(changes: Changes, is_attached: Callable[[], bool]) -> None:
-    """Take total norms of gradients in FP64 while `is_attached()`, until `changes` are undone."""
+def watch(changes: Changes) -> None:
+    """Take total norms of gradients of attached optimizers in FP64, until `changes` are undone."""
     wrapper: Any = clip_grad._get_total_norm  # it holds the original in its closure
     cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
-    changes.put(Cell(cell, "torch.nn.utils._get_total_norm"), _exact(cell.cell_contents, is_attached))
+    changes.put(Cell(cell, "torch.nn.utils._get_total_norm"), _exact(cell.cell_contents))
 
 
-def _exact(function: Callable, is_attached: Callable[[], bool]) -> Callable:
+def _exact(function: Callable) -> Callable:
     @functools.wraps(function)
     def exact(
         tensors: Tensor | Iterable[Tensor],
@@ -41,9 +42,11 @@ def _exact(function: Callable, is_attached: Callable[[], bool]) -> Callable:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        if not is_attached() or float(norm_type) != 2:
+        if float(norm_type) != 2:
             return function(tensors, norm_type, error_if_nonfinite, foreach)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not are_of_claimed(tensors):
+            return function(tensors, norm_type, error_if_nonfinite, foreach)
         if not all(map(_is_known, tensors)) or len({t.device_mesh if is_sharded(t) else None for t in tensors}) != 1:
             return function(tensors, norm_type, error_if_nonfinite, foreach)
         # torch's own check of the result, and of `foreach`: the largest of one number is this number.

@@ -153,6 +153,14 @@ def is_claimed(params: Iterable[Parameter]) -> bool:
     return any(id(p) in _claimed for p in params)
 
 
+def are_of_claimed(gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these is the gradient of a parameter that an attached optimizer has."""
+    if torch.compiler.is_compiling():  # which knows no identities
+        return bool(_claimed)
+    given = set(map(id, gradients))
+    return any(id(entry.param.grad) in given for entry in tuple(_claimed.values()))
+
+
 def swapped(*tensors: torch.Tensor) -> None:
     """Install hooks again after `torch.utils.swap_tensors` has exchanged the contents of these parameters."""
     with _lock:

@@ -3,10 +3,6 @@
 - A load keeps the FP32 state of BF16 parameters, which torch would cast down.
 - An attachment hears of loads, of new parameter groups, of parameters whose contents `torch.utils.swap_tensors`
   exchanges, and of new DistributedDataParallel modules.
-- torch's `AveragedModel` averages BF16 weights in FP32 and writes them back by stochastic rounding. With a decay of
-  .999 an average moves by a thousandth of the way in each update, which is less than half a unit in the last place of
-  BF16: rounded to nearest, it would stay where it began. The random numbers go by the name of the parameter and the
-  number of the update, so they are the same on every rank.
 - The step that torch.distributed.checkpoint takes to make an optimizer create its state does not count, and may give
   BF16 gradients to parameters whose gradients are FP32.
 """
@@ -15,28 +11,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim import swa_utils
-from torch.optim.swa_utils import AveragedModel
 
 from hmpx.base import awaited, region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.rounding.state_codes import code_of
-from hmpx.rounding.stochastic import stochastic_round
 from hmpx.updates import gradients
 from hmpx.updates.ranks.ddp import watch_wrapping
-from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
-
-Tensors = Sequence[torch.Tensor]
 
 ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -59,8 +49,6 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
     watch_wrapping(changes, gradients.wrapped)
-    attribute = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
-    changes.put(attribute, _averaging_in_fp32(AveragedModel.update_parameters))
     _watch_trial_steps(changes)
 
 
@@ -166,45 +154,3 @@ def _as_trial(init: Callable) -> Callable:
                 p.grad_dtype = torch.float32
 
     return init_optim_state
-
-
-def _averaging_in_fp32(update: Callable) -> Callable:
-    @functools.wraps(update)
-    def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
-        state = [*self.module.named_parameters(), *self.module.named_buffers()]
-        if not any(p.dtype is torch.bfloat16 and not is_sharded(p) for _, p in state):
-            return update(self, model)
-        names = {p.data_ptr(): name for name, p in state}
-        own = self.multi_avg_fn
-        self.multi_avg_fn = functools.partial(_average, names, own or _one_by_one(self.avg_fn))
-        try:
-            update(self, model)
-        finally:
-            self.multi_avg_fn = own
-
-    return update_parameters
-
-
-def _one_by_one(function: Callable | None) -> Callable:
-    """Turn a function that averages two tensors into one of lists; None means torch's own."""
-    if function is None:
-        return swa_utils.get_swa_multi_avg_fn()
-
-    def average(averages: Tensors, weights: Tensors, count: Any) -> None:
-        for average, weight in zip(averages, weights, strict=True):
-            average.copy_(function(average, weight, count))
-
-    return average
-
-
-@torch.no_grad()
-def _average(names: dict[int, str], function: Callable, averages: Tensors, weights: Tensors, count: Any) -> None:
-    """Call an averaging function for one BF16 parameter at a time, in FP32, to bound its memory."""
-    for average, weight in zip(averages, weights, strict=True):
-        if average.dtype is not torch.bfloat16 or is_sharded(average):
-            function([average], [weight], count)
-            continue
-        wide = average.float()
-        function([wide], [weight.float()], count)
-        name = f"average of {names.get(average.data_ptr(), '')}"
-        average.copy_(stochastic_round(wide, seed=0, step=int(count), name=name))

@@ -28,7 +28,7 @@ from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
-from hmpx.updates import gradient_norms, optimizer_hooks
+from hmpx.updates import averages, gradient_norms, optimizer_hooks
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
@@ -94,7 +94,8 @@ def _watch() -> None:
     _changes.callback(forget_warnings)
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
-    gradient_norms.watch(_changes, lambda: bool(_attached))
+    averages.watch(_changes)
+    gradient_norms.watch(_changes)
     released.watch(_changes)
     watch_joins(_changes)
 

@@ -145,3 +145,17 @@ def test_what_is_gone_says_what_to_use(name):
     assert not hasattr(handle, "nosuch")
     with pytest.raises(hmpx.HmpxError, match=r"attach\(places=\) is gone: .*DTensors.*names="):
         hmpx.attach(optim.SGD([parameter(4)], lr=0.5), places={"0": ((8,), (4,))})
+
+
+def test_detach_takes_away_what_regions_have_left():
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    before = set(optimizer.param_groups[0])
+    with hmpx.disable_casts():
+        train(named, optimizer, 0, 2)
+    assert optimizer.param_groups[0]["hmpx_step"] == 2
+    hmpx.detach(optimizer)
+    assert set(optimizer.param_groups[0]) == before
+    with hmpx.disable_casts():
+        train(named, optimizer, 2, 3)
+    assert optimizer.param_groups[0]["hmpx_step"] == 1

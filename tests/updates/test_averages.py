@@ -22,12 +22,14 @@ def averages_of(model, options, updates=200):
     """The average of weights that stay one unit away from where it began, in the dtype of the model."""
     averaged = AveragedModel(model, **options)
     averaged.update_parameters(model)
-    moved = copy.deepcopy(model)
     with torch.no_grad():
-        for p in moved.parameters():
+        for p in model.parameters():
             p.add_(1)
     for _ in range(updates):
-        averaged.update_parameters(moved)
+        averaged.update_parameters(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(1)
     return torch.cat([p.detach().float().flatten() for p in averaged.module.parameters()])
 
 
@@ -39,18 +41,27 @@ def test_an_average_moves_as_in_fp32(name):
             p.fill_(1.0)
     expected = averages_of(copy.deepcopy(model), FUNCTIONS[name])
     model.bfloat16()
+    plain = averages_of(model, FUNCTIONS[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hmpx.attach(optimizer)
+    found = averages_of(model, FUNCTIONS[name])
+    again = averages_of(model, FUNCTIONS[name])
+    other = averages_of(copy.deepcopy(model), FUNCTIONS[name])  # no optimizer of it is attached
+    hmpx.detach(optimizer)
     with hmpx.convert():
-        found = averages_of(model, FUNCTIONS[name])
-        again = averages_of(model, FUNCTIONS[name])
-    assert torch.equal(found, again)  # no generator of torch's
+        converted = averages_of(model, FUNCTIONS[name])
+    with hmpx.activate("neuron-bf16-sr"):
+        under_recipe = averages_of(model, FUNCTIONS[name])
+    assert torch.equal(found, again) and torch.equal(found, under_recipe)  # no generator of torch's
+    assert torch.equal(plain, other) and torch.equal(plain, converted)
     assert abs(found.mean() - expected.mean()) < 0.01 * (expected.mean() - 1)
     if "ema" in name:
-        assert averages_of(model, FUNCTIONS[name]).mean() == 1  # plain torch: it never moves
+        assert plain.mean() == 1  # it never moves
 
 
 def test_one_update_is_rounded_to_a_neighbour():
     model = nn.Linear(8, 8).bfloat16()
-    with hmpx.convert():
+    with hmpx.activate("neuron-bf16-sr"):
         averaged = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
         averaged.update_parameters(model)
         other = nn.Linear(8, 8).bfloat16()

@@ -19,12 +19,25 @@ from tests.support.sharded import Small, digest, fixed_gradients, shard
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture
-def attached():
-    optimizer = optim.SGD(Small().parameters(), lr=0.1)
-    handle = hmpx.attach(optimizer)
-    yield optimizer
-    handle.detach()
+KEPT = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_attached():
+    yield
+    while KEPT:
+        hmpx.detach(KEPT.pop())
+
+
+def held(*gradients):
+    """An attached optimizer of parameters with these gradients."""
+    params = [nn.Parameter(torch.zeros_like(each)) for each in gradients]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+    optimizer = optim.SGD(params, lr=0.1)
+    hmpx.attach(optimizer)
+    KEPT.append(optimizer)
+    return optimizer
 
 
 def drawn(*shapes, dtype=BF16):
@@ -41,10 +54,11 @@ def exact(gradients):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("on_host", [True, False])
-def test_the_norm_is_the_exact_one_rounded_to_fp32(attached, dtype, foreach, on_host, monkeypatch):
+def test_the_norm_is_the_exact_one_rounded_to_fp32(dtype, foreach, on_host, monkeypatch):
     monkeypatch.setattr(gradient_norms, "is_on_host", lambda tensor: on_host)
     gradients = drawn((40, 30), (7,), (), (0, 3), dtype=dtype)
     gradients.append(gradients[0].t())
+    held(*gradients)
     found = get_total_norm((g for g in gradients), foreach=foreach)
     assert found.dtype is FP32
     assert found.item() == torch.tensor(exact(gradients), dtype=torch.float64).float().item()
@@ -52,32 +66,34 @@ def test_the_norm_is_the_exact_one_rounded_to_fp32(attached, dtype, foreach, on_
 
 
 def test_without_an_attachment_and_for_other_norms_and_gradients_it_is_torchs():
+    """Also beside an attached optimizer of other parameters."""
     gradients = drawn((40, 30), (7,))
     others = {"one": (gradients, 1.0), "largest": (gradients, math.inf), "wide": ([g.double() for g in gradients], 2.0)}
     before = {name: get_total_norm(*each) for name, each in others.items()}
     torchs = get_total_norm(gradients)
-    optimizer = optim.SGD(Small().parameters(), lr=0.1)
-    handle = hmpx.attach(optimizer)
+    optimizer = held(*gradients)
     after = {name: get_total_norm(*each) for name, each in others.items()}
     assert get_total_norm(gradients).dtype is FP32
+    assert get_total_norm([each.clone() for each in gradients]).equal(torchs)  # of another model, perhaps
     assert get_total_norm([]) == 0
-    handle.detach()
+    hmpx.detach(optimizer)
     assert all(torch.equal(before[name], after[name]) and before[name].dtype is after[name].dtype for name in others)
     assert get_total_norm(gradients).dtype is torchs.dtype is BF16
 
 
-def test_a_norm_that_is_not_finite_is_told_as_torch_tells_it(attached):
-    gradients = [*drawn((3,)), torch.tensor([math.inf], dtype=BF16)]
-    assert get_total_norm(gradients) == math.inf
-    assert get_total_norm([gradients[0] * math.nan]).isnan()
+def test_a_norm_that_is_not_finite_is_told_as_torch_tells_it():
+    gradients = [*drawn((3,)), torch.tensor([math.inf], dtype=BF16), torch.tensor([math.nan], dtype=BF16)]
+    held(*gradients)
+    assert get_total_norm(gradients[:2]) == math.inf
+    assert get_total_norm(gradients).isnan()
     with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
         get_total_norm(gradients, error_if_nonfinite=True)
 
 
-def test_gradients_are_scaled_as_torch_scales_them_by_that_norm(attached):
+def test_gradients_are_scaled_as_torch_scales_them_by_that_norm():
     (gradient,) = drawn((40, 30))
-    p = nn.Parameter(torch.zeros(40, 30, dtype=BF16))
-    p.grad = gradient.clone()
+    optimizer = held(gradient.clone())
+    (p,) = optimizer.param_groups[0]["params"]
     norm = clip_grad_norm_(p, 0.5)
     assert norm.item() == torch.tensor(exact([gradient]), dtype=torch.float64).float().item()
     assert torch.equal(p.grad, gradient * (0.5 / (norm + 1e-6)))
@@ -103,13 +119,12 @@ def test_clipped_weights_do_not_depend_on_the_number_of_ranks():
 
 
 def _placed(rank):
-    optimizer = optim.SGD(Small().parameters(), lr=0.1)
-    hmpx.attach(optimizer)
     whole = drawn((6, 5), (9,), (4, 4))
     mesh = init_device_mesh("cpu", (2, 2))
     places = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1))]
     placed = [distribute_tensor(each, mesh, place) for each, place in zip(whole, places, strict=True)]
     part = DTensor.from_local(torch.full((3,), 0.25, dtype=BF16), mesh, (Partial(), Replicate()))
+    held(*placed, *whole)
     return get_total_norm(placed).full_tensor().item(), get_total_norm(whole).item(), _full(get_total_norm([part]))
 
 
