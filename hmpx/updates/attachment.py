@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,13 +13,13 @@ import torch
 from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
+from hmpx.updates.agreement import StepCounts
 from hmpx.updates.attached_methods import attach_copy, replaced_methods
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
-from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -31,7 +30,8 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
-_GONE = {"updates": _DOCTOR, "watched": _DOCTOR}
+_GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
+_GONE["kept_steps"] = "measure a step with `python -m hmpx bench step`"
 
 
 class Attachment:
@@ -45,8 +45,7 @@ class Attachment:
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
         active: whether the optimizer is still attached by this handle.
 
-    `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `kept_steps` counts the steps
-    that did not have to look at every parameter, because nothing but gradients and options had changed.
+    `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -107,11 +106,6 @@ class Attachment:
             gone = f"Attachment.{name} is gone: {_GONE[name]}" if name in _GONE else f"Attachment has no {name!r}"
             raise AttributeError(gone)
 
-    @property
-    def kept_steps(self) -> int:
-        """The number of steps that found everything unchanged and used the batches of the step before."""
-        return self._updates.kept_steps
-
     def abandon(self) -> None:
         """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""
         optimizer = self._alive
@@ -143,14 +137,6 @@ class Attachment:
         """Return the FP32 masters of a parameter; None if it has none."""
         segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
         return self._updates.stores.masters(segment)
-
-    def beside(self, *params: Parameter) -> list[torch.Tensor]:
-        """Return the tensors kept beside the weights of these parameters, or of all: masters or their lower halves."""
-        return self._updates.stores.beside(*params)
-
-    def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
-        """Replace the masters of parameters by FP32 numbers that round to the weights."""
-        self._updates.set_masters(self._alive, masters)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """Return the facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""

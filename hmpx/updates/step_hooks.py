@@ -29,9 +29,9 @@ from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.updates import averages, gradient_norms, optimizer_hooks
+from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
     forget_warnings,
     refuse_codes,

@@ -103,7 +103,7 @@ def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
         masters = masters_in(optimizer)
         masters[0][0, 0] = 1 + 2**-8
         named[0][1][0, 0] = 1 if one == "master" else 1 + 2**-7
-        optimizer._hmpx_attachment.set_masters({named[0][1]: masters[0]})
+        optimizer._hmpx_attachment._updates.set_masters(optimizer, {named[0][1]: masters[0]})
     saved, before = copy.deepcopy(optimizer.state_dict()), weights(named)
     moved = parameters()
     loaded = optim.AdamW(moved, lr=1e-2)

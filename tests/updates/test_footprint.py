@@ -88,7 +88,7 @@ def _held(mode, settings):
     kept = [
         *params,
         *(p.grad for p in params),
-        *attachment.beside(),
+        *attachment._updates.stores.beside(),
     ]
     kept += [v for values in inner.state.values() for v in values.values() if v.dim()]
     hmpx.detach(optimizer)

@@ -44,7 +44,7 @@ def test_between_two_steps_nothing_holds_gradients():
     held = [weakref.ref(p.grad) for p in params]
     for p in params:
         p.grad = None
-    assert handle.kept_steps == 2 and not any(grad() is not None for grad in held)
+    assert handle._updates.kept_steps == 2 and not any(grad() is not None for grad in held)
 
 
 def test_between_two_steps_what_is_kept_has_no_memory():
@@ -52,7 +52,7 @@ def test_between_two_steps_what_is_kept_has_no_memory():
     for turn in range(4):
         give_gradients(optimizer, turn)
         peak, stays = memory(optimizer.step, torch.device("cpu"))
-    assert handle.kept_steps == 2 and stays == 0 < peak
+    assert handle._updates.kept_steps == 2 and stays == 0 < peak
 
 
 @pytest.mark.parametrize("turns, fused", [(0, False), (1, True), (4, False), (4, True)])
@@ -92,7 +92,7 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     optimizer.param_groups[0]["betas"] = ("fast", 0.99)
     with pytest.raises(TypeError):
         optimizer.step()
-    assert handle.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
+    assert handle._updates.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
 
 
 @pytest.mark.parametrize("turns, momentum", [(1, 0.9), (4, 0.0), (4, 0.9)])
@@ -168,7 +168,7 @@ def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, 
             optimizer.step()
         grads = [p.grad for p in params if p.grad is not None]
         results.append([*everything(params, optimizer, handle), *grads])
-        assert forget or handle.kept_steps >= 2
+        assert forget or handle._updates.kept_steps >= 2
     assert same(*results)
 
 
@@ -185,12 +185,12 @@ def test_masters_are_stepped_where_they_are(monkeypatch):
         give_gradients(optimizer, turn)
         seen.clear()
         optimizer.step()
-    assert seen == {tensor.untyped_storage().data_ptr() for tensor in handle.beside()}
+    assert seen == {tensor.untyped_storage().data_ptr() for tensor in handle._updates.stores.beside()}
 
 
 def masters_given(params, optimizer, handle):
     if handle.settings.weights in ("master", "split", "split8"):
-        handle.set_masters({p: p.detach().float() + 2**-12 for p in params})
+        handle._updates.set_masters(optimizer, {p: p.detach().float() + 2**-12 for p in params})
 
 
 def unscaled_by_a_scaler(params, optimizer, handle):
@@ -244,7 +244,7 @@ def test_a_change_between_two_steps_is_seen(way, monkeypatch):
                 if forget:
                     handle.look_again()
                 optimizer.step()
-                kept.append(handle.kept_steps)
+                kept.append(handle._updates.kept_steps)
             results.append(everything(params, optimizer, handle))
         assert same(*results) and not any(x.isnan().any() for x in results[0]), change
         assert kept[2] >= 1 and kept[6:] == [0] * 6 and (kept[5] >= 2 or change != "nothing"), change

@@ -168,7 +168,7 @@ def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_pl
             monkeypatch.setattr(Shown, "_take_part", None)
         set_gradients(named, step)
         optimizer.step()
-    assert handle.kept_steps == 2 and all(state["step"] == 4 for state in optimizer.state.values())
+    assert handle._updates.kept_steps == 2 and all(state["step"] == 4 for state in optimizer.state.values())
 
 
 def test_the_tensors_in_the_traceback_of_a_step_that_failed_can_be_shown():
