@@ -20,10 +20,11 @@ from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError, OpListError, did_you_mean
-from hmpx.ops import compilers
-from hmpx.ops.casts import Casts, PatchTable
+from hmpx.ops import autocast_questions, autocast_traced, compilers
+from hmpx.ops.autocast_regions import AutocastRegions
+from hmpx.ops.casts import Casts, PatchTable, governs_autocast
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
-from hmpx.ops.decision_log import AutocastInside, FirstStep, VerboseLog
+from hmpx.ops.decision_log import FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.forwards import replaced_forwards, wrap_forwards
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
@@ -43,6 +44,7 @@ from hmpx.updates.attach import detach
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
 _ROUNDED = Attribute(process_state, "gradients_rounded", "the counts of rounded gradients")
+_SAID = Attribute(process_state, "said", "the messages that are logged once")
 logger = logging.getLogger("hmpx")
 
 
@@ -89,7 +91,8 @@ class Conversion(Installation):
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
         self._rounded: dict[str, int] = {}
-        self._first_step, self._autocast = FirstStep(policy.low_precision), AutocastInside()
+        self._said: set[str] = set()
+        self._first_step = FirstStep(policy.low_precision)
 
     def _scopes(self) -> set[int]:
         """Return every scope that can occur: those of module rules, and of regions inside such modules."""
@@ -187,6 +190,7 @@ class Conversion(Installation):
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
         changes.put(_ROUNDED, self._rounded)
+        changes.put(_SAID, self._said)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
@@ -199,8 +203,11 @@ class Conversion(Installation):
         self._announce()
         if self.policy.bf16:
             self._first_step.apply(changes)
-        if any(getattr(self.policy, side) for side in SIDES):
-            self._autocast.apply(changes)
+        if governs_autocast(self.policy):
+            autocast_questions.say_if_on(sys._getframe())
+            AutocastRegions(self._policies).apply(changes)
+            autocast_traced.apply(changes)
+            autocast_questions.let_dynamo_fold(changes)
         changes.put(_OBSERVER, observer)
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)

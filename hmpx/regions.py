@@ -17,6 +17,7 @@ from hmpx.base import region_state, run_in_region
 from hmpx.base.compiling import never_compile_alone
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
+from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.policy import scope_inside
@@ -100,6 +101,11 @@ class disable_casts(_Region):
         self._leave_region()
 
 
+def _say(region: str) -> None:
+    if not torch.compiler.is_dynamo_compiling() and region_state.in_island():
+        say_beats_island(f"hmpx.{region}", sys._getframe(2))
+
+
 class enable_casts(_Region):
     """Turn casts on, inside a `disable_casts` region or under ``convert(enabled=False)``; optimizer steps are plain.
 
@@ -113,6 +119,7 @@ class enable_casts(_Region):
     """
 
     def __enter__(self) -> enable_casts:
+        _say("enable_casts()")
         self._enter_region(True)
         return self
 
@@ -160,6 +167,7 @@ class casts(_Decorator, run_in_region.Opener):
         return _CastsAgain(self._overlay)
 
     def __enter__(self) -> casts:
+        _say("casts()")
         self._enter_region(True, None, scope_inside(region_state.scope(), self._overlay))
         return self
 

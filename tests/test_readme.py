@@ -37,7 +37,7 @@ BLOCK = re.compile(r"^(?:<!-- (.*) command -->\n)?```(.*)\n((?s:.*?))^```$", re.
 BLOCKS = [(name, *found) for name, text in READMES.items() for found in BLOCK.findall(text)]
 # Commands that this file runs below, in smaller form, or that CI runs; a README may show no other than these unrun.
 COMMANDS = {"install", "main", "picture", "ranks"}
-COMMANDS |= {f"{group}test" for group in ("", "downstream ", "fake cuda ", "xla ", "versions ")}
+COMMANDS |= {f"{group}test" for group in ("", "downstream ", "fake cuda ", "older libraries ", "xla ", "versions ")}
 
 
 def test_every_block_is_run_by_a_test():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import wrapt
 
@@ -24,11 +25,16 @@ def never_compile_alone(*functions: Callable) -> None:
 def never_compile(function: Callable) -> None:
     """torch.compile neither traces into this function nor compiles what it calls."""
 
+    vars(function)["_torchdynamo_disable"] = True
+    _leave_to_python(function.__code__)
+
+
+@functools.cache  # the functions that one definition makes share their code
+def _leave_to_python(code: CodeType) -> None:
     def skip(eval_frame: ModuleType) -> None:
         action = eval_frame.FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame.FrameExecStrategy(action, action))
+        eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(action, action))
 
-    vars(function)["_torchdynamo_disable"] = True
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 

@@ -75,6 +75,9 @@ awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 # What conversions do at the first optimizer step inside them (ops.decision_log).
 first_steps: list[Callable[[], None]] = []
 
+# What the conversion in force has logged, of messages that it logs once (ops.decision_log).
+said: set[str] = set()
+
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
 # `watching_writes` watches those ways to write to a tensor that leave no trace.
 open_caches: dict[int, Any] = {}

@@ -4,9 +4,11 @@ Three things decide, the innermost first: a region that is open here (`disable_c
 listed Python function, an optimizer step), the default that `convert(enabled=..., where=...)` set, and whether torch is
 converted at all. This file keeps the first, by context (`contextvars`), that is by thread and asyncio task;
 `process_state` keeps the others. Under ``where="model"`` the default is no answer: the forward of a module opens a
-region that casts, and elsewhere each op is asked whether it is the model's (`ops.wrapping.switch`). The lists that hold
-are named by a *scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules and
-regions lay over them (`ops.overlays`).
+region that casts, and elsewhere each op is asked whether it is the model's (`ops.wrapping.switch`). An *island* is the
+region that code opens by ``torch.autocast(enabled=False)`` (`ops.autocast_regions`): nothing is cast in it, and what
+held around it comes back in a `torch.autocast` region that is enabled. The lists that hold are named by a *scope*, a
+number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over them
+(`ops.overlays`).
 
 torch.compile guards on the region around compiled code (`ops.compilers`). What opens inside of the code is a change of
 constants in `traced` to Dynamo, which the wrappers that it traces read back, and which is undone when the region ends:
@@ -43,14 +45,15 @@ class Region:
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. scope: which lists hold. owner: the `Opener` that has entered it, or the
     optimizer whose step it is. around: the region around it. left: whether it is closed; a generator or a task may
-    close it while a younger one is open, or from another context.
+    close it while a younger one is open, or from another context. island: whether it is one; with casting None it is
+    one outside of a model, in which the forwards of modules cast. under: the casting around an island.
     """
 
-    __slots__ = ("around", "casting", "left", "maps", "owner", "rounding", "scope")
+    __slots__ = ("around", "casting", "island", "left", "maps", "owner", "rounding", "scope", "under")
 
-    def __init__(self, casting, rounding, maps, scope, owner=None):
+    def __init__(self, casting, rounding, maps, scope, owner=None, island=False, under=None):
         self.casting, self.rounding, self.maps, self.scope, self.owner = casting, rounding, maps, scope, owner
-        self.around, self.left = None, False
+        self.around, self.left, self.island, self.under = None, False, island, under
 
 
 _innermost: ContextVar[Region] = ContextVar("hmpx regions")
@@ -74,10 +77,11 @@ class _Traced:
     It has slots, since Dynamo forgets what is written into the `__dict__` of an object behind a higher-order op.
     """
 
-    __slots__ = ("casting", "inside", "maps", "rounding", "scope")
+    __slots__ = ("casting", "inside", "island", "maps", "rounding", "scope", "under")
 
     def __init__(self) -> None:
         self.inside, self.casting, self.maps, self.scope = False, None, True, 0
+        self.island, self.under = False, None
         self.rounding = None  # no optimizer step is traced
 
 
@@ -120,12 +124,12 @@ def acts() -> bool | None:
 
     In a backward pass, hooks run beside the model, whatever the default is.
     """
-    casting = innermost().casting
-    if casting is not None:
-        return casting
+    region = innermost()
+    if region.casting is not None:
+        return region.casting
     if not state.enabled:
         return False
-    return None if not state.everywhere or in_backward() else True
+    return None if region.island or not state.everywhere or in_backward() else True
 
 
 def in_backward() -> bool:
@@ -141,6 +145,11 @@ def casts_off() -> bool:
 def casts_on() -> bool:
     """Whether torch is converted and ops called from this thread, now, are cast."""
     return state.converted and acts() is not False
+
+
+def in_island() -> bool:
+    """Whether the innermost region is a `torch.autocast` region that is not enabled."""
+    return innermost().island
 
 
 def scope() -> int:
@@ -163,14 +172,19 @@ def rounding() -> StochasticSteps | None:
     return innermost().rounding
 
 
-def is_stepping(optimizer: object) -> bool:
-    """Whether a step of this optimizer runs here."""
+def owned_by(owner: object) -> Region | None:
+    """The innermost region that this object has entered here and not left."""
     region = nowhere.here
     while region is not nowhere:
-        if region.owner is optimizer and not region.left:
-            return True
+        if region.owner is owner and not region.left:
+            return region
         region = region.around
-    return False
+    return None
+
+
+def is_stepping(optimizer: object) -> bool:
+    """Whether a step of this optimizer runs here."""
+    return owned_by(optimizer) is not None
 
 
 def maps() -> bool:
@@ -221,6 +235,25 @@ def enter(
     if scope is None:
         scope = innermost().scope
     region = Region(casting, how, casting is not False if maps is None else maps, scope, owner)
+    return _opened(region)
+
+
+def enter_autocast(enabled: bool, in_model: bool, owner: Any = None) -> Region:
+    """Open the region of a `torch.autocast` until `leave` is given the result.
+
+    enabled: False opens an island; True takes back the island around it, and changes nothing elsewhere. in_model: False
+    leaves it to the forwards of modules inside of an island to cast.
+    """
+    here = innermost()
+    under = here.under if here.island else here.casting
+    if enabled:
+        casting = usual() if under is None else under
+        return _opened(Region(casting, here.rounding, here.maps, here.scope, owner))
+    casting = False if in_model else None
+    return _opened(Region(casting, here.rounding, here.maps, here.scope, owner, True, under))
+
+
+def _opened(region: Region) -> Region:
     try:
         open_region(region)
     except BaseException:
@@ -233,9 +266,12 @@ def open_region(region: Region) -> None:
     """Turn casts on or off here, as a region says, until `leave` is given it."""
     if is_dynamo_compiling():
         if traced.inside:
-            region.around = Region(traced.casting, None, traced.maps, traced.scope)
+            region.around = Region(
+                traced.casting, None, traced.maps, traced.scope, None, traced.island, traced.under
+            )
         traced.inside, traced.casting, traced.maps, traced.scope = True, region.casting, region.maps, region.scope
-        _enter_in_graph(region.scope, region.casting, region.maps)
+        traced.island, traced.under = region.island, region.under
+        _enter_in_graph(region.scope, region.casting, region.maps, region.island, region.under)
         return
     region.around = innermost()
     if region.casting is not True:
@@ -253,9 +289,10 @@ def leave(region: Region) -> None:
         around = region.around
         traced.inside = around is not None
         if around is None:
-            traced.casting, traced.maps, traced.scope = None, True, 0
+            traced.casting, traced.maps, traced.scope, traced.island, traced.under = None, True, 0, False, None
         else:
             traced.casting, traced.maps, traced.scope = around.casting, around.maps, around.scope
+            traced.island, traced.under = around.island, around.under
         _leave_in_graph()
         return
     region.left = True
@@ -270,12 +307,14 @@ def leave(region: Region) -> None:
 # Graphs that open regions
 
 
-def _enter_in_graph(scope: int, casting: bool | None, maps: bool) -> None:
+def _enter_in_graph(
+    scope: int, casting: bool | None, maps: bool, island: bool = False, under: bool | None = None
+) -> None:
     """A node of a graph. Dynamo tries it, and the ops after it, as it traces, until it gives up or is done."""
     around, trace = innermost(), _trace()
     if trace is None:
-        return open_region(Region(casting, around.rounding, maps, scope))
-    region = Region(casting, around.rounding, maps, scope, trace)
+        return open_region(Region(casting, around.rounding, maps, scope, None, island, under))
+    region = Region(casting, around.rounding, maps, scope, trace, island, under)
     region.around = around
     trace.add_cleanup_hook(functools.partial(leave, region))
     enter_region(region)

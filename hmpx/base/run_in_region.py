@@ -19,6 +19,7 @@ from hmpx.base.region_state import (
     leave,
     nowhere,
     open_region,
+    owned_by,
     running_graphs,
 )
 
@@ -49,12 +50,7 @@ class Opener:
             raise
 
     def _entered(self) -> Region:
-        region = nowhere.here
-        while region is not nowhere:
-            if region.owner is self and not region.left:
-                return region
-            region = region.around
-        return Region(None, None, True, 0)  # of another context, or never entered
+        return owned_by(self) or Region(None, None, True, 0)  # of another context, or never entered
 
 
 @contextlib.contextmanager
@@ -143,10 +139,10 @@ def run_at(scope, function, args, kwargs):
 def carrying(function: Callable) -> Callable:
     """`function`, made to run in the region that is open now, whatever is open when it is called."""
     now, casting = innermost(), acts()
-    rounding, maps, scope = now.rounding, now.maps, now.scope
+    rounding, maps, scope, island, under = now.rounding, now.maps, now.scope, now.island, now.under
 
     def carried(*args, **kwargs):
-        return run_in(Region(casting, rounding, maps, scope), function, args, kwargs)
+        return run_in(Region(casting, rounding, maps, scope, None, island, under), function, args, kwargs)
 
     return carried
 

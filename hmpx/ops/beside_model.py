@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from hmpx.base import awaited, run_in_region
+from hmpx.base import awaited, region_state, run_in_region
 from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
@@ -92,7 +92,7 @@ def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def check(layer, value, *rest):
-        if not switch.casts_off():
+        if not switch.casts_off() or region_state.in_island():
             value = cast(value, getattr(layer, weights)[0].dtype)
         return original(layer, value, *rest)
 

@@ -15,7 +15,7 @@ import wrapt
 
 from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes, Flag
-from hmpx.ops import model_calls
+from hmpx.ops import autocast_questions, model_calls
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture
@@ -26,7 +26,7 @@ from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
 from hmpx.ops.policies.composition import SPARSE_GRADIENTS
-from hmpx.ops.policies.lists import is_shipped
+from hmpx.ops.policies.lists import SIDES, is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
@@ -137,6 +137,7 @@ class PatchTable(Patches):
             *self.beside.patches(),
             *parametrizations(self.switch),
             *model_calls.patches(self.switch),
+            *(autocast_questions.patches(self.switch, policies) if governs_autocast(policies[0]) else ()),
         )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 
@@ -238,6 +239,11 @@ class _Function:
         if self._scoped is None and len(self._built) > 1:
             self._scoped = build_scoped(self._entry, self._original, self._runs)
         return self._runs[0] if self._scoped is None else self._scoped
+
+
+def governs_autocast(policy: Policy) -> bool:
+    """Return whether regions of torch.autocast are those of the lists: one without lists leaves ops to it."""
+    return any(getattr(policy, side) for side in SIDES)
 
 
 def _may_refuse_low(op: str, cases: Cases) -> bool:

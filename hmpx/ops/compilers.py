@@ -157,7 +157,7 @@ def _guard_on_region(output: Any) -> None:
     source, guards = sys.modules["torch._dynamo.source"], sys.modules["torch._dynamo.guards"]
     module = output.root_tx.import_source(region_state.__name__)
     region = source.AttrSource(source.AttrSource(module, "nowhere"), "here")
-    for name in ("casting", "scope", "left"):
+    for name in ("casting", "scope", "left", "island"):
         output.guards.add(source.AttrSource(region, name).make_guard(guards.GuardBuilder.EQUALS_MATCH))
 
 

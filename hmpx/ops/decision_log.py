@@ -2,15 +2,13 @@
 
 `isVerbose=True` logs each distinct decision once, and how often it was taken at the end. At the first step of an
 optimizer, a conversion warns once of FP16 without a `GradScaler`, which loses gradients below 6e-8, and of BF16 on a
-GPU that has no instructions for it (T4, V100), where torch computes it slowly. It also warns once of a `torch.autocast`
-region in it, whose own lists have the last word, unless it is for a device that is not here, and so casts nothing.
+GPU that has no instructions for it (T4, V100), where torch computes it slowly.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import logging
 import sys
@@ -20,11 +18,10 @@ from typing import Any
 
 import torch
 
-from hmpx.base import forks
-from hmpx.base.changes import Attribute, Changes, Flag
+from hmpx.base import forks, process_state
+from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import first_steps
-from hmpx.base.region_state import casts_on
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.switch import is_outside
@@ -142,35 +139,18 @@ class FirstStep:
             )
 
 
-class AutocastInside:
-    """Warns once of a `torch.autocast` region that opens while ops are cast: it casts after hmpx does."""
-
-    _said = False
-
-    def apply(self, changes: Changes) -> None:
-        enter = torch.autocast.__enter__
-
-        @functools.wraps(enter)
-        def entering(region: torch.autocast) -> object:
-            entered = enter(region)
-            if not self._said and torch.is_autocast_enabled(region.device) and casts_on() and _is_here(region.device):
-                self._said = True
-                logger.warning(
-                    "hmpx: %s: torch.autocast casts after the op lists, by lists of its own, and so decides for the "
-                    "ops in these; leave it out: the op lists say which op runs in which precision",
-                    users_line(sys._getframe(1)),
-                )
-            return entered
-
-        changes.put(Attribute(torch.autocast, "__enter__", "torch.autocast.__enter__"), entering)
+def say_once(level: int, said: str, frame: types.FrameType) -> None:
+    """Log a message with the user's line, once in a conversion."""
+    with _lock:
+        new = said not in process_state.said
+        process_state.said.add(said)
+    if new:
+        logger.log(level, "hmpx: %s: %s", users_line(frame), said)
 
 
-def _is_here(device: str) -> bool:
-    try:
-        torch.empty(0, device=device)
-    except Exception:  # each backend has its own for a device that torch knows and cannot use
-        return False
-    return True
+def say_beats_island(what: str, frame: types.FrameType) -> None:
+    """Log, once, that ops are cast inside ``torch.autocast(enabled=False)``, and who says so."""
+    say_once(logging.INFO, f"{what} casts inside torch.autocast(enabled=False)", frame)
 
 
 def _has_scaler() -> bool:

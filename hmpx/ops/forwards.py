@@ -8,16 +8,19 @@ wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves the scope 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state as state
 from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
+from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.policy import scope_inside
@@ -65,7 +68,7 @@ def _placing(original: Callable, owner: int) -> Callable:
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         rules = getattr(self, RULES, ())  # the class has none any more where somebody has kept this wrapper
-        if not rules or getattr(self, _OUTERMOST, owner) != owner or not region_state.casts_on():
+        if not rules or getattr(self, _OUTERMOST, owner) != owner or not _act(rules):
             return original(self, *args, **kwargs)
         return _run(rules, original, (self, *args), kwargs)
 
@@ -75,9 +78,21 @@ def _placing(original: Callable, owner: int) -> Callable:
 def _forward_of(module, inner, *args, **kwargs):
     """Run a forward that is an attribute of the module itself."""
     rules = rules_of(module)
-    if not rules or not region_state.casts_on():
+    if not rules or not _act(rules):
         return inner(*args, **kwargs)
     return _run(rules, inner, args, kwargs)
+
+
+def _act(rules):
+    """Return whether rules act here: in ``torch.autocast(enabled=False)`` one that names ops for low precision does."""
+    if region_state.casts_on():
+        return True
+    lowering = [rule for rule in deciding(rules) if rule.overlay.lowers] if region_state.in_island() else ()
+    if not lowering:
+        return False
+    if not is_dynamo_compiling():
+        say_beats_island(f"the rule at {lowering[-1].where}", sys._getframe(2))
+    return True
 
 
 def _run(rules, function, args, kwargs):

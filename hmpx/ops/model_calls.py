@@ -62,7 +62,7 @@ def _calling(switch: Switch, original: Callable) -> Callable:
     @functools.wraps(original)
     def call(self, *args, **kwargs):
         here = nowhere.here
-        if here is in_forward and is_torchs:
+        if is_torchs and here.casting:
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         if switch.retired:
             return original(self, *args, **kwargs)

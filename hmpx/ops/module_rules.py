@@ -188,6 +188,11 @@ def deciding(rules):
     return list({distance: rule for distance, rule in rules if rule.active}.values())
 
 
+def lowering_rule(module: Module) -> ModuleRule | None:
+    """Return a rule in force for this module that names ops for low precision; None if there is none."""
+    return next((rule for rule in deciding(rules_of(module)) if rule.overlay.lowers), None)
+
+
 def forward_class(module: Module) -> type:
     """Return the class that defines the forward of a module."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import wrapt
+from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
@@ -25,6 +26,7 @@ from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding
+from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.policies.lists import OpLists, is_shipped, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
@@ -41,7 +43,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _decorator(function: Function, rule: Rule) -> Function:
-    return _wrap(function, {0: rule}, getattr(function, "__qualname__", repr(function)), region_state.casts_on)
+    name = getattr(function, "__qualname__", repr(function))
+
+    def active() -> bool:
+        if not region_state.in_island():
+            return region_state.casts_on()
+        if not is_dynamo_compiling():
+            say_beats_island(f"@hmpx.{rule} of {name}", sys._getframe(1))
+        return process_state.converted
+
+    return _wrap(function, {0: rule}, name, active)
 
 
 def bf16(function: Function) -> Function:

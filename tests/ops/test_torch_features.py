@@ -144,16 +144,6 @@ def test_autograd_functions(function, x):
     out = function.apply(x, weight)
     out.sum().backward()
     assert out.dtype is BF16 and torch.equal(out, F.linear(x, weight)) and weight.grad.dtype is FP32
-    with torch.autocast("cpu", FP16):
-        assert function.apply(x, weight).dtype is FP16
-
-
-def test_custom_fwd_that_casts_inputs_acts_under_autocast_only(x):
-    """`cast_inputs` is autocast's: there it also disables autocast, and the casts of hmpx remain."""
-    forward = torch.amp.custom_fwd(lambda x: (x.dtype, F.linear(x, x).dtype), device_type="cpu", cast_inputs=FP32)
-    assert forward(x.to(BF16)) == (BF16, BF16)
-    with torch.autocast("cpu", BF16):
-        assert forward(x.to(BF16)) == (FP32, BF16)
 
 
 def test_double_backward_and_hooks_on_saved_tensors(model, x):
@@ -283,44 +273,6 @@ def test_sharded_tensors_are_cast(tmp_path, x):
         assert torch.equal(out.full_tensor(), F.linear(x, weight.full_tensor()))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_torch_autocast_has_the_last_word_on_its_own_ops(model, x, dtype):
-    """It stands below hmpx: first the lists of hmpx cast, then autocast's; neither turns the other off."""
-    with torch.autocast("cpu", dtype):
-        assert model(x).dtype is dtype  # linear is in both lists
-        assert F.softmax(x.to(BF16), -1).dtype is FP32 and (x * x).dtype is BF16  # in those of hmpx alone
-        assert F.mse_loss(x.to(BF16), x.to(BF16)).dtype is FP32  # in autocast's alone
-        with hmpx.disable_casts():
-            assert model(x).dtype is dtype and (x * x).dtype is FP32
-    with hmpx.disable_casts(), torch.autocast("cpu", dtype):
-        assert model(x).dtype is dtype and (x * x).dtype is FP32
-    with torch.autocast("cpu", dtype, enabled=False):
-        assert model(x).dtype is BF16
-    with torch.autocast("cpu", dtype), torch.autocast("cpu", enabled=False), hmpx.disable_casts():
-        assert model(x).dtype is FP32
-
-
-def test_an_autocast_that_is_left_in_a_script_is_said_once_with_its_line(x, caplog):
-    """The user's list says FP32, and has no effect there. Nothing is said where one of the two is off.
-
-    Nor of a device that is not here, for which torch opens a region that casts nothing.
-    """
-    layer = nn.Linear(x.shape[-1], 4)
-    with hmpx.convert(bf16=[], fp32=["linear"]):
-        with torch.autocast("hpu", dtype=BF16):
-            assert torch.is_autocast_enabled("hpu") and layer(x).dtype is FP32
-        with torch.autocast("cpu", enabled=False):
-            layer(x)
-        with hmpx.disable_casts(), torch.autocast("cpu"):
-            layer(x)
-        assert not caplog.text
-        for _ in range(2):
-            with torch.autocast("cpu"):
-                assert layer(x).dtype is BF16
-    (said,) = caplog.messages
-    assert "test_torch_features.py:" in said and "torch.autocast casts after the op lists" in said
 
 
 class Captured(nn.Module):

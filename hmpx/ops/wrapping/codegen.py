@@ -9,7 +9,7 @@ before, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1, `_u
 that casts are off in some thread or task, `_traced.inside` that Dynamo traces a region):
 
     def make(_original, _run, _switch):
-        _off, _casts_off = _switch.off, _switch.casts_off
+        _off, _casts_off, _widened = _switch.off, _switch.casts_off, _widening(_original, _signature)
 
         def matmul(input=_missing, other=_missing, *args, **kwargs):
             input_type = type(input)
@@ -19,10 +19,9 @@ that casts are off in some thread or task, `_traced.inside` that Dynamo traces a
                 other_dtype = other.dtype
                 if input_dtype is _target and other_dtype is _target and not (_traced.inside or _off.any or kwargs):
                     return _run(input, other, *args) if args else _run(input, other)
-                if (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs) or (
-                    kwargs and _is_stated(kwargs)
-                ):
-                    return _original(input, other, *args, **kwargs)
+                left = (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs)
+                if left or (kwargs and _is_stated(kwargs)):
+                    return (_widened if left == "widen" else _original)(input, other, *args, **kwargs)
                 input_cast = input
                 if input_dtype is _usual or input_dtype in _castable:
                     if input.layout is not _strided:
@@ -46,6 +45,8 @@ that casts are off in some thread or task, `_traced.inside` that Dynamo traces a
             return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
         return matmul
 
+`_casts_off` says "widen" of an op that torch would refuse inside ``torch.autocast(enabled=False)``.
+
 Where casts belong to the model, the wrapper asks whether the innermost region casts, as that of a forward does:
 ``_traced.inside or _switch.retired or not _nowhere.here.casting``.
 """
@@ -68,7 +69,7 @@ from hmpx.ops.policies.signatures import Argument, Signature
 from hmpx.ops.wrapping.callers import WRITTEN, register
 from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, call_cast, cast, has_dtype, is_explicit, is_stated
-from hmpx.ops.wrapping.switch import Switch
+from hmpx.ops.wrapping.switch import WIDEN, Switch
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
 _written = itertools.count(1)  # each source has a file name of its own
@@ -105,15 +106,27 @@ def _unusual(
     while not args and len(given) > len(signature.lead or ()) and given[-1] is parameters[len(given) - 1].default:
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
-    if switch.casts_off(signature, args, kwargs) or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
-        return call(original, args, kwargs)
+    left = switch.casts_off(signature, args, kwargs)
+    if left or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
+        return widening(original, signature)(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
     return call_cast(run, rule, signature, args, kwargs)
+
+
+def widening(original: Callable, signature: Signature) -> Callable:
+    """Return `original` taking tensors of different dtypes in the widest of them."""
+
+    def widened(*args, **kwargs):
+        if is_explicit(args, kwargs):
+            return call(original, args, kwargs)
+        return call_cast(original, Rule.PROMOTE, signature, args, kwargs)
+
+    return widened
 
 
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
 _HEAD = """\
 def make(_original, _run, _switch):
-    _off, _casts_off = _switch.off, _switch.casts_off
+    _off, _casts_off, _widened = _switch.off, _switch.casts_off, _widening(_original, _signature)
 
     def {function}({signature}, *args, **kwargs):
 """
@@ -134,10 +147,9 @@ _RIGHT = """\
                 return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
-            if ({off}) and _casts_off(_signature, ({names},), kwargs) or (
-                kwargs and _is_stated(kwargs){dtypes}
-            ):
-                return _original({names}, *args, **kwargs)
+            left = ({off}) and _casts_off(_signature, ({names},), kwargs)
+            if left or (kwargs and _is_stated(kwargs){dtypes}):
+                return (_widened if left == "widen" else _original)({names}, *args, **kwargs)
 """
 _LEAVE = """\
             if {same}:
@@ -244,6 +256,7 @@ def make_wrapper(
         "_cast_weight": cast_weight,
         "_Param": torch.nn.Parameter,
         "_unusual": _unusual,
+        "_widening": widening,
         "_nowhere": region_state.nowhere,
         "_traced": region_state.traced,
         "_is_stated": is_stated,

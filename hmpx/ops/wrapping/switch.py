@@ -9,6 +9,10 @@ and one of its tensors requires a gradient. Four more are counted as a model's w
 - what compiled code calls: Dynamo traces a model.
 
 Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as torch runs it.
+
+Inside ``torch.autocast(enabled=False)`` (an island) an op is left alone. Where torch would raise because its tensors
+differ in dtype, as FP32 arithmetic meets BF16 weights, it is computed in the widest. In an island that a script opens
+outside of a model, the forwards of modules cast.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
@@ -28,6 +32,7 @@ from hmpx.base import process_state, region_state
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.signatures import Signature
 
+WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 _ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -50,16 +55,24 @@ class Switch:
         self.retired = True
         region_state.retire()
 
-    def casts_off(self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE) -> bool:
-        """Return whether a call is left as it is. Without a signature the call counts as one of the model."""
+    def casts_off(
+        self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE
+    ) -> bool | Literal["widen"]:
+        """Return whether a call is left as it is, or `WIDEN`. Without a signature it counts as one of the model."""
         if self.retired:
             return True
         if self.everywhere and not (region_state.traced.inside or self.off.any):
             return False
+        region = region_state.innermost()
+        if region.casting is not None:
+            refused = region.island and signature is not None and _is_refused(signature, args, kwargs)
+            return WIDEN if refused else not region.casting
         acts = region_state.acts()
         if acts is not None or signature is None or is_dynamo_compiling():
             return acts is False
-        return not (_always_casts(signature, args, kwargs) or is_models(args, kwargs, sys._getframe(1)))
+        frame = sys._getframe(1)
+        models = in_forward(frame) if region.island else is_models(args, kwargs, frame)
+        return not (models or _always_casts(signature, args, kwargs))
 
 
 def is_outside(op: str, args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
@@ -80,7 +93,42 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) ->
         return isinstance(_current_autograd_node(), BackwardCFunction)  # not a hook
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values()))):
         return True
-    return _in_forward(frame)
+    return in_forward(frame)
+
+
+def is_in_model(frame: types.FrameType) -> bool:
+    """Return whether code that runs in `frame` is a model's: of a forward, or a method of a module."""
+    if region_state.casting() is not None:  # that of a forward, or one that somebody has opened on purpose
+        return True
+    if _current_graph_task_id() != -1:
+        return isinstance(_current_autograd_node(), BackwardCFunction)
+    return in_forward(frame, any_method=True)
+
+
+def _is_refused(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether torch would raise because the tensors of a call differ in dtype."""
+    values = (*args, *kwargs.values())
+    return signature.refuses_mixed and _has_other(values, _first_dtype(values))
+
+
+def _first_dtype(values: Any) -> torch.dtype | None:  # this and the next make no list: one would be a side effect to
+    for value in values:  # Dynamo, which traces them in the bodies of higher-order ops
+        if isinstance(value, torch.Tensor):
+            if value.dtype in _ELIGIBLE:
+                return value.dtype
+        elif isinstance(value, list | tuple) and (found := _first_dtype(value)) is not None:
+            return found
+    return None
+
+
+def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is not dtype and value.dtype in _ELIGIBLE:
+                return True
+        elif isinstance(value, list | tuple) and _has_other(value, dtype):
+            return True
+    return False
 
 
 def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -90,13 +138,17 @@ def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) 
     return signature.loss or len(dtypes) > 1
 
 
-def _in_forward(frame: types.FrameType | None) -> bool:
-    """Return whether a module's `forward` is among the callers: one that was called by hand opens no region."""
+def in_forward(frame: types.FrameType | None, any_method: bool = False) -> bool:
+    """Return whether a module's `forward` is among the callers: one that was called by hand opens no region.
+
+    any_method: or another of its methods.
+    """
     while frame is not None:
         code = frame.f_code
-        is_forward = code.co_name == "forward" and code.co_argcount
-        if is_forward and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
-            return True
+        is_method = any_method and code.co_varnames[:1] == ("self",)  # and not `def train(model, ...)`
+        if code.co_argcount and (is_method or code.co_name == "forward"):
+            if isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+                return True
         frame = frame.f_back
     return False
 

@@ -25,11 +25,11 @@ from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.wrapping.callers import calling, pass_over, register
-from hmpx.ops.wrapping.codegen import make_wrapper
+from hmpx.ops.wrapping.codegen import make_wrapper, widening
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
 from hmpx.ops.wrapping.overriding import call, called_by_torch, public
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
-from hmpx.ops.wrapping.switch import Switch
+from hmpx.ops.wrapping.switch import WIDEN, Switch
 
 
 class Patching(enum.Enum):
@@ -43,6 +43,7 @@ class Patching(enum.Enum):
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
     EXPLAINED = "explained"  # torch's error says why, and nothing else changes
+    AUTOCAST = "autocast"  # where the lists cast, it says that autocast is on
     OBSERVED = "observed"  # an observer sees the calls, and nothing else changes
     DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
 
@@ -146,11 +147,12 @@ def build_choice(
     runs = {case.rule: build(case) for case in reversed(cases)}
     choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
     otherwise = next(runs[case.rule] for case in cases if case.when is None)
-    signature = entry.signature
+    signature, widened = entry.signature, widening(original, entry.signature)
 
     def choice(*args, **kwargs):
-        if (observer is None and switch.casts_off(signature, args, kwargs)) or called_by_torch(args, kwargs, 1):
-            return call(original, args, kwargs)
+        left = observer is None and switch.casts_off(signature, args, kwargs)
+        if left or called_by_torch(args, kwargs, 1):
+            return widened(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
                 return run(*args, **kwargs)
@@ -210,10 +212,12 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
     signature = entry.signature
     stated = _stated_positions(original) if signature.python else ()
     inner = uncast_inside(run) if signature.python else run
+    widened = widening(original, signature)
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off(signature, args, kwargs) or called_by_torch(args, kwargs, 1):
-            return call(original, args, kwargs)
+        left = switch.casts_off(signature, args, kwargs)
+        if left or called_by_torch(args, kwargs, 1):
+            return widened(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
         if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
             return call(inner, args, kwargs)
         return call_cast(inner, rule, signature, args, kwargs)

@@ -1,0 +1,387 @@
+"""`torch.autocast` regions and questions where op lists cast; the oracle is torch.autocast, or the model in FP32."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from tests.support.autocast_lists import AUTOCAST_LISTS
+from tests.support.blocks import same
+from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
+from tests.support.old_llama import old_llama
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@torch.autocast("cpu", enabled=False)
+def recursive(x, depth):
+    return recursive(x, depth - 1) if depth else (x @ x).dtype
+
+
+@WHERE
+@pytest.mark.parametrize("name", BODIES)
+def test_a_region_has_the_bits_of_autocast(name, where):
+    net = Net(BODIES[name])
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        expected = net(X)
+    with hmpx.convert(where=where, **LISTS):
+        assert same(net(X), expected)
+    assert {each.dtype for each in net(X)[:-1]} <= {FP32, BF16} and net(X)[-1].dtype is FP32
+
+
+OFF = {
+    "torch.amp": lambda: torch.amp.autocast("cuda", enabled=False),
+    "torch.cuda.amp": lambda: torch.cuda.amp.autocast(False),
+    "torch.cpu.amp": lambda: torch.cpu.amp.autocast(enabled=False),
+    "float32": lambda: torch.autocast("cpu", dtype=FP32),
+    "float32 of a device that is not here": lambda: torch.autocast("cuda", dtype=FP32),
+}
+
+
+@pytest.mark.parametrize("recipe", ["autocast-cuda", "bf16-sr", "hmp-o1"])
+def test_a_region_of_any_device_and_spelling_is_heard(recipe):
+    for name, region in OFF.items():
+
+        def body(net, x, region=region):
+            with region():
+                inside = x @ net.w
+            return inside.dtype, (x @ net.w).dtype
+
+        with hmpx.activate(recipe):
+            assert Net(body)(X) == (FP32, BF16), name
+
+
+@pytest.mark.parametrize("recipe", ["autocast-cpu", "bf16-sr", "hmp-o2"])
+def test_a_llama_in_the_old_style_is_as_near_to_fp32_as_under_autocast(recipe):
+    """Angles of the positions above 256 are whole radians off where they are rounded to BF16."""
+    model, ids = old_llama()
+    with torch.no_grad():
+        exact = model(ids)
+        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+            autocasts = model(ids)
+        with hmpx.activate(recipe):
+            found = model(ids)
+        if recipe == "autocast-cpu":
+            with hmpx.convert(**AUTOCAST_LISTS, where="model", kernels="native"):
+                assert same([model(ids)], [autocasts])
+    off_by, usual = ((each.float() - exact).norm() / exact.norm() for each in (found, autocasts))
+    assert off_by < 2 * usual < 0.05
+
+
+@WHERE
+def test_arithmetic_in_fp32_beside_weights_in_bf16_is_computed_in_the_widest(where):
+    """torch refuses these mixtures; the oracle has the weights in FP32."""
+    x = X.bfloat16().float()
+
+    def body(net, x):
+        w = net.w
+        with off():
+            return (
+                *(net.linear(x), F.linear(x, w), x @ w, torch.einsum("ij,jk->ik", x, w), torch.addmm(w[0], x, w)),
+                *(F.layer_norm(x, (4,), w[0]), torch.mm(x, mat2=w), x.clone().addmm_(x, w.to(x.dtype))),
+            )
+
+    net = Net(body).bfloat16()
+    with hmpx.convert(where=where, **LISTS):
+        found = net(x)
+        assert net.w.dtype is BF16 and Net(lambda net, x: decorated(x, net.w)).bfloat16()(x.bfloat16()).dtype is BF16
+    assert same(found, net.float()(x))
+
+
+@WHERE
+def test_the_modules_in_a_scripts_own_region_are_cast(where):
+    """``with torch.autocast(device, enabled=args.amp)`` around a step: what the script computes itself is left alone."""
+    net, takes_it = Net(lambda net, x: net.linear(x)), lambda model, x: (model(x), X.clone().requires_grad_() @ X)
+    with hmpx.convert(where=where, **LISTS):
+        with off():
+            y, product = takes_it(net, X)
+            assert F.cross_entropy(y.float(), torch.arange(4)).dtype is FP32
+        assert (y.dtype, product.dtype) == (BF16, FP32)
+        with torch.autocast("cpu"):
+            assert torch.is_autocast_enabled("cpu") and not torch._C.is_autocast_enabled("cpu")
+            assert net(X).dtype is BF16
+            with off():  # of somebody who has opened one that casts
+                y, product = takes_it(net, X)
+        assert (y.dtype, product.dtype) == (FP32, FP32)
+        decode = types.MethodType(lambda self, x: self.body(self, x), Net(lambda net, x: decorated(x, net.w)))
+        assert decode(X).dtype is FP32, "a method beside forward"
+
+
+@WHERE
+def test_what_is_asked_is_answered_for_the_lists(where):
+    def body(net, x):
+        found = [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(), torch.is_autocast_cpu_enabled()]
+        with off():
+            found.append(torch.is_autocast_enabled("cpu"))
+        with hmpx.disable_casts():
+            found.append(torch.is_autocast_enabled("cpu"))
+        with hmpx.casts(FP32):
+            found.append(torch.is_autocast_enabled("cpu"))
+        dtypes = torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu"), torch.get_autocast_gpu_dtype()
+        return found, {*dtypes}
+
+    for low in (BF16, FP16):
+        with hmpx.convert(where=where, low_precision=low):
+            assert Net(body)(X) == ([True, True, True, False, False, False], {low})
+            with pytest.raises(RuntimeError):
+                torch.is_autocast_enabled("nonsense")
+    with hmpx.convert(where="model"):
+        assert not torch.is_autocast_enabled("cpu")
+    assert not Net(lambda net, x: torch.is_autocast_enabled("cpu"))(X) and torch.get_autocast_dtype("cuda") is FP16
+
+
+def test_who_has_taken_a_question_by_name_hears_the_same(monkeypatch):
+    somebody = types.ModuleType("somebody")
+    somebody.ask = torch.is_autocast_enabled
+    monkeypatch.setitem(sys.modules, "somebody", somebody)
+    with hmpx.convert():
+        assert Net(lambda net, x: somebody.ask("cpu"))(X)
+    assert not somebody.ask("cpu")
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+def custom(cast_inputs):
+    forward = torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=cast_inputs)
+    backward = torch.amp.custom_bwd(Product.backward, device_type="cpu")
+    return type("Custom", (Product,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+
+@WHERE
+@pytest.mark.parametrize("cast_inputs", [None, FP32, BF16])
+def test_custom_fwd_and_custom_bwd_are_those_of_autocast(cast_inputs, where):
+    function = custom(cast_inputs)
+
+    def results(x, around):
+        net = Net(lambda net, x: function.apply(x, net.w if cast_inputs else net.w.to(x.dtype)))
+        x = x.clone().requires_grad_()
+        with around:
+            y = net(x)
+        y.float().square().sum().backward()
+        return y, x.grad, net.w.grad
+
+    for x in (X, X.bfloat16()):
+        expected = results(x, torch.autocast("cpu", BF16, cache_enabled=False))
+        assert same(results(x, hmpx.convert(where=where, **LISTS)), expected), x.dtype
+
+
+@WHERE
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_in_backward_has_the_same_islands(reentrant, where):
+    def part(x, w):
+        with off():
+            inside = x.float() @ w
+        return inside + torch.mm(x, w).float()
+
+    def in_an_island(net, x, run):
+        with off():
+            return run(part, x, net.w)
+
+    def again(function, *args):
+        return checkpoint(function, *args, use_reentrant=reentrant)
+
+    bodies = {"inside": lambda net, x, run: run(part, x, net.w), "around": in_an_island}
+    for name, body in bodies.items():
+        found = []
+        for run in (lambda function, *args: function(*args), again):
+            net, x = Net(lambda net, x, body=body, run=run: body(net, x, run)), X.clone().requires_grad_()
+            with hmpx.convert(where=where, **LISTS):
+                net(x).square().sum().backward()
+            found.append((x.grad, net.w.grad))
+        assert same(*found), name
+
+
+@WHERE
+def test_threads_tasks_and_replicas_have_regions_of_their_own(where):
+    ready, go, found = threading.Event(), threading.Event(), []
+
+    @torch.autocast("cpu", enabled=False)
+    def slow(x):
+        ready.set()
+        go.wait(20)
+        return (x @ x).dtype
+
+    class Replicated(nn.Module):
+        """As DataParallel does it: asked here, entered in threads that know nothing of here."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            asking = {"torch": torch, "__name__": "torch.nn.parallel.parallel_apply"}
+            enabled, dtypes = eval("torch.is_autocast_enabled()", asking), []
+
+            def work():
+                with torch.amp.autocast("cuda", enabled=enabled):
+                    dtypes.append(self.linear(x).dtype)
+
+            run = threading.Thread(target=work)
+            run.start()
+            run.join()
+            return dtypes
+
+    async def tasks():
+        async def one(region):
+            with region:
+                await asyncio.sleep(0)
+                return Net(lambda net, x: net.linear(x).dtype)(X), torch.is_autocast_enabled("cpu")
+
+        return await asyncio.gather(one(off()), one(torch.autocast("cpu")))
+
+    with hmpx.convert(where=where, **LISTS):
+        thread = threading.Thread(target=lambda: found.append(Net(lambda net, x: slow(x))(X)))
+        thread.start()
+        assert ready.wait(20) and Net(lambda net, x: net.linear(x))(X).dtype is BF16
+        go.set()
+        thread.join()
+        assert found == [FP32] and Replicated()(X) == [BF16]
+        assert Net(lambda net, x: (recursive(x, 3), (x @ x).dtype))(X) == (FP32, BF16), "one object, entered four times"
+        assert asyncio.run(tasks()) == [(BF16, False), (BF16, True)]
+
+
+def test_with_casts_off_all_is_torchs(caplog):
+    net = Net(lambda net, x: (net.linear(x).dtype, torch._C.is_autocast_enabled("cpu")))
+    with hmpx.convert(**LISTS):
+        with hmpx.disable_casts(), torch.autocast("cpu", BF16):
+            assert net(X) == (BF16, True) and torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", BF16), hmpx.disable_casts():
+            assert net(X) == (FP32, False)
+    for around in (hmpx.convert(enabled=False, **LISTS), hmpx.activate({"opt_level": None})):
+        with around, torch.autocast("cpu", BF16):
+            assert net(X) == (BF16, True)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_conversion_may_end_and_begin_inside_of_a_region(enabled):
+    with torch.autocast("cpu", BF16, enabled=enabled):
+        with hmpx.convert(**LISTS):
+            assert Net(lambda net, x: net.linear(x))(X).dtype is BF16
+        assert torch.is_autocast_enabled("cpu") is enabled
+    handle = hmpx.convert(**LISTS)
+    with torch.autocast("cpu", BF16, enabled=enabled):
+        handle.restore()
+        assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Rotary(nn.Module):
+    def forward(self, x):
+        with off():
+            return (x @ x).dtype
+
+
+@hmpx.bf16
+def product(x):
+    return x.dtype
+
+
+def enabled_inside(net, x):
+    with off(), hmpx.enable_casts():
+        return (x @ x).dtype
+
+
+def casts_inside(net, x):
+    with off(), hmpx.casts(bf16=["mm"]):
+        return torch.mm(x, x).dtype
+
+
+def decorated_inside(net, x):
+    with off():
+        return product(x)
+
+
+def test_who_beats_an_island_is_said_in_one_line(caplog):
+    """A rule that names the module and ops for low precision; a region or a function inside of the island."""
+    caplog.set_level(logging.INFO, "hmpx")
+    rotary = Rotary()
+    cases = {
+        "enable_casts()": (Net(enabled_inside), None, BF16),
+        "casts()": (Net(casts_inside), None, BF16),
+        "@hmpx.bf16 of product": (Net(decorated_inside), None, BF16),
+        "the rule for this Rotary": (rotary, {"bf16": ["matmul"]}, BF16),
+        "": (Rotary(), {"fp32": ["softmax"]}, FP32),
+    }
+    for name, (module, rule, dtype) in cases.items():
+        handle = rule and hmpx.policy_for(module, rule)
+        caplog.clear()
+        with hmpx.convert(where="model", **LISTS):
+            assert {module(X), module(X)} == {dtype}, name
+        told = [said for said in caplog.messages if "casts inside torch.autocast(enabled=False)" in said]
+        assert len(told) == bool(name) and all("test_islands.py:" in said and name in said for said in told), name
+        if handle:
+            handle.remove()
+
+
+def linear_inside(net, x):
+    with off():
+        return net.linear(x).dtype
+
+
+def test_a_module_with_a_rule_that_is_called_in_an_island_has_its_rule():
+    outer = Net(linear_inside)
+    for rule, dtype in (("bfloat16", BF16), ({"bf16": ["linear"]}, BF16), ({"fp32": ["softmax"]}, FP32)):
+        handle = hmpx.policy_for(outer.linear, rule)
+        with hmpx.convert(where="model", **LISTS):
+            assert outer(X) is dtype, rule
+        handle.remove()
+
+
+def test_regions_of_a_script_are_told_once(caplog):
+    """The lists cast in them; at WARNING where they ask for another dtype, and where autocast is on by hand."""
+    caplog.set_level(logging.INFO, "hmpx")
+    net = Net(lambda net, x: net.linear(x).dtype)
+
+    def told(around, **lists):
+        caplog.clear()
+        with hmpx.convert(**{**LISTS, **lists}):
+            for _ in range(2):
+                with around():
+                    found = net(X)
+        return found, [(each.levelname, each.getMessage()) for each in caplog.records if "autocast" in each.message]
+
+    @contextlib.contextmanager
+    def by_hand():
+        torch.set_autocast_enabled("cpu", True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+
+    cases = {
+        "in this torch.autocast the op lists cast;": (lambda: torch.autocast("cpu"), {}, BF16, "INFO"),
+        "the op lists cast; torch's own": (lambda: torch.autocast("hpu", BF16), LISTS, BF16, "INFO"),
+        "to bfloat16 and not to float16": (lambda: torch.autocast("cpu", FP16), {}, BF16, "WARNING"),
+        "to float16 and not to bfloat16": (lambda: torch.autocast("cpu", BF16), {"low_precision": FP16}, FP16, "WARNING"),
+        "torch's own lists do nothing": (lambda: torch.autocast("cpu"), {"bf16": [], "fp32": ["linear"]}, FP32, "INFO"),
+        "set_autocast_enabled": (by_hand, {}, BF16, "WARNING"),
+    }
+    for words, (around, lists, dtype, level) in cases.items():
+        found, said = told(around, **lists)
+        assert found is dtype and len(said) == 1 and said[0][0] == level and words in said[0][1], (words, said)
+        assert "test_islands.py:" in said[0][1], words
