@@ -24,7 +24,7 @@ from hmpx.ops import autocast_questions, autocast_traced, compilers
 from hmpx.ops.autocast_regions import AutocastRegions
 from hmpx.ops.casts import Casts, PatchTable, governs_autocast
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
-from hmpx.ops.decision_log import FirstStep, VerboseLog
+from hmpx.ops.decision_log import FirstStep, VerboseLog, positions_in_words
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.forwards import replaced_forwards, wrap_forwards
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
@@ -141,6 +141,8 @@ class Conversion(Installation):
         """Log the two lines that HMP logs, and the reason if FP32 kernels replace BF16 ones."""
         logger.info("hmp:verbose_mode  %s", self._verbose)
         logger.info("hmp:opt_level  %s", self.policy.opt_level)
+        if self._verbose and (positions := positions_in_words(self.policy)):
+            logger.info("hmpx: %s", positions)
         if self.policy.low_precision in self.kernels.widened:
             logger.info("hmpx: %s: %s", self.kernels, GAINING)
 

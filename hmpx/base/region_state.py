@@ -46,14 +46,15 @@ class Region:
     function and not in an optimizer step. scope: which lists hold. owner: the `Opener` that has entered it, or the
     optimizer whose step it is. around: the region around it. left: whether it is closed; a generator or a task may
     close it while a younger one is open, or from another context. island: whether it is one; with casting None it is
-    one outside of a model, in which the forwards of modules cast. under: the casting around an island.
+    one outside of a model, in which the forwards of modules cast. under: the casting around an island. where: the
+    line of the user's that has opened it, where somebody observes the ops.
     """
 
-    __slots__ = ("around", "casting", "island", "left", "maps", "owner", "rounding", "scope", "under")
+    __slots__ = ("around", "casting", "island", "left", "maps", "owner", "rounding", "scope", "under", "where")
 
     def __init__(self, casting, rounding, maps, scope, owner=None, island=False, under=None):
         self.casting, self.rounding, self.maps, self.scope, self.owner = casting, rounding, maps, scope, owner
-        self.around, self.left, self.island, self.under = None, False, island, under
+        self.around, self.left, self.island, self.under, self.where = None, False, island, under, ""
 
 
 _innermost: ContextVar[Region] = ContextVar("hmpx regions")
@@ -266,9 +267,7 @@ def open_region(region: Region) -> None:
     """Turn casts on or off here, as a region says, until `leave` is given it."""
     if is_dynamo_compiling():
         if traced.inside:
-            region.around = Region(
-                traced.casting, None, traced.maps, traced.scope, None, traced.island, traced.under
-            )
+            region.around = Region(traced.casting, None, traced.maps, traced.scope, None, traced.island, traced.under)
         traced.inside, traced.casting, traced.maps, traced.scope = True, region.casting, region.maps, region.scope
         traced.island, traced.under = region.island, region.under
         _enter_in_graph(region.scope, region.casting, region.maps, region.island, region.under)

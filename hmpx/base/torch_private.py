@@ -80,6 +80,12 @@ NAMES: dict[str, str] = {
     "torch._dynamo.eval_frame.OptimizedModule()._orig_mod": "no part of a parameter's name",
     "torch._dynamo.utils.unpatched_nn_module_call": "a module whose call opens a region counts as unpatched",
     "torch._dynamo.variables.nn_module.unpatched_nn_module_call": "the same",
+    "torch._dynamo.variables.ctx_manager.AutocastModeVariable": "traces a region of hmpx in place of torch.autocast's",
+    "torch._dynamo.variables.torch.constant_fold_functions": "holds torch's own is_autocast_enabled, and not ours",
+    "torch._dynamo.variables.base.VariableTracker": "stands for what hmpx has Dynamo trace there",
+    # torch.autocast
+    "torch.autocast()._enabled": "whether a region was to cast",
+    "torch._C._is_any_autocast_enabled": "whether torch's own autocast is on where a conversion begins",
     # TorchScript
     "torch.jit._builtins._get_builtin_table": "takes a wrapper for the builtin that it stands for",
     "torch.jit._recursive.try_compile_fn": "is given the original of a wrapper to compile",

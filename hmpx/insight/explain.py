@@ -11,9 +11,11 @@ import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
+from hmpx.insight.islands import islands
 from hmpx.insight.reasons import reason
 from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
+from hmpx.ops.decision_log import positions_in_words
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
 from hmpx.ops.policies.lists import SIDES, shipped
@@ -108,11 +110,13 @@ _WHERE = {
 }
 
 
-def explain(recipe: Stated) -> None:
+def explain(recipe: Stated, model: torch.nn.Module | None = None) -> None:
     """Print in words what a recipe does to weights, ops, gradients, state and checkpoints, with bytes per parameter.
 
     Args:
         recipe: as for `hmpx.prepare`.
+        model: also name the lines of its classes that say ``torch.autocast(device, enabled=False)``, where no op is
+            cast, with the modules.
 
     Raises:
         HmpxError: there is no such recipe, or something in it does not fit.
@@ -127,7 +131,16 @@ def explain(recipe: Stated) -> None:
         checkpoints  as without hmpx
         bytes        4 weights + 4 gradients + 8 state = 16 a parameter, with two state tensors as of Adam
     """
-    print("\n".join(recipe_lines(as_recipe(recipe))))
+    print("\n".join([*recipe_lines(as_recipe(recipe)), *(island_lines(model) if model is not None else ())]))
+
+
+def island_lines(model: torch.nn.Module) -> list[str]:
+    """Return one line for each line of a model's classes inside of which no op is cast."""
+    return [
+        f"{'' if i else 'left alone':12} torch.autocast(enabled=False) at {line}: {', '.join(names[:3])}"
+        f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for i, (line, names) in enumerate(islands(model).items())
+    ]
 
 
 def recipe_lines(recipe: Recipe) -> list[str]:
@@ -143,6 +156,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "ops": _ops_in_words(recipe, policy),
         "where": "" if policy is None else _WHERE[recipe.where],
         MODULES: "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items()),
+        "positions": "" if policy is None else positions_in_words(policy),
         "kernels": _kernels_in_words(recipe, policy),
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),

@@ -6,6 +6,7 @@ from types import FrameType
 
 import torch
 
+from hmpx.base import region_state
 from hmpx.ops.forwards import overlay_that_casts
 from hmpx.ops.policies.catalog import Op, catalog
 from hmpx.ops.policies.policy import Policy, Rule
@@ -37,8 +38,11 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
         overlay = overlay_that_casts(frame) if frame is not None else None
         return f"cast before the module's forward: {overlay.where}" if overlay else "cast by hand"
     if point.rule is not None and not seen.casting:
-        said = is_explicit(seen.args, seen.kwargs)
-        return "left alone: the caller says dtype= or out=" if said else "left alone: casts are off here"
+        if is_explicit(seen.args, seen.kwargs):
+            return "left alone: the caller says dtype= or out="
+        island = region_state.innermost()
+        where = f"in torch.autocast(enabled=False) at {island.where}" if island.island else "casts are off here"
+        return f"left alone: {where}"
     if op is None:
         return f"{point.rule}: {_where(point.op, policy) or 'by its decorator'}; a function of yours"
     if point.in_place:

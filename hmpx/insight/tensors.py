@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from hmpx.base import run_in_region
+from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.wrapping.overriding import PLAIN
 
 Tensor = torch.Tensor
 LOW = frozenset({torch.bfloat16, torch.float16})
+EXACT_UP_TO = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _sum, _detach, _isfinite, _all = Tensor.sum, Tensor.detach, torch.isfinite, Tensor.all
 _item = Tensor.item
 _unseen = torch._C._DisableTorchDispatch
@@ -73,3 +75,16 @@ def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
         if not bool((odd == -math.inf).all()):
             return False
         return op in _WRITE_CONSTANTS or any(bool((each == -math.inf).any()) for each in inputs if is_readable(each))
+
+
+def rounded_positions(values: Tensor, dtype: torch.dtype) -> str:
+    """Say which whole numbers, as of positions, a cast to low precision makes others of; "" where it makes none."""
+    exact = EXACT_UP_TO.get(dtype, math.inf)
+    if values.numel() <= exact or type(values) not in PLAIN or values.layout is not torch.strided:
+        return ""
+    with _unseen():
+        values = _detach(values)
+        largest = _item(values.max())
+        if not exact < largest < math.inf or not torch.equal(values, values.round()):
+            return ""
+    return f"positions above {exact} in {dtype_name(dtype)}, up to {largest:.0f}"

@@ -29,7 +29,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule
 from hmpx.ops.policies.policy import LOW_RULES, Policies
-from hmpx.ops.wrapping.callers import modules
+from hmpx.ops.wrapping.callers import modules, users_line
 from hmpx.ops.wrapping.switch import in_forward, is_in_model
 
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
@@ -99,6 +99,8 @@ class AutocastRegions:
                 casts = _is_overruled(frame)
             own = region_state.enter_autocast(casts, casts or is_in_model(frame) or in_enabled_region(), region)
             self._open[id(own)] = own
+            if process_state.observer is not None:
+                own.where = users_line(frame)
             return region
 
         return entering

@@ -22,6 +22,7 @@ from hmpx.base import forks, process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import first_steps
+from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.switch import is_outside
@@ -137,6 +138,17 @@ class FirstStep:
                 "recipe apex-o1, or convert(low_precision=torch.float16), runs them in FP16; scale the loss then",
                 torch.cuda.get_device_name(),
             )
+
+
+def positions_in_words(policy: Policy) -> str:
+    """Say what a policy with `mul` in low precision does to angles that are positions times frequencies; else ""."""
+    if policy.listed("mul") not in LOW_RULES.values():
+        return ""
+    whole = {torch.bfloat16: 256, torch.float16: 2048}[policy.low_precision]
+    return (
+        f"mul rounds positions above {whole} (rotary angles that no region of torch.autocast holds in FP32); "
+        "fp32: [mul] in the module that multiplies them"
+    )
 
 
 def say_once(level: int, said: str, frame: types.FrameType) -> None:

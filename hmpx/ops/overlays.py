@@ -84,9 +84,9 @@ class Overlay:
     @property
     def lowers(self) -> bool:
         """Whether this overlay names ops for low precision."""
-        if self.policy is not None:
-            return bool(self.policy.bf16 or self.policy.fp8)
-        return self.dtype in LOW_RULES or self.bf16_products or any(side in ("bf16", "fp8") for _, side, _ in self.names)
+        return (
+            self.dtype in LOW_RULES or self.bf16_products or any(side in ("bf16", "fp8") for _, side, _ in self.names)
+        )
 
     @property
     def casts_arguments(self) -> bool:

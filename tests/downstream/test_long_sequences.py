@@ -45,7 +45,9 @@ MODELS = {
     "llama": transformers("Llama", "ForCausalLM", long_text, **LONG),
     "mixtral": transformers("Mixtral", "ForCausalLM", long_text, **LONG, num_local_experts=4),
     "gpt2, upcast": transformers("GPT2", "LMHeadModel", long_text, **WORDS, **GPT2),
-    "t5": transformers("T5", "ForConditionalGeneration", lambda: {**long_text(), "decoder_input_ids": tokens(6, 1)}, **T5),
+    "t5": transformers(
+        "T5", "ForConditionalGeneration", lambda: {**long_text(), "decoder_input_ids": tokens(6, 1)}, **T5
+    ),
     "diffusers flux": of("diffusers", "FluxTransformer2DModel", long_image, **FLUX),
 }
 

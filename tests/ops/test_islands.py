@@ -104,7 +104,7 @@ def test_arithmetic_in_fp32_beside_weights_in_bf16_is_computed_in_the_widest(whe
 
 @WHERE
 def test_the_modules_in_a_scripts_own_region_are_cast(where):
-    """``with torch.autocast(device, enabled=args.amp)`` around a step: what the script computes itself is left alone."""
+    """``with torch.autocast(device, enabled=args.amp)`` around a step: what the script itself computes stays alone."""
     net, takes_it = Net(lambda net, x: net.linear(x)), lambda model, x: (model(x), X.clone().requires_grad_() @ X)
     with hmpx.convert(where=where, **LISTS):
         with off():
@@ -373,12 +373,13 @@ def test_regions_of_a_script_are_told_once(caplog):
         finally:
             torch.set_autocast_enabled("cpu", False)
 
+    fp16, linear_in_fp32 = {"low_precision": FP16}, {"bf16": [], "fp32": ["linear"]}
     cases = {
         "in this torch.autocast the op lists cast;": (lambda: torch.autocast("cpu"), {}, BF16, "INFO"),
-        "the op lists cast; torch's own": (lambda: torch.autocast("hpu", BF16), LISTS, BF16, "INFO"),
+        "the op lists cast; torch's own": (lambda: torch.autocast("hpu", BF16), {}, BF16, "INFO"),
         "to bfloat16 and not to float16": (lambda: torch.autocast("cpu", FP16), {}, BF16, "WARNING"),
-        "to float16 and not to bfloat16": (lambda: torch.autocast("cpu", BF16), {"low_precision": FP16}, FP16, "WARNING"),
-        "torch's own lists do nothing": (lambda: torch.autocast("cpu"), {"bf16": [], "fp32": ["linear"]}, FP32, "INFO"),
+        "to float16 and not to bfloat16": (lambda: torch.autocast("cpu", BF16), fp16, FP16, "WARNING"),
+        "torch's own lists do nothing": (lambda: torch.autocast("cpu"), linear_in_fp32, FP32, "INFO"),
         "set_autocast_enabled": (by_hand, {}, BF16, "WARNING"),
     }
     for words, (around, lists, dtype, level) in cases.items():

@@ -1,4 +1,4 @@
-"""A Llama in the style of older transformers: angles are a product of matrices, in FP32 by a region of torch.autocast."""
+"""A Llama in the style of older transformers: a region of torch.autocast holds its angles in FP32."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ from hmpx.insight.doctor.diagnosis import Names, Problem, some
 from hmpx.insight.doctor.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.doctor.op_watch import VIEWS
 from hmpx.insight.module_names import MIXING, unchosen
-from hmpx.insight.tensors import LOW, is_masked
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_masked
 from hmpx.insight.text_table import number, short_places
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 
-_EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _MANY = 64  # so many integers are not even by chance
 _HUGE = 1e4  # a larger constant was meant to be out of reach
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
@@ -84,10 +83,10 @@ def _probabilities(op: OpCall, notes: Notes) -> str | None:
 def _positions(op: OpCall, notes: Notes) -> str | None:
     """Numbers that count up by one, as far as low precision can: behind that, neighbours are the same."""
     out = op.out
-    if out.dtype not in LOW or out.numel() <= _EXACT[out.dtype]:
+    if out.dtype not in LOW or out.numel() <= EXACT_UP_TO[out.dtype]:
         return None
     row = (out.reshape(-1, out.shape[-1])[0] if out.shape[-1] > 1 else out.reshape(-1)).double()
-    steps, least = row.diff(), _EXACT[out.dtype]
+    steps, least = row.diff(), EXACT_UP_TO[out.dtype]
     exact = row[1:] < least
     if not exact.any() or bool((steps[exact] != 1).any()) or bool((steps < 0).any()) or not bool((steps == 0).any()):
         return None
@@ -110,7 +109,7 @@ def _indices(op: OpCall, notes: Notes) -> str | None:
     given = op.given[0]
     if given.numel() < 2:
         return None
-    above = given[given.abs() > _EXACT.get(given.dtype, _EXACT[torch.bfloat16])]
+    above = given[given.abs() > _EXACT.get(given.dtype, EXACT_UP_TO[torch.bfloat16])]
     if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
         return None
     return (

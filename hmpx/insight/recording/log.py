@@ -292,6 +292,9 @@ def attention(log: Log) -> Iterator[tuple[str, list[str]]]:
         "In a dtype that nobody chose": (
             f"{site.place}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)
         ),
+        "Whole numbers, as positions are, that low precision does not have: keep them in FP32": (
+            f"{site.place}: {site.positions} ({site.rule} list)" for site in alike(log.sites) if site.positions
+        ),
         "Cast outside of any model: put `with hmpx.disable_casts():` around it, or say where: model": (
             f"{site.place} ({times(site.outside)})" for site in alike(log.sites) if site.outside
         ),

@@ -31,7 +31,7 @@ from hmpx.insight.recording.findings import RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Site
 from hmpx.insight.run_state import eager
-from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable
+from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, rounded_positions
 from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
@@ -222,6 +222,9 @@ class Recorder:
                 else:
                     site.cast_seconds += seen.began - entered if cast else 0.0
                     site.op_seconds += ran
+        for before, after in () if site.positions or by_hand else cast:
+            if site.calls == 1 or is_readable(before):  # of others the first alone, which waits for the device
+                site.positions = site.positions or rounded_positions(before, after.dtype)
         if site.nonfinite is None:
             for tensor in result:
                 if not is_readable(tensor):

@@ -38,6 +38,7 @@ class Site:
             ("blocks_saturated"). Complete when the region ends.
         in_low: why calls that are listed for FP8 were computed in BF16, and how many.
         unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
+        positions: in words, which whole numbers a cast of a rule's rounded to others; "" where it rounded none.
     """
 
     op: str
@@ -60,6 +61,7 @@ class Site:
     nonfinite: int | None = None
     nonfinite_at: int | None = None
     unchosen: str = ""
+    positions: str = ""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
     in_low: dict[str, int] = field(default_factory=dict)
 

@@ -146,9 +146,9 @@ def in_forward(frame: types.FrameType | None, any_method: bool = False) -> bool:
     while frame is not None:
         code = frame.f_code
         is_method = any_method and code.co_varnames[:1] == ("self",)  # and not `def train(model, ...)`
-        if code.co_argcount and (is_method or code.co_name == "forward"):
-            if isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
-                return True
+        looks = code.co_argcount and (is_method or code.co_name == "forward")
+        if looks and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+            return True
         frame = frame.f_back
     return False
 
