@@ -1,4 +1,4 @@
-"""Finds in the source of a model's classes where it says "FP32 here": regions of `torch.autocast` that are not enabled."""
+"""Finds where the source of a model's classes says "FP32 here": regions of `torch.autocast` that are not enabled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _in_function(function: object) -> Iterator[str]:
 
 
 def _is_off(call: ast.Call) -> bool:
-    """Return whether a call makes a region that is not enabled, or one of an autograd function that casts its inputs."""
+    """Return whether a call makes a region that is not enabled, or the forward of a function that casts its inputs."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     given = {each.arg: each.value for each in call.keywords}
     if name == "custom_fwd":

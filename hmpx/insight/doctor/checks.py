@@ -62,7 +62,7 @@ def _loss(op: OpCall, notes: Notes) -> str | None:
 
 def _cumulative(op: OpCall, notes: Notes) -> str | None:
     length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
-    return f"over {length} elements" if length > _EXACT.get(op.out.dtype, math.inf) else None
+    return f"over {length} elements" if length > EXACT_UP_TO.get(op.out.dtype, math.inf) else None
 
 
 def _statistic(op: OpCall, notes: Notes) -> str | None:
@@ -109,7 +109,7 @@ def _indices(op: OpCall, notes: Notes) -> str | None:
     given = op.given[0]
     if given.numel() < 2:
         return None
-    above = given[given.abs() > _EXACT.get(given.dtype, EXACT_UP_TO[torch.bfloat16])]
+    above = given[given.abs() > EXACT_UP_TO.get(given.dtype, EXACT_UP_TO[torch.bfloat16])]
     if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
         return None
     return (
