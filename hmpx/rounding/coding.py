@@ -15,11 +15,11 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import native
+from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
 from hmpx.rounding.devices import is_on_host, reinterpreted
-from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import Keys, Span, derive_key
-from hmpx.rounding.stochastic import numbers_of
+from hmpx.rounding.stochastic import random_numbers
 
 Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]
@@ -147,7 +147,7 @@ class StateCode(ABC):
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
-        numbers, per_byte = numbers_of(x, spans, keys), x.numel() // codes.numel()
+        numbers, per_byte = random_numbers(x, spans, keys), x.numel() // codes.numel()
         for sheet in _sheets(start, x, rows):
             scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
             values, r = (sheet.in_blocks(each, start) for each in (x, numbers))

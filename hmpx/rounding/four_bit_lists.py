@@ -1,4 +1,4 @@
-"""The numbers that codes of 4 bits mean, in FP32; `four_bits.py` says of which blocks."""
+"""The numbers that codes of 4 bits mean, in FP32; `four_bit_codes.py` says of which blocks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import torch
 
 from hmpx.rounding.devices import is_on_host, reinterpreted, shifted
 from hmpx.rounding.keys import Keys, Span
-from hmpx.rounding.stochastic import numbers_of
+from hmpx.rounding.stochastic import random_numbers
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,7 @@ def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], key
     """
     bits = _kept_bits(x)
     bits = bits + torch.where(
-        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(numbers_of(x, spans, keys), 8).view(x.shape), 0
+        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(random_numbers(x, spans, keys), 8).view(x.shape), 0
     )
     lower.copy_(shifted(bits, 8))  # to the low 8 bits, as C casts
     upper.copy_(_upper(bits & -0x100))

@@ -31,5 +31,5 @@ void round_list(const Rounding *list, int64_t count, uint64_t step_key, int thre
 
 #include "native_masters.c" /* one library */
 #include "native_codes.c"
-#include "native_held.c"
+#include "native_stored.c"
 #include "native_steps.c"

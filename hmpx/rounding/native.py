@@ -16,12 +16,12 @@ from hmpx.rounding.native_library import library
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
-FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS = range(1, 11)  # kinds, of `native_held.c`
+FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS = range(1, 11)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
-_HELD = 4  # words of a tensor that is held in some way
-_WORDS, _GRAD = 2 + _HELD * (2 + _STATES), 2 + _HELD  # of a parameter; the place of its gradient's pointer
-_SHOWN = 5 + _HELD
+_STORED = 4  # words of a tensor that is held in some way
+_WORDS, _GRAD = 2 + _STORED * (2 + _STATES), 2 + _STORED  # of a parameter; the place of its gradient's pointer
+_SHOWN = 5 + _STORED
 
 
 class Rounding(NamedTuple):
@@ -46,7 +46,7 @@ class Rounding(NamedTuple):
 class StoredTensor(NamedTuple):
     """A contiguous tensor of a parameter, in the form in which it is held between two steps.
 
-    kind: a kind of `native_held.c`. name: the hash of its name.
+    kind: a kind of `native_stored.c`. name: the hash of its name.
     beside: masters or lower halves, of the same shape; or the scales of codes, which lie in rows of `row` elements.
     """
 
@@ -101,7 +101,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 
 def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
     """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
-    return count, 0, start, held.size, held.row or held.size, *_held_words(held)
+    return count, 0, start, held.size, held.row or held.size, *_stored_words(held)
 
 
 def show_at(words: array[int], addresses: Sequence[int]) -> None:
@@ -140,13 +140,13 @@ def words_of(stepped: Sequence[StepArguments]) -> array[int]:
     for each in stepped:
         words.extend((each.weight.tensor.numel(), each.row))
         for held in each.tensors():
-            words.extend(_held_words(held))
+            words.extend(_stored_words(held))
     return words
 
 
-def _held_words(held: StoredTensor | None) -> tuple[int, ...]:
+def _stored_words(held: StoredTensor | None) -> tuple[int, ...]:
     if held is None:
-        return (0,) * _HELD
+        return (0,) * _STORED
     return held.tensor.data_ptr(), held.kind, held.name, 0 if held.beside is None else held.beside.data_ptr()
 
 

@@ -56,8 +56,9 @@ LOOP uint16_t scale_of(const float *restrict x, int64_t count, Largest largest, 
   return (uint16_t)(exponent << 7 | (largest.bits > 0x80000000u) << 15);
 }
 
-/* Of two ways to read a number, as one that is below the least exponent and as another one, the larger code is right.
-   All is done in 32 bits and narrowed at the end: compilers would do some of it in 8, and narrow each part. */
+/* A number has two candidates for its code: one as if it were below the least exponent, one as if it were not. The
+   larger code is right. All arithmetic is in 32 bits and narrowed at the end: compilers would do some of it in 8 bits,
+   and narrow each part. */
 LOOP void encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
                     const uint16_t *restrict r, const int is_signed, const int is_within, const FloatCode c) {
   int32_t one = ONE(c, is_signed), least = (128 - one) << 23; /* the bits of the least number with an exponent */
@@ -131,7 +132,7 @@ static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes
   decode_float(codes, x, count, scale, EIGHT_BITS);
 }
 
-/* four_bits.py */
+/* four_bit_codes.py */
 
 static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.21249999105930328f, -0.0775f, -0.0325000025331974f,
                                 -0.0055f, 0.0f, 0.0055f, 0.0325000025331974f, 0.0775f, 0.21249999105930328f, 0.4375f,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 logger = logging.getLogger("hmpx")
 
-_FILES = ("native.c", "native.h", "native_masters.c", "native_codes.c", "native_held.c", "native_steps.c")
+_FILES = ("native.c", "native.h", "native_masters.c", "native_codes.c", "native_stored.c", "native_steps.c")
 _SOURCES = [Path(__file__).with_name(name) for name in _FILES]  # the first includes the others
 _FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one

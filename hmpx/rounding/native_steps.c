@@ -1,5 +1,5 @@
 /* Optimizer steps that end in stochastic rounding, one pass over weights, gradients and state, for a list of
-   parameters at once. updates/fused_formulas.py makes the scalars; the order of operations is the one below. */
+   parameters at once. updates/stepping/fused_formulas.py makes the scalars; the order of operations is the one below. */
 
 #include "native.h"
 
@@ -7,11 +7,11 @@
 #define SCALARS 12
 
 enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
-typedef struct { int64_t n, row; Held held[TENSORS]; } Stepped; /* native.py has the same */
+typedef struct { int64_t n, row; Stored stored[TENSORS]; } Stepped; /* native.py has the same */
 
-/* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. It finds them there, too, or still in BF16:
-   of the gradient, the weight and all state, in this order, the first `halves`. While it waits for a root or a quotient
-   it reads BF16 in no time; loops before it that did nothing else took a tenth of the step. */
+/* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. Its inputs are there too, or still in BF16:
+   `halves` is the number of tensors in BF16, counted in the order gradient, weight, states. A kernel reads BF16 at no
+   cost while it waits for a root or a quotient; separate loops that only widened BF16 took a tenth of the step. */
 #define KERNEL(NAME, A, B, C)                                                                            \
   LOOP NAME(float *restrict p, const uint16_t *restrict half_p, const float *restrict grad,              \
             const uint16_t *restrict half_grad, float *restrict A, const uint16_t *restrict half_##A,    \
@@ -121,47 +121,47 @@ typedef void Kernel(float *const *, const uint16_t *const *, const float *, int6
 static Kernel *const KERNELS[][4] = {FOR_EACH_KERNEL(THEIR_NAMES)};
 
 static int halves_of(const Stepped *one) {
-  const Held *held = one->held;
-  if (held[GRAD].kind != BF16) return 0;
-  if (held[WEIGHT].kind != BF16 && held[WEIGHT].kind != NEAREST) return 1;
+  const Stored *stored = one->stored;
+  if (stored[GRAD].kind != BF16) return 0;
+  if (stored[WEIGHT].kind != BF16 && stored[WEIGHT].kind != NEAREST) return 1;
   for (int i = STATE; i < TENSORS; i++)
-    if (held[i].kind != BF16 && held[i].kind != ABSENT) return 2;
+    if (stored[i].kind != BF16 && stored[i].kind != ABSENT) return 2;
   return 3;
 }
 
 /* Asks for `count` elements that will be read soon: the loops that write a block load nothing new, and hardware that
    looks at what is loaded does not run far enough ahead. */
-static inline void fetched(const Held *held, int64_t at, int64_t count) {
+static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
   static const int64_t halves[] = {0, 8, 4, 2, 4, 4, 4, 4, 2, 2, 1}; /* of a byte, of an element, by kind */
-  const char *from = AS(const char, held->at) + at * halves[held->kind] / 2;
-  for (int64_t byte = 0; byte < count * halves[held->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
+  const char *from = AS(const char, stored->at) + at * halves[stored->kind] / 2;
+  for (int64_t byte = 0; byte < count * halves[stored->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }
 
 /* scalars: SCALARS of each parameter. step_key: of the seed and the step. No parameter has 2^32 elements or more. */
 void step_list(int kernel, const Stepped *list, const float *scalars, int64_t count, uint64_t step_key, int threads) {
   FOR_EACH_SHARE(Stepped, {
-    const Held *held = one->held;
+    const Stored *stored = one->stored;
     int64_t row = uneven_rows(one->row, one->n);
     share = (Share){row_start(share.from, row, one->n), row_start(share.to, row, one->n)};
     if (share.from == share.to) continue;
     int halves = halves_of(one), tensors = TENSORS; /* up to the last one that is there */
-    while (held[tensors - 1].kind == ABSENT) tensors--;
+    while (stored[tensors - 1].kind == ABSENT) tensors--;
     const int is_half[TENSORS] = {halves > 1, halves > 0, halves > 2, halves > 2, halves > 2};
     uint64_t keys[TENSORS];
-    for (int i = 0; i < tensors; i++) keys[i] = derive_key(step_key, held[i].name, 0);
+    for (int i = 0; i < tensors; i++) keys[i] = derive_key(step_key, stored[i].name, 0);
     for (int64_t at = share.from, n; at < share.to; at += n) {
       float rooms[TENSORS][BLOCK], *x[TENSORS] = {0};
       const uint16_t *half[TENSORS] = {0};
       n = opened_at_once(at, share.to, row);
       int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
-      for (int i = 0; i < tensors; i++) fetched(&held[i], next, ahead);
+      for (int i = 0; i < tensors; i++) fetched(&stored[i], next, ahead);
       for (int i = 0; i < tensors; i++) {
-        x[i] = is_half[i] ? rooms[i] : opened(&held[i], at, n, row, rooms[i]);
-        half[i] = AS(uint16_t, held[i].at) + at;
+        x[i] = is_half[i] ? rooms[i] : opened(&stored[i], at, n, row, rooms[i]);
+        half[i] = AS(uint16_t, stored[i].at) + at;
       }
       KERNELS[kernel][halves](x, half, scalars + (one - list) * SCALARS, n);
       for (int i = 0; i < tensors; i++)
-        if (i != GRAD) closed(&held[i], at, n, row, x[i], keys[i]);
+        if (i != GRAD) closed(&stored[i], at, n, row, x[i], keys[i]);
     }
   })
 }

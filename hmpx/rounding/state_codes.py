@@ -10,7 +10,7 @@ from typing import Any
 
 from hmpx.rounding.coding import CodeName, StateCode
 from hmpx.rounding.eight_bits import EIGHT_BITS, FP8
-from hmpx.rounding.four_bits import FOUR_BITS
+from hmpx.rounding.four_bit_codes import FOUR_BITS
 
 STATE_CODES: dict[CodeName, StateCode] = {code.name: code for code in (EIGHT_BITS, FP8, FOUR_BITS)}
 SCALES = "hmpx_scales_"  # before the optimizer's own name of a state tensor

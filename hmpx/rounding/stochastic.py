@@ -33,7 +33,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager
-from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
 from hmpx.rounding.native import Rounding
 
@@ -139,7 +139,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
         out.copy_(target)
 
 
-def numbers_of(like: Tensor, spans: Sequence[Span], keys: Keys) -> Tensor:
+def random_numbers(like: Tensor, spans: Sequence[Span], keys: Keys) -> Tensor:
     """Return the random numbers by which the elements of a flat tensor are rounded: r above, in int32."""
     out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
     for span in spans:

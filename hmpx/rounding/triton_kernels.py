@@ -1,9 +1,9 @@
 """The Triton kernels: optimizer steps of a list of parameters, and moving a list of tensors from one form to another.
 
-As in `native_held.c`, a tensor is read to FP32 from the form in which it is held between two steps, and written back.
-A program takes a tile of elements: `TILE` blocks of `CODES`. A table has a row of words for each parameter: `HEAD` for
-the parameter, `HELD` for each of its tensors. The first program of each parameter stands in the table; a program looks
-there for its own. To add a way of holding a tensor, write it into `opened` and `closed`.
+As in `native_stored.c`, a tensor is read to FP32 from the form in which it is stored between two steps, and written
+back. A program takes a tile of elements: `TILE` blocks of `CODES`. A table has a row of words for each parameter:
+`HEAD` for the parameter, `STORED` for each of its tensors. The first program of each parameter stands in the table; a
+program looks there for its own. To add a way of holding a tensor, write it into `opened` and `closed`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
 
-# Kinds, of `native_held.c`; none at all; other codes, in FOURS two in a byte. Below 0: codes whose scales are there.
+# Kinds, of `native_stored.c`; none at all; other codes, in FOURS two in a byte. Below 0: codes whose scales are there.
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
 NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
 SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
@@ -51,7 +51,7 @@ FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, 
     tl.constexpr(number) for number in range(12)
 )
 # Words of a tensor: its address, its key, the address of `native.StoredTensor.beside`.
-AT, KEY, BESIDE, HELD = (tl.constexpr(number) for number in range(4))
+AT, KEY, BESIDE, STORED = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
@@ -224,9 +224,9 @@ def own_part(table, count, WORDS: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, LIE: tl.constexpr):
     """Read tensors held in one way, and write them in another way."""
-    number, part = own_part(table, count, HEAD + 2 * HELD)
-    one = table + number * (HEAD + 2 * HELD)
-    source, target = one + HEAD, one + HEAD + HELD
+    number, part = own_part(table, count, HEAD + 2 * STORED)
+    one = table + number * (HEAD + 2 * STORED)
+    source, target = one + HEAD, one + HEAD + STORED
     tile = tile_of(one, part, LIE)
     x = opened(tile, source, SOURCE, LIE)
     closed(tile, target, x, TARGET, LIE)
@@ -277,19 +277,19 @@ def step_list(
     C: tl.constexpr, LIE: tl.constexpr,
 ):  # fmt: skip
     """Step parameters whose weight, gradient and states are held in these ways."""
-    number, part = own_part(table, count, HEAD + 5 * HELD)
-    one = table + number * (HEAD + 5 * HELD)
-    weight, state, s = one + HEAD, one + HEAD + 2 * HELD, scalars + number * SCALARS
+    number, part = own_part(table, count, HEAD + 5 * STORED)
+    one = table + number * (HEAD + 5 * STORED)
+    weight, state, s = one + HEAD, one + HEAD + 2 * STORED, scalars + number * SCALARS
     tile = tile_of(one, part, LIE)
     p = opened(tile, weight, P, LIE)
-    grad = opened(tile, weight + HELD, G, LIE)
+    grad = opened(tile, weight + STORED, G, LIE)
     a = opened(tile, state, A, LIE)
-    b = opened(tile, state + HELD, B, LIE)
-    c = opened(tile, state + 2 * HELD, C, LIE)
+    b = opened(tile, state + STORED, B, LIE)
+    c = opened(tile, state + 2 * STORED, C, LIE)
     grad = tl.load(s) * grad + tl.load(s + 1) * p
     MOMENTUM: tl.constexpr = (A if KERNEL == SGD else B) != ABSENT
     p, a, b, c = stepped(KERNEL, p, grad, a, b, c, s, MOMENTUM, C != ABSENT)
     closed(tile, weight, p, P, LIE)
     closed(tile, state, a, A, LIE)
-    closed(tile, state + HELD, b, B, LIE)
-    closed(tile, state + 2 * HELD, c, C, LIE)
+    closed(tile, state + STORED, b, B, LIE)
+    closed(tile, state + 2 * STORED, c, C, LIE)

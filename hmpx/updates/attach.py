@@ -15,7 +15,7 @@ from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping import step_count
@@ -65,7 +65,7 @@ def attach(
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
             tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`),
             "fp8" in the numbers of float8_e4m3fn, and "4bit" in 4 bits where two dimensions or more have
-            rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bits`). State of Muon, SOAP and Shampoo is
+            rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bit_codes`). State of Muon, SOAP and Shampoo is
             in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
@@ -154,7 +154,7 @@ def attach(
 
 def attached(optimizer: Optimizer) -> Attachment | None:
     """Return the attachment of this optimizer, or of the one inside it; None if it is not attached."""
-    return attachment_of(inside_zero(optimizer) or optimizer)
+    return own_attachment(inside_zero(optimizer) or optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:

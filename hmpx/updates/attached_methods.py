@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hmpx.base import run_in_region
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.updates.holding.stores import Stores
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16
 from hmpx.updates.stepping.step_call import StepCall
@@ -60,7 +60,7 @@ def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: A
     if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
         return method(optimizer, *args, **kwargs)
     call = StepCall(optimizer, method, args, kwargs)
-    return run_in_region.run_step(optimizer, None, attachment_of(optimizer).step, (call,))
+    return run_in_region.run_step(optimizer, None, own_attachment(optimizer).step, (call,))
 
 
 def attach_copy(optimizer: Optimizer, original: Any) -> Any:
@@ -75,7 +75,7 @@ def attach_copy(optimizer: Optimizer, original: Any) -> Any:
 def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     """Reduce an attached optimizer for copies and pickles; torch's own would keep state, groups and defaults alone."""
     optimizer = reference()
-    attachment = attachment_of(optimizer)
+    attachment = own_attachment(optimizer)
     attachment.cast_state_along()
     if step_count.stored(optimizer):
         step_count.keep(optimizer)

@@ -19,7 +19,7 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -93,7 +93,7 @@ class Attachment:
     @property
     def active(self) -> bool:
         """Whether the optimizer is still attached by this handle."""
-        return self.optimizer is not None and attachment_of(self.optimizer) is self
+        return self.optimizer is not None and own_attachment(self.optimizer) is self
 
     def detach(self) -> None:
         """See `hmpx.detach`."""

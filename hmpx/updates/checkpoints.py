@@ -17,7 +17,7 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_tensors import check_codes, is_coded
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters
@@ -76,7 +76,7 @@ class Checkpoints:
     def _saving(self, optimizer: Optimizer) -> None:
         """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
-        attachment_of(optimizer).cast_state_along()
+        own_attachment(optimizer).cast_state_along()
         known = step_count.stored(optimizer)
         if known:
             step_count.keep(optimizer)

@@ -86,7 +86,7 @@ class _ClaimedParameter:
     def update(self) -> None:
         """Put the latest claim into force, unless it is already; gradients stay as they are."""
         last = self.claims[-1] if self.claims else None
-        # One of FP32 is widened for the time when it is cast to BF16.
+        # An FP32 parameter is prepared too: it may be cast to BF16 later.
         of_fp32 = self.param.dtype is torch.float32 and not in_job()
         wanted = last is not None and last.fp32 and (self.param.dtype is torch.bfloat16 or of_fp32)
         if self._widened != (now := (wanted, wanted and self._reduced)):

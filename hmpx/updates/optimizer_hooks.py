@@ -33,7 +33,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 _loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
 
 
-def attachment_of(optimizer: Optimizer) -> Any:
+def own_attachment(optimizer: Optimizer) -> Any:
     """Return the attachment that an optimizer holds itself, or None; see `attach.attached`."""
     return vars(optimizer).get(ATTRIBUTE)
 
@@ -87,7 +87,7 @@ def _telling_of_groups(add_param_group: Callable) -> Callable:
         _widen_hyperparameters(optimizer.defaults)
         _widen_hyperparameters(param_group)
         add_param_group(optimizer, param_group)
-        attachment = attachment_of(optimizer)
+        attachment = own_attachment(optimizer)
         if attachment is not None:
             attachment.sync_parameters()
 
@@ -104,7 +104,7 @@ def _widen_hyperparameters(values: dict[str, Any]) -> None:
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:
     @functools.wraps(load_state_dict)
     def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
-        attachment, before = attachment_of(self), getattr(_loading, "attached", False)
+        attachment, before = own_attachment(self), getattr(_loading, "attached", False)
         _loading.attached = attachment is not None
         try:
             if attachment is not None:

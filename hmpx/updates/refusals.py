@@ -11,7 +11,7 @@ import torch
 from hmpx.base import region_state
 from hmpx.errors import HmpxError
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16
 
@@ -35,12 +35,12 @@ def refuse_plain_steps(optimizer: Optimizer) -> None:
 
 def _carry_number(optimizer: Optimizer) -> None:
     """Store step number and seed again, in case their group was removed since the last step."""
-    if attachment_of(optimizer) is None and step_count.stored(optimizer):
+    if own_attachment(optimizer) is None and step_count.stored(optimizer):
         step_count.keep(optimizer)
 
 
 def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    is_plain = region_state.rounding() is None and attachment_of(optimizer) is None
+    is_plain = region_state.rounding() is None and own_attachment(optimizer) is None
     if is_plain:
         refuse_codes(optimizer)
     if is_plain and state_dtypes.has_fp32_state(optimizer):

@@ -31,7 +31,7 @@ from hmpx.base.process_state import first_steps, open_caches
 from hmpx.updates import averages, gradient_norms, optimizer_hooks
 from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.refusals import (
     forget_warnings,
     refuse_codes,
@@ -158,7 +158,7 @@ never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 def _is_plain(optimizer: Optimizer) -> bool:
     """Whether hmpx has nothing to do with the weights and the state of an optimizer."""
-    is_ours = attachment_of(optimizer) is not None or has_bf16(optimizer) or inside_zero(optimizer) is not None
+    is_ours = own_attachment(optimizer) is not None or has_bf16(optimizer) or inside_zero(optimizer) is not None
     return not is_ours and not step_count.is_stored(optimizer)
 
 
@@ -169,7 +169,7 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
     if inner is not None:  # whose own step is watched as well
         share_names(optimizer, inner)
         return call.run()
-    attachment = attachment_of(optimizer)
+    attachment = own_attachment(optimizer)
     if attachment is not None:
         return attachment.step(call)
     if how is not None and has_bf16(optimizer):

@@ -21,7 +21,7 @@ from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
-from hmpx.rounding.stochastic import numbers_of
+from hmpx.rounding.stochastic import random_numbers
 from hmpx.updates.stepping import batching
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -117,7 +117,7 @@ def check_codes_of_special_values():
 def check_ties_below_the_least_exponent():
     spans = [Span(0, 128, 0, 128, 0)]
     for signed in (False, True):
-        x, expected = beside_the_finest_steps(signed, numbers_of(torch.empty(128), spans, (3, 4, "w")))
+        x, expected = beside_the_finest_steps(signed, random_numbers(torch.empty(128), spans, (3, 4, "w")))
         codes = coded("Triton", x, Rows.of(128), 0, spans, False)[0]
         assert torch.equal(codes[1:], expected[1:])
         assert_codes_of(x, Rows.of(128), spans)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import hmpx
 from hmpx.rounding.native import Rounding
 from hmpx.rounding.stochastic import round_all
-from hmpx.updates.holding.state_tensors import HeldState, held
+from hmpx.updates.holding.state_tensors import HeldState, held_states
 from hmpx.updates.ranks.sharding import Box
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.released import Released
@@ -56,7 +56,7 @@ def train(case, place=lambda tensor: tensor):
         versions = {p: p._version for p in params.values()}
         optimizer.step()
         assert all(p._version > before for p, before in versions.items())  # by which autograd knows of the write
-    state = {f"{n}.{k}": v for n, p in params.items() for k, v in held(optimizer.state[p], p).items()}
+    state = {f"{n}.{k}": v for n, p in params.items() for k, v in held_states(optimizer.state[p], p).items()}
     # Codes of 4 bits share a byte on some ranks, and on others they do not: their numbers are compared.
     state = {key: value.whole() if isinstance(value, HeldState) else value for key, value in state.items()}
     handle.detach()

@@ -15,7 +15,7 @@ from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import number
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.segment import Way
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 
 Tensor = torch.Tensor
@@ -82,7 +82,7 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
     """Return how an attached optimizer holds weights and state; empty if it is not attached."""
-    attachment = attachment_of(each.optimizer)
+    attachment = own_attachment(each.optimizer)
     return [] if attachment is None else attachment.settings.ways
 
 
@@ -145,7 +145,7 @@ def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:
         why = each.unchecked
         if not why and not each.looked:
             why = f"in {number(each.steps, 'step')}, none after the first had gradients"
-            attachment = attachment_of(each.optimizer)
+            attachment = own_attachment(each.optimizer)
             if attachment is not None and attachment.settings.release_gradients:
                 why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
         if not why and not known.is_known:

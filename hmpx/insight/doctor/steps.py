@@ -17,7 +17,7 @@ import torch
 
 from hmpx.insight.doctor.twin import NotChecked, Twin, sample, samples, twins_of
 from hmpx.insight.tensors import LOW
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
 
@@ -102,7 +102,7 @@ class _Beside:
 
     def _hidden(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that may hold what the weights cannot: this state, masters of hmpx."""
-        attachment = attachment_of(self.twin.optimizer)
+        attachment = own_attachment(self.twin.optimizer)
         held = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else []
         masters = [each for each in held if each is not None]
         return state | ({"masters": samples(masters)} if held and len(masters) == len(held) else {})
@@ -245,7 +245,7 @@ class SteppedOptimizer:
 
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
-        for each in self._beside if attachment_of(self.optimizer) is None else ():
+        for each in self._beside if own_attachment(self.optimizer) is None else ():
             params, known, decay = each.twin.params, dict[str, Tensor](), each.twin.group.get("weight_decay")
             if decay and each.twin.is_sampled:
                 wide, narrow = (

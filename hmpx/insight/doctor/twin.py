@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import size
-from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
+from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.step_hooks import own_step
 from hmpx.updates.stepping.names import parameters
@@ -198,7 +198,7 @@ def _state(optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = 
 def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
     """Return the state of a parameter; as numbers, where hmpx holds it in codes."""
     state = optimizer.state.get(p) or {}
-    seen = held(state, p) if is_coded(state) else state
+    seen = held_states(state, p) if is_coded(state) else state
     return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
 
 

@@ -23,7 +23,7 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.rounding.keys import Span
-from hmpx.rounding.stochastic import numbers_of
+from hmpx.rounding.stochastic import random_numbers
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def _random_numbers(like: Tensor, site: str) -> Tensor:
     rounded = process_state.gradients_rounded
     step = rounded[name] = rounded.get(name, -1) + 1
     count = like.numel()
-    return numbers_of(like.reshape(-1), [Span(0, count, 0, count, 0)], (0, step, name)).view(like.shape)
+    return random_numbers(like.reshape(-1), [Span(0, count, 0, count, 0)], (0, step, name)).view(like.shape)
 
 
 if not hasattr(torch.ops.hmpx, "random_numbers"):  # an earlier import of hmpx has made it

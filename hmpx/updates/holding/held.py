@@ -95,7 +95,7 @@ class Held:
 
     @property
     def laid(self) -> Tensor:
-        """A tensor of the parameter's shape, laid as what is held; whoever asks does not look at its values."""
+        """A tensor with the parameter's shape and the strides of the held tensor. Its values mean nothing."""
         return self.tensor
 
     def itself(self, segment: Segment) -> Tensor | None:

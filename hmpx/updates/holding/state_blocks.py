@@ -29,8 +29,8 @@ class StateBlocks(NamedTuple):
         shape: the shape of this rank's scales.
         folded: the first dimension that belongs to a row.
         cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
-        is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along
-            another dimension than the first of those that are folded. Such state is gathered to be read and written.
+        is_scattered: whether this rank's elements of a row have gaps between them in that row: the row is cut along
+            another dimension than `folded`. Such state is gathered to be read and written.
     """
 
     rows: Rows

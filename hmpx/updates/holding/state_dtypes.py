@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.state_codes import code_of
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held, is_coded
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held_states, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
@@ -121,7 +121,7 @@ def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -
     """Cast the state of a parameter that is in codes, if it has any, to another dtype."""
     if not is_coded(state):
         return
-    seen = held(state, p, name)
+    seen = held_states(state, p, name)
     with torch.no_grad():
         try:
             for key, value in seen.items():  # one after the other, for the sake of memory

@@ -5,7 +5,7 @@ torch.float32     as the step leaves it                                         
 torch.bfloat16    rounded stochastically                                            2
 "8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
                   (`hmpx.rounding.eight_bits`)                                      rows below 128
-"4bit"            the same (`hmpx.rounding.four_bits`); as "8bit" in one            a half and a 64th
+"4bit"            the same (`hmpx.rounding.four_bit_codes`); as "8bit" in one            a half and a 64th
                   dimension, and in rows of no multiple of 16 elements
 ================  ================================================================  ==================
 
@@ -33,7 +33,7 @@ from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment, StateDtype
 from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states
 from hmpx.updates.ranks.sharding import box_of, is_sharded, local
 
 Tensor = torch.Tensor
@@ -120,7 +120,7 @@ class InCodes(StateForm):
         for key in [key for key, value in state.items() if is_bf16(value)]:
             filled_again(optimizer, group, p, key, FP32)
         code = self._code_for(p)
-        for key, value in held(state, p, segment.name).items():
+        for key, value in held_states(state, p, segment.name).items():
             in_other = isinstance(value, HeldCodes) and value.code is not code
             if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
                 codes = HeldCodes.new(code, p)

@@ -177,7 +177,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
             )
 
 
-def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
+def held_states(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
     """Return the state of a parameter by the optimizer's own keys. Tensors of the parameter's shape become `HeldState`.
 
     Raises:
@@ -200,7 +200,7 @@ def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries in the optimizer's state: the inverse of `held`."""
+    """Return the entries in the optimizer's state: the inverse of `held_states`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.devices import is_lazy
-from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
@@ -81,8 +81,8 @@ def cut(
 
     The small ones in front come first; those between large ones wait until there are enough of them for a batch.
 
-    Batches of one part after the other lie alike in the room. Each thread then finds its own data there, so cores that
-    share no cache send each other nothing.
+    The parts of a large parameter are equal, so the batches of its parts use the same addresses of the shared FP32
+    memory in the same way. Each thread then finds its data in its own cache, and cores send each other nothing.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order.

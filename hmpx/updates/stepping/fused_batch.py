@@ -24,7 +24,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES

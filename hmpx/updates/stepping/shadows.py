@@ -15,7 +15,7 @@ from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_moment
 from hmpx.updates.holding.state_forms import StateForm
-from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
+from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import PLAIN, held_part, is_sharded, like, local
 
@@ -51,7 +51,7 @@ class Shadow:
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if self.gathers and is_sharded(tensor) else tensor
 
-    def held(self) -> Tensor:
+    def own_part(self) -> Tensor:
         """Return this rank's part of the shadow."""
         return held_part(self.p, self.q.detach())
 
@@ -163,10 +163,10 @@ def seen_state(shadow: Shadow, form: StateForm, own: Any) -> dict[str, Any] | No
         return None
     p, laid = shadow.p, shadow.q if shadow.one_layout else None
     if shadow.gathers:
-        return {key: _gathered(value) for key, value in held(own, p).items()}
+        return {key: _gathered(value) for key, value in held_states(own, p).items()}
     if form.as_left and not is_coded(own) and (laid is None or _are_contiguous(laid, *own.values())):
         return None
-    seen = held(own, p) if is_coded(own) else own
+    seen = held_states(own, p) if is_coded(own) else own
     shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
     if not form.as_left:
         shown = {key: as_fp32(value) for key, value in shown.items()}

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.backends import kernels_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
-from hmpx.updates.holding.state_tensors import HeldState, entries, held
+from hmpx.updates.holding.state_tensors import HeldState, entries, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import by_memory
@@ -83,7 +83,8 @@ class Shown:
         self._state, self._late, self._form = state, context.late, form
         self._by_memory = by_memory(context.optimizer)
         store, grad = context.stores.of(segment), context.gradients[self.index]
-        # A step on masters themselves cannot be taken back unseen: Lion writes to ``p.data``, which has no version.
+        # Only torch's steps may work on the masters themselves. Other classes may write to ``p.data``, as Lion does,
+        # which raises no version: nobody would know that the masters have to be restored after an error.
         of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
@@ -98,7 +99,7 @@ class Shown:
 
     def _show_copies(self, own: dict[str, Any]) -> None:
         self._state.shown, self._state.keeps_left = (shown := dict[str, Any]()), False
-        for key, value in held(own, self.segment.param).items():
+        for key, value in held_states(own, self.segment.param).items():
             if isinstance(value, HeldState) and (value.tensor.dim() or not is_bf16(value.tensor)):
                 shown[key] = None
                 self._pieces[key] = self._piece(value, f"{self.segment.name}.{key}")
@@ -209,7 +210,7 @@ class Shown:
     def _take_part(self, left: dict[str, Any], rounding_key: RoundingKey) -> None:
         """Take over the state of one segment. State without the parameter's shape is that of the last segment."""
         segment, p, shown = self.segment, self.segment.param, self._state.shown or {}
-        after = self._late.setdefault(p, held(self._state.own or {}, p))
+        after = self._late.setdefault(p, held_states(self._state.own or {}, p))
         clones = {id(count.clone) for count in self.counts}
         for key, value in left.items():
             if value is shown.get(key) and (key in self._pieces or id(value) in clones):

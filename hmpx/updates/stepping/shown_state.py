@@ -11,7 +11,7 @@ from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, keeps_bf16
 from hmpx.updates.holding.state_forms import form_of, written
-from hmpx.updates.holding.state_tensors import held
+from hmpx.updates.holding.state_tensors import held_states
 from hmpx.updates.stepping.step_call import hides_writes
 
 Tensor = torch.Tensor
@@ -63,7 +63,7 @@ class ShownState:
             if self.own is not None:
                 self._states.pop(p, None)
         elif isinstance(left, dict) and not self.keeps_left:
-            before, after = held(self.own or {}, p), dict[str, Any]()
+            before, after = held_states(self.own or {}, p), dict[str, Any]()
             for name, value in left.items():
                 if name in already and value is already[name]:
                     after.update(before[name].entries(name))

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.kernels import kernels_for
+from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded

@@ -99,7 +99,7 @@ class WholeBatch:
             )
 
     def _write(self, optimizer: Optimizer, write_back: WriteBack) -> None:
-        results = [shadow.held() for shadow in self._shadows]
+        results = [shadow.own_part() for shadow in self._shadows]
         for shadow, x in zip(self._shadows, results, strict=True):
             write_back.written.append(shadow.segment.name)
             shadow.segment.mark_written()

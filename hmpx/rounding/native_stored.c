@@ -1,9 +1,9 @@
-/* Tensors as they are held between two steps, read to FP32 and written back: for fused steps, a block at a time, and
+/* Tensors as they are stored between two steps, read to FP32 and written back: for fused steps, a block at a time, and
    for steps in slices, all of a slice in one call. */
 
 #include "native.h"
 
-/* How a tensor is held; native.py has the same.
+/* How a tensor is stored; native.py has the same.
 
    FP32     the steps work on it
    BF16     by stochastic rounding; `name` is the hash of its name
@@ -14,7 +14,7 @@
    SPLIT8   the same with 8 bits, by stochastic rounding
    FP8, FOUR, FOURS  as CODED: numbers of e4m3; codes of 4 bits; two of these in a byte */
 enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS };
-typedef struct { uint64_t at, kind, name, beside; } Held;
+typedef struct { uint64_t at, kind, name, beside; } Stored;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
 
@@ -24,7 +24,7 @@ typedef struct { uint64_t at, kind, name, beside; } Held;
   {                                                                                                      \
     int64_t first = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;        \
     int64_t column = row ? at % row : 0;                                                                 \
-    uint16_t *scale = AS(uint16_t, held->beside) + first;                                                \
+    uint16_t *scale = AS(uint16_t, stored->beside) + first;                                              \
     for (int64_t j = 0, n; j < count; j += n, scale++) {                                                 \
       n = count - j < CODES ? count - j : CODES;                                                         \
       if (row) {                                                                                         \
@@ -56,31 +56,33 @@ static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, i
 
 /* `count` elements from element `at` on, in FP32: in their place, or copied into `room`. At most a block of them, but
    for BF16. */
-static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t row, float *room) {
-  if (held->kind == FP32) return AS(float, held->at) + at;
-  const uint16_t *from = AS(uint16_t, held->at) + at;
-  if (held->kind == BF16 || held->kind == NEAREST)
+static inline float *opened(const Stored *stored, int64_t at, int64_t count, int64_t row, float *room) {
+  if (stored->kind == FP32) return AS(float, stored->at) + at;
+  const uint16_t *from = AS(uint16_t, stored->at) + at;
+  if (stored->kind == BF16 || stored->kind == NEAREST)
     for (int64_t j = 0; j < count; j++) room[j] = from_bf16(from[j]);
-  if (held->kind == CODED) {
-    const uint8_t *codes = AS(uint8_t, held->at) + at;
+  if (stored->kind == CODED) {
+    const uint8_t *codes = AS(uint8_t, stored->at) + at;
     FOR_EACH_SCALE(decode_block(codes + j, room + j, n, *scale);)
   }
-  if (held->kind >= FP8) FOR_EACH_SCALE(decode_other(held->kind, AS(uint8_t, held->at), at + j, room + j, n, *scale);)
-  if (held->kind == MASTER) read_block(AS(float, held->beside) + at, from, room, count);
-  if (held->kind == SPLIT) join_block(from, AS(int16_t, held->beside) + at, room, count);
-  if (held->kind == SPLIT8) join_block_24(from, AS(int8_t, held->beside) + at, room, count);
+  if (stored->kind >= FP8)
+    FOR_EACH_SCALE(decode_other(stored->kind, AS(uint8_t, stored->at), at + j, room + j, n, *scale);)
+  if (stored->kind == MASTER) read_block(AS(float, stored->beside) + at, from, room, count);
+  if (stored->kind == SPLIT) join_block(from, AS(int16_t, stored->beside) + at, room, count);
+  if (stored->kind == SPLIT8) join_block_24(from, AS(int8_t, stored->beside) + at, room, count);
   return room;
 }
 
-static inline void closed(const Held *held, int64_t at, int64_t count, int64_t row, const float *room, uint64_t key) {
-  uint16_t *to = AS(uint16_t, held->at) + at;
-  if (held->kind == BF16) round_block(room, to, count, key, (uint64_t)at);
-  if (held->kind == CODED || held->kind >= FP8) {
-    uint8_t *codes = AS(uint8_t, held->at) + at;
+static inline void closed(const Stored *stored, int64_t at, int64_t count, int64_t row, const float *room,
+                          uint64_t key) {
+  uint16_t *to = AS(uint16_t, stored->at) + at;
+  if (stored->kind == BF16) round_block(room, to, count, key, (uint64_t)at);
+  if (stored->kind == CODED || stored->kind >= FP8) {
+    uint8_t *codes = AS(uint8_t, stored->at) + at;
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
-    if (held->kind != CODED) {
-      FOR_EACH_SCALE(encode_other(held->kind, room + j, AS(uint8_t, held->at), at + j, n, scale, r + j, 0);)
+    if (stored->kind != CODED) {
+      FOR_EACH_SCALE(encode_other(stored->kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, 0);)
       return;
     }
     Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
@@ -91,11 +93,11 @@ static inline void closed(const Held *held, int64_t at, int64_t count, int64_t r
       encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
     })
   }
-  if (held->kind == NEAREST || held->kind == MASTER) nearest_block(room, to, count);
-  if (held->kind == MASTER && AS(float, held->beside) + at != room)
-    memcpy(AS(float, held->beside) + at, room, (size_t)count * sizeof *room);
-  if (held->kind == SPLIT) split_block(room, to, AS(uint16_t, held->beside) + at, count);
-  if (held->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, held->beside) + at, count, key, (uint64_t)at);
+  if (stored->kind == NEAREST || stored->kind == MASTER) nearest_block(room, to, count);
+  if (stored->kind == MASTER && AS(float, stored->beside) + at != room)
+    memcpy(AS(float, stored->beside) + at, room, (size_t)count * sizeof *room);
+  if (stored->kind == SPLIT) split_block(room, to, AS(uint16_t, stored->beside) + at, count);
+  if (stored->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, stored->beside) + at, count, key, (uint64_t)at);
 }
 
 /* Rows as FOR_EACH_SCALE wants them, of a tensor of `n` elements. */
@@ -115,7 +117,7 @@ static inline int64_t opened_at_once(int64_t at, int64_t end, int64_t row) {
 
 /* What a step sees of a tensor of `size` elements: `n` of them from element `start` on, in FP32 at `x`. No tensor has
    2^32 elements or more. native.py has the same. */
-typedef struct { int64_t n; uint64_t x; int64_t start, size, row; Held held; } Shown;
+typedef struct { int64_t n; uint64_t x; int64_t start, size, row; Stored stored; } Shown;
 
 #define FOR_EACH_SHOWN(FIRST, BODY)                                                                      \
   FOR_EACH_SHARE(Shown, {                                                                                \
@@ -132,16 +134,17 @@ typedef struct { int64_t n; uint64_t x; int64_t start, size, row; Held held; } S
   })
 
 void read_list(const Shown *list, int64_t count, int threads) {
-  FOR_EACH_SHOWN(int at_once = one->held.kind == BF16 || one->held.kind == NEAREST;, opened(&one->held, at, n, row, x);)
+  FOR_EACH_SHOWN(int at_once = one->stored.kind == BF16 || one->stored.kind == NEAREST;
+                 , opened(&one->stored, at, n, row, x);)
 }
 
 /* step_key: of the seed and the step. */
 void write_list(const Shown *list, int64_t count, uint64_t step_key, int threads) {
-  FOR_EACH_SHOWN(const int at_once = 0; uint64_t key = derive_key(step_key, one->held.name, 0);
-                 , closed(&one->held, at, n, row, x, key);)
+  FOR_EACH_SHOWN(const int at_once = 0; uint64_t key = derive_key(step_key, one->stored.name, 0);
+                 , closed(&one->stored, at, n, row, x, key);)
 }
 
-/* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
+/* Goes through the blocks, or the stored parts of them, of elements `start` ... `start + n - 1` of rows of `row`
    elements, which begin at column `first` of whole rows of `blocks` blocks. */
 #define FOR_EACH_CODED(BODY)                                                                             \
   int64_t left = first / CODES, parts = (first + row - 1) / CODES - left + 1;                            \
