@@ -10,9 +10,8 @@ from hmpx.errors import HmpxError
 from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, recipes_table
 from hmpx.ops.computing.kernels import choose
-from hmpx.recipes import run_script
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
-from hmpx.shell import compare, doctor, record, tune
+from hmpx.shell import compare, doctor, record, run_script, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
 from hmpx.shell.scripts import add_script, recipe_to_run
 

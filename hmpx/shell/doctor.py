@@ -13,8 +13,8 @@ from hmpx import conversion
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import examined
 from hmpx.insight.doctor.fix import Base
-from hmpx.recipes import run_script
 from hmpx.recipes.activate import VARIABLE
+from hmpx.shell import run_script
 from hmpx.shell.options import keys_asked
 from hmpx.shell.outputs import add_force, check_outputs, of_rank
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes

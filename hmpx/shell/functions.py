@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.run_script import check_is_there
+from hmpx.shell.run_script import check_is_there
 
 
 def function_named(what: str) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
-from hmpx.recipes import run_script
+from hmpx.shell import run_script
 from hmpx.shell.outputs import add_force, check_outputs, of_rank
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 

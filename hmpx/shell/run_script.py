@@ -2,7 +2,7 @@
 
 The script is run as ``python script.py`` runs it: as ``__main__``, with its own folder first on the path, with its own
 arguments. Processes that it spawns through `multiprocessing` go on under the recipe: they import the parent's main
-module by its name, and that name is `hmpx.recipes.spawned`.
+module by its name, and that name is `hmpx.shell.spawned`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     module = types.ModuleType("__main__")
     module.__file__, module.__loader__ = spec.origin, spec.loader
     module.__package__ = spec.parent if as_module else None
-    module.__spec__ = importlib.util.find_spec("hmpx.recipes.spawned")
+    module.__spec__ = importlib.util.find_spec("hmpx.shell.spawned")
     sys.modules["__main__"] = module
     code = cast(InspectLoader, spec.loader).get_code(spec.name)  # both ways to a spec see to it
     exec(cast(types.CodeType, code), vars(module))

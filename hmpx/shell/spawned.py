@@ -1,5 +1,5 @@
 """The main module of a process that `multiprocessing` spawned from a script under ``python -m hmpx run``."""
 
-from hmpx.recipes.run_script import spawned
+from hmpx.shell.run_script import spawned
 
 globals().update(spawned(__name__))
