@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
+from hmpx.base.subclasses import with_subclasses
 from hmpx.ops.captured_names.rebinding import Rebinding
 
 Module = torch.nn.Module
@@ -69,10 +70,8 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
     watch = constructor_watch(made, changes)
-    classes = [Optimizer]
-    for cls in classes:
-        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        watch(cls)
+    for each in with_subclasses(Optimizer):
+        watch(each)
 
 
 def watch_distribution(distributes: Callable[[Module], object], changes: Changes) -> None:

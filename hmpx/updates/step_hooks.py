@@ -28,6 +28,7 @@ from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
+from hmpx.base.subclasses import with_subclasses
 from hmpx.updates import averages, gradient_norms, optimizer_hooks
 from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding.settings import Settings
@@ -116,9 +117,7 @@ def own_step(cls: type[Optimizer]) -> Callable:
 
 def _cells() -> Iterator[tuple[type, types.CellType]]:
     """Yield every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
-    classes = [Optimizer]
-    for cls in classes:
-        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+    for cls in with_subclasses(Optimizer):
         cell = _cell(vars(cls).get("step"))
         if cell is not None:
             yield cls, cell
