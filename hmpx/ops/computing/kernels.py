@@ -2,29 +2,45 @@
 
 A `Kernel` stands between the casts of a rule and torch's function. A caller does not see it: inputs and results have
 the dtypes that the rule says. It says what its `inputs` are and how its `backward` computes, and prints in words.
+
+FP32 kernels are for BF16 on a CPU without BF16 instructions, at the speed of FP32.
+
+**The problem.** Without such instructions (AVX2: most laptops, desktops and cloud machines) torch's BF16 kernels are 2
+to 50 times slower than its FP32 kernels, and so is everything built on them.
+
+**The maths.** The product of two BF16 numbers is exact in FP32. A BF16 kernel that accumulates in FP32 and rounds its
+result is therefore the FP32 kernel of the same inputs, with its result rounded. So an op whose inputs are BF16 is given
+them in FP32, which changes no value, and its result is rounded. Autograd does the same to gradients: they are rounded
+where a BF16 op would hand them on.
+
+**What a caller sees** does not change: inputs and results are BF16. What the op keeps for its backward is FP32, which
+takes more memory. FP16 is treated alike.
+
+The ops that gain are in `op_facts.FP32_KERNELS`, which was measured. Everything else runs in native kernels: other ops,
+other devices, tensor subclasses, sparse and nested tensors, ``out=``, in-place ops, and calls in `disable_casts()`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.compiler import is_dynamo_compiling, is_exporting
 
+from hmpx.base.compiling import never_compile_alone
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops.computing import fp32_kernels
-from hmpx.ops.computing.fp32_kernels import Fp32Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
-from hmpx.ops.wrapping.rules import TARGETS
+from hmpx.ops.wrapping.overriding import PLAIN, call
+from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, is_stated
+from hmpx.ops.wrapping.weight_cache import current, open_caches
 
 if TYPE_CHECKING:
     from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel
-
-    Kernel = Fp32Kernel | Fp8Kernel | WideKernel
 
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
@@ -102,4 +118,138 @@ def is_computing(frame: FrameType) -> bool:
     from hmpx.ops.computing import in_fp32, matrix_products
     from hmpx.ops.wrapping import refusals
 
-    return frame.f_code in (fp32_kernels.COMPUTED, in_fp32.COMPUTED, matrix_products.COMPUTED, refusals.TOLD)
+    return frame.f_code in (COMPUTED, in_fp32.COMPUTED, matrix_products.COMPUTED, refusals.TOLD)
+
+
+# FP32 kernels
+
+Tensor = torch.Tensor
+_to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
+
+
+@dataclass(frozen=True)
+class Fp32Kernel:
+    """FP32 kernels for ops whose inputs are of these dtypes."""
+
+    inputs: frozenset[torch.dtype]
+
+    def __str__(self) -> str:
+        names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in self.inputs)
+        return f"FP32 kernels for {names} on CPU"
+
+    @property
+    def backward(self) -> str:
+        """How the backward pass computes, in words."""
+        return "too"
+
+    def wrap(self, op: str, function: Callable) -> Callable:
+        """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
+        return _computing(function, self.inputs)
+
+
+def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
+    """Return `op` computed in FP32 for arguments of one of `dtypes`, with its result rounded to that dtype."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and is_stated(kwargs):
+            return call(op, args, kwargs)
+        widen = _widening()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        wide_args = _widened(args, dtypes, widen, pairs)
+        wide_values = _widened(kwargs.values(), dtypes, widen, pairs) if kwargs else []
+        if not pairs or wide_args is None or wide_values is None:
+            return call(op, args, kwargs)
+        wide_kwargs = dict(zip(kwargs, wide_values, strict=True)) if kwargs else kwargs
+        low = pairs[0][1].dtype
+        return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
+
+    vars(computed)["hands_on"] = op
+    return computed
+
+
+def _widening() -> Callable[[Tensor], Tensor]:
+    """Return the cast to FP32 for here: an op for the compiler, a look at kept casts, or torch's method."""
+    if _by_ops():
+        return torch.ops.hmpx.widen
+    cache = current() if open_caches else None
+    return _to_float if cache is None else cache.widen
+
+
+def _by_ops() -> bool:
+    """Return whether the casts are ops of ours: in compiled code, unless the program is to be loaded without hmpx."""
+    return is_dynamo_compiling() and not is_exporting()
+
+
+def _widened(
+    values: Iterable[Any], dtypes: frozenset[torch.dtype], widen: Callable[[Tensor], Tensor], pairs: list
+) -> list[Any] | None:
+    """Return `values` with floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
+
+    They fit where these tensors are ordinary ones of a CPU, all of the same of the `dtypes`. `pairs` get each new
+    tensor with its source.
+    """
+    low = pairs[0][1].dtype if pairs else None
+    found = []
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            dtype = value.dtype
+            if dtype in ELIGIBLE:
+                if dtype is not low and (low is not None or dtype not in dtypes):
+                    return None
+                if not value.is_cpu or value.layout is not _strided or value.is_nested:
+                    return None
+                wide, low = widen(value), dtype
+                pairs.append((wide, value))
+                value = wide
+        elif kind is list or kind is tuple:
+            if any(isinstance(item, Tensor) for item in value):
+                items = _widened(value, dtypes, widen, pairs)
+                if items is None:
+                    return None
+                value, low = kind(items), pairs[0][1].dtype if pairs else None
+        elif isinstance(value, Tensor):
+            return None
+        found.append(value)
+    return found
+
+
+def _narrowed(result: Any, low: torch.dtype) -> Any:
+    if isinstance(result, Tensor):
+        if result.dtype is not _float32:
+            return result
+        return torch.ops.hmpx.narrow(result, low) if _by_ops() else METHODS[low](result)
+    return type(result)([_narrowed(item, low) for item in result]) if type(result) in (list, tuple) else result
+
+
+# The two casts as ops that a compiler cannot look into: of two casts in a row it would drop both, and with them the
+# rounding. Each is the gradient of the other.
+if not hasattr(torch.ops.hmpx, "widen"):  # an earlier import of hmpx has made them
+    _ops = torch.library.Library("hmpx", "FRAGMENT")
+    _ops.define("widen(Tensor x) -> Tensor")
+    _ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor")
+    _ops.impl("widen", lambda x: x.to(torch.float32), "CompositeExplicitAutograd")
+    _ops.impl("narrow", lambda x, dtype: x.to(dtype), "CompositeExplicitAutograd")
+    torch.library.register_fake("hmpx::widen", lambda x: torch.empty_like(x, dtype=torch.float32), lib=_ops)
+    torch.library.register_fake("hmpx::narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_ops)
+    torch.library.register_autograd(
+        "hmpx::widen",
+        lambda ctx, gradient: torch.ops.hmpx.narrow(gradient, ctx.low),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "low", inputs[0].dtype),
+        lib=_ops,
+    )
+    torch.library.register_autograd(
+        "hmpx::narrow", lambda ctx, gradient: (torch.ops.hmpx.widen(gradient), None), lib=_ops
+    )
+    torch.library.register_vmap("hmpx::widen", lambda info, dims, x: (torch.ops.hmpx.widen(x), dims[0]), lib=_ops)
+    torch.library.register_vmap(
+        "hmpx::narrow", lambda info, dims, x, dtype: (torch.ops.hmpx.narrow(x, dtype), dims[0]), lib=_ops
+    )
+
+
+_any = _computing(torch.matmul, frozenset())
+COMPUTED = _any.__code__  # one for all of them
+never_compile_alone(_any)
+
+if TYPE_CHECKING:
+    Kernel = Fp32Kernel | Fp8Kernel | WideKernel
