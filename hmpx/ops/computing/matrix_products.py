@@ -31,6 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
+from hmpx.ops.policies.composition import einsum_labels
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import cast, is_stated
@@ -80,12 +81,9 @@ def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str
     if len(operands) != 2:
         return f"einsum of {len(operands)} operands"
     left, right = operands
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    of_left, of_right = terms.split(",")
-    if "." in terms or any(len(set(term)) < len(term) for term in (of_left, of_right)):
+    (of_left, of_right), result = einsum_labels(equation, operands)
+    if "." in equation or any(len(set(term)) < len(term) for term in (of_left, of_right)):
         return "einsum with ... or a diagonal"
-    if not arrow:
-        result = "".join(sorted(label for label in {*of_left, *of_right} if (of_left + of_right).count(label) == 1))
     shared = [label for label in of_left if label in of_right]
     batch, summed = ([each for each in shared if (each in result) is kept] for kept in (True, False))
     rows, columns = ([each for each in term if each not in shared] for term in (of_left, of_right))

@@ -3,10 +3,10 @@
 A patch in Python does not reach such a part. An op that no list names therefore takes the rule of its parts
 (`Policy.cases`), and `record` reads the same table the other way round: which ops a part may have been called by.
 
-A row says what runs: the parts of one way with blanks between them, one way or another with "|" between them where
-torch chooses by device, size or gradient. Several rows are tried in order, by the arguments of the call. Views and
-movement of data are left out, and `ARITHMETIC` beside another part has no say: it is not what makes a product or a loss
-precise. An op of several arithmetic parts and nothing else (`kl_div`) follows none of them and is not in the table.
+A row names the parts that run. Blanks stand between parts that run together, "|" between alternatives of which torch
+chooses one by device, size or gradient. An op with several rows takes the first that fits the arguments of the call.
+Views and movement of data are left out. Arithmetic beside another part (`ARITHMETIC`) has no say, since the precision
+of a product or a loss does not depend on it. An op of several arithmetic parts alone (`kl_div`) is not in the table.
 
 The rows were read off torch's profiler over its sample database; `tests/ops/test_composition.py` repeats that and
 fails if a part is missing here.
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,22 +60,29 @@ def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
 
     Dimensions of size 1 do not count: they are multiplied by broadcasting.
     """
+    terms, result = einsum_labels(equation, operands)
+    held: Counter[Any] = Counter()
+    for labels, operand in zip(terms, operands, strict=True):
+        held.update({label for label, size in zip(labels, operand.shape, strict=True) if size != 1})
+    return any(count > 1 and label not in result for label, count in held.items())
+
+
+def einsum_labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[list], list]:
+    """Return the label of each dimension of each operand, and those of the result.
+
+    A label is a letter; for a dimension under ``...``, its place from the last of these.
+    """
     terms, arrow, result = equation.replace(" ", "").partition("->")
-    letters = terms.replace(",", "").replace(".", "")
-    held: dict[Any, int] = {}
+    if not arrow:
+        result = "..." + "".join(sorted(letter for letter in {*terms} - {*",."} if terms.count(letter) == 1))
+    found, most = [], 0
     for term, operand in zip(terms.split(","), operands, strict=True):
-        before, dots, behind = term.partition("...")
-        hidden = [("...", i) for i in range(operand.dim() - len(before) - len(behind), 0, -1)] if dots else []
-        labels = [*before, *hidden, *behind]
-        for label in {label for label, size in zip(labels, operand.shape, strict=True) if size != 1}:
-            held[label] = held.get(label, 0) + 1
-    for label, count in held.items():
-        in_result = label in result if len(label) == 1 else "..." in result
-        if not arrow:
-            in_result = letters.count(label) == 1 if len(label) == 1 else True
-        if count > 1 and not in_result:
-            return True
-    return False
+        before, dots, after = term.partition("...")
+        hidden = range(operand.dim() - len(before) - len(after), 0, -1) if dots else ()
+        found.append([*before, *hidden, *after])
+        most = max(most, len(hidden))
+    before, dots, after = result.partition("...")
+    return found, [*before, *(range(most, 0, -1) if dots else ()), *after]
 
 
 def _gives_one(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -> bool:
