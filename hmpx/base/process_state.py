@@ -22,9 +22,9 @@ from hmpx.base.changes import Changes
 installed: dict[type, Any] = {}
 lock = forks.lock()
 
-# Where casts are on (base.region_state). `converted`: torch is; `enabled`, `everywhere`: as `convert` was told. `off`:
-# whether they are off somewhere, and by which regions; exchanged for a new one when a conversion ends, whose wrappers
-# keep the old one.
+# Where casts are on (base.region_state). `converted`: whether torch is converted. `enabled`, `everywhere`: the
+# arguments of `convert`. `off`: whether casts are off somewhere, and by which regions. The wrappers of a conversion
+# hold one `Off`, and keep it when the conversion ends; the next conversion has a new one.
 converted, enabled, everywhere = False, True, True
 
 

@@ -22,7 +22,7 @@ from typing import Any
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()"
 _CHECKPOINTED = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 NAMES: dict[str, str] = {
-    # The catalogue of ops (casts.ops), and how arguments are told apart
+    # The catalogue of ops (`ops.policies.catalog`), and how arguments are told apart
     "torch._C._nn": "C functions of torch.nn.functional are entry points of their own",
     "torch._C._VariableFunctions": "names every C function of torch",
     "torch._VF": "RNN layers call torch's C functions by it",

@@ -1,11 +1,11 @@
 """Names taken before a patch: `from torch.nn.functional import gelu`, `ACT2FN["gelu"]`, `self.act = F.gelu`.
 
 A pass over everything that is alive (modules, classes, functions, objects with attributes), four containers deep, puts
-the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments, in a
-`functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they are
-held. Other places (a slot, a set, a property, a cache, a local variable of a running function) are reported. Keys of
-tables are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When a
-conversion ends, another pass puts the originals in the place of replacements that were taken during it, there as well.
+the replacement where a function of torch is held: in dicts, lists, attributes, closures and default arguments. A
+`functools.partial` gets it too, and stays the same object; tuples and bound methods are made anew. Other places (a
+slot, a set, a property, a cache, a local variable of a running function) are reported. Keys of tables are left alone.
+So are torch's own tables, which are older than the patch and want torch's functions. When a conversion ends, another
+pass puts originals in the place of replacements that somebody has taken meanwhile, in torch's tables too.
 
 No code of the objects runs: no `values()` of a subclass of dict, no `__eq__`, no property. The import of a module that
 is patched then starts no pass: only its package is looked through at once, and the rest when the handle is next asked

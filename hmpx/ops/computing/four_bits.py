@@ -3,12 +3,13 @@
 **The numbers.** e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives; no inf and no NaN. All are numbers of
 e4m3, in whose codes they are held, and a NaN as e4m3's.
 
-**Stochastic rounding.** Half of a gradient's numbers lie between two that far apart. Rounding to nearest errs in the
-same direction every time, and a training follows that. A number is rounded up with a probability that is its distance
-from the lower one, by the random numbers of `hmpx.rounding.stochastic`: the same on every rank and device. Their name
-is which product the gradient is cast for and how many columns it has; their index is the element's in the gradient;
-their step is how many gradients with this name were cast since `convert`, as a backward pass knows no optimizer's step.
-So a run that is resumed begins at 0 again. A checkpoint that computes a forward pass again casts no gradient in it.
+**Stochastic rounding.** Neighbours in e2m1 lie far apart, and most numbers of a gradient lie between two of them.
+Rounding to nearest would move a number in the same direction at each step, and the training would follow that error. So
+a number is rounded up with a probability: its distance from the lower neighbour, over the distance of both. The random
+numbers are those of `hmpx.rounding.stochastic`, the same on every rank and device. Their name says for which product
+the gradient is cast and how many columns it has. Their index is that of the element in the gradient. Their step counts
+the gradients of this name that were cast since `convert`, because a backward pass knows no optimizer's step; a resumed
+run counts from 0 again. A checkpoint that repeats a forward pass casts no gradient there.
 
 **Random Hadamard.** One outlier takes the scale of its block and makes the others zeros. The gradient of a weight sums
 over tokens. An orthogonal matrix between its two operands changes nothing, and spreads an outlier over 16 tokens.

@@ -1,8 +1,8 @@
 """Casts of an operand to FP8 or FP4: codes, and scales that decode them.
 
-**Scales.** A scale is taken from the largest magnitude among the numbers that share it, so that this becomes the
-largest number of the format. Where that is inf or NaN, all who share the scale become NaN: torch's own cast to e4m3 on
-a CPU makes 448 of inf, which nobody would see.
+**Scales.** Numbers that share a scale are divided by it, and the largest of them becomes the largest number of the
+format. If one of them is inf or NaN, all of them become NaN. torch's own cast to e4m3 on a CPU turns inf into 448, and
+nobody would see it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
-# Numbers stand in functions: of a module's numbers, torch.compile(dynamic=True) makes symbols that no subgraph takes.
+# The numbers below stand in functions, not in the module: torch.compile(dynamic=True) turns a module's numbers into
+# symbols, which a subgraph does not take.
 
 
 def largest_of(name: str) -> float:

@@ -182,7 +182,11 @@ class Policy:
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
-        """Return the case of a listed rule. An op that follows a matrix product, and is none, has its dtype."""
+        """Return the case of a listed rule.
+
+        Only a matrix product itself is computed in FP8, or with an FP32 result. An op of another kind that follows a
+        product's list is cast to the dtype that the product hands on.
+        """
         rule = listed
         if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
             # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
