@@ -75,7 +75,7 @@ class Recipe:
     Example:
         >>> recipe = hmpx.Recipe(bf16=("linear",), fp32=("softmax",), promote=(), weights="split")
         >>> recipe.policy().bf16, recipe.settings().weights, sum(recipe.bytes_per_parameter().values())
-        (('linear',), 'split', 14.0625)
+        (('linear',), 'split', 14.0)
         >>> print(recipe)
         # Written by hmpx ... with torch ...
         opt_level: O1

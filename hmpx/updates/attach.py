@@ -65,8 +65,8 @@ def attach(
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
             tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`),
             "fp8" in the numbers of float8_e4m3fn, and "4bit" in 4 bits where two dimensions or more have
-            rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bit_codes`). State of Muon, SOAP and Shampoo is
-            in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
+            rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bit_codes`). State of Muon, SOAP and
+            Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
             is as above.
