@@ -14,17 +14,19 @@ from torch import Tensor
 
 from hmpx.bench import casts, measure
 from hmpx.bench.models import MODELS
+from hmpx.insight.recording.record import record
 from hmpx.regions import cached_weights, disable_casts
 
+_STEP = "step"
 _ACCUMULATED = 4  # forward and backward passes of one step
-_CACHED = "hmpx cached"
+_CACHED, _RECORDED = "hmpx cached", "hmpx record"
 Work = Callable[[], object]
 
 
 def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool) -> measure.Bench:
     """Measure milliseconds of a training step (FP32 weights, AdamW), of one with four batches, of an inference.
 
-    ``hmpx cached``: inference inside `cached_weights()`.
+    ``hmpx cached``: inference inside `cached_weights()`. ``hmpx record``: a step that `hmpx.record` looks at.
     """
     rows = []
     for model in models:
@@ -42,6 +44,7 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
         "autocast": (contextlib.nullcontext, subject.works(functools.partial(casts.autocast, device))),
         "hmpx": (functools.partial(casts.converted, device), subject.works()),
         _CACHED: (functools.partial(_cached, device), subject.inferences()),
+        _RECORDED: (functools.partial(_recorded, device), {_STEP: subject.works()[_STEP]}),
     }
     return _rows(f"{model}, eager", measure.times_in(ways, repeat, device))
 
@@ -62,6 +65,12 @@ def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Lin
 @contextlib.contextmanager
 def _cached(device: torch.device) -> Iterator[None]:
     with casts.converted(device), cached_weights():
+        yield
+
+
+@contextlib.contextmanager
+def _recorded(device: torch.device) -> Iterator[None]:
+    with casts.converted(device), record():
         yield
 
 
@@ -93,7 +102,7 @@ class Training:
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-        steps = {"step": lambda: step(1), f"step of {_ACCUMULATED} batches": lambda: step(_ACCUMULATED)}
+        steps = {_STEP: lambda: step(1), f"step of {_ACCUMULATED} batches": lambda: step(_ACCUMULATED)}
         return steps | self.inferences(forward)
 
     def inferences(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
@@ -116,5 +125,7 @@ def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Line]:
         figures = {f"{way} ms": 1e3 * seconds for way, seconds in taken.items()}
         ratios = {f"{way}/autocast": taken[way] / taken["autocast"] for way in ("hmpx", _CACHED) if way in taken}
         ratios["hmpx/torch"] = taken["hmpx"] / taken["torch"]
+        if _RECORDED in taken:
+            ratios[f"{_RECORDED}/hmpx"] = taken[_RECORDED] / taken["hmpx"]
         rows.append(measure.Line(f"{title}, {work}", figures | ratios))
     return rows

@@ -28,7 +28,7 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
         made = memory.run(options.params, options.ranks, options.recipe, options.states)
         return [lambda table=table: table for table in made]  # type: ignore[misc]
     with _in_a_checkout(options.what):
-        from hmpx.bench import casts, insight, launches, train, tune, updates
+        from hmpx.bench import casts, launches, train, updates
     if options.what == "launches":
         return [lambda: launches.run(options.params)]
     device, repeat = _device(options.device), options.repeat
@@ -42,8 +42,6 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
         ],
         "casts": [lambda: casts.run(repeat, device), lambda: casts.run_kept(repeat, device)],
         "train": [lambda: train.run(repeat, device, options.models, not options.eager)],
-        "insight": [lambda: insight.run(repeat, device, options.models)],
-        "tune": [lambda: tune.run(device, options.models)],
     }[options.what]
 
 
@@ -145,8 +143,6 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     words = "models whose parameters get a table of their own, default all; GPT-2 takes 8 GB"
     command.add_argument("--models", nargs="*", choices=_LISTS, default=_LISTS, help=words)
     add_measured("casts", "single ops, beside torch.autocast with the same lists")
-    add_measured("insight", "what `record` and `compare` cost, beside a plain step", _MODELS)
-    add_measured("tune", "`tune` beside falling back one op at a time, once each", _MODELS)
     command = add_measured("train", "whole models, beside torch.autocast with the same lists", _MODELS)
     command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
 

@@ -147,28 +147,6 @@ def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_bench_insight_says_what_looking_costs_and_that_off_is_off(capsys, tmp_path):
-    file = tmp_path / "figures.json"
-    status, out, _ = run(capsys, "bench", "insight", "--models", "mlp", "--repeat", "1", "--json", str(file))
-    (row,) = json.loads(file.read_text())["rows"]
-    assert status == 0 and list(row["figures"]) == [
-        *("hmpx ms", "torch ms", "begin ms", "off/hmpx", "record/hmpx", "compare/hmpx", "compare/torch"),
-        *("runs", "changed"),
-    ]
-    assert row["figures"]["runs"] == 2 + 1 / 12  # healthy: FP32 and the lists, and one run to see that it repeats
-    assert row["figures"]["changed"] == 0 and row["name"] == "mlp" and "record/hmpx" in out
-
-
-@pytest.mark.slow
-def test_bench_tune_sets_the_usual_way_beside_it_to_the_same_error(capsys, tmp_path):
-    file = tmp_path / "figures.json"
-    status, out, _ = run(capsys, "bench", "tune", "--models", "mlp", "--json", str(file))
-    usual, tuned = json.loads(file.read_text())["rows"]
-    assert status == 0 and [usual["name"], tuned["name"]] == ["mlp, one by one, 10 sites", "mlp, tune"]
-    assert usual["figures"]["asked"] == tuned["figures"]["asked"] >= tuned["figures"]["error"] and "passes" in out
-
-
-@pytest.mark.slow
 def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     file = tmp_path / "figures.json"
     status, out, _ = run(capsys, "bench", "casts", "--repeat", "1")
@@ -180,6 +158,7 @@ def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     assert (
         step["hmpx/autocast"] == pytest.approx(step["hmpx ms"] / step["autocast ms"]) and "hmpx cached ms" in inference
     )
+    assert step["hmpx record/hmpx"] == pytest.approx(step["hmpx record ms"] / step["hmpx ms"]) > 0
 
 
 def test_bench_memory_says_what_is_left_out(capsys, tmp_path):
