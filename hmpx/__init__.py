@@ -30,7 +30,6 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight.comparing.compare import compare
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
-    from hmpx.insight.recording.record import audit as audit
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.tune import tune
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
@@ -77,7 +76,6 @@ _LATER = {
     "Recipe": "hmpx.recipes.recipe",
     "activate": "hmpx.recipes.activate",
     "prepare": "hmpx.recipes.prepare",
-    "audit": "hmpx.insight.recording.record",
     "compare": "hmpx.insight.comparing.compare",
     "doctor": "hmpx.insight.doctor.doctor",
     "explain": "hmpx.insight.explain",
@@ -101,10 +99,7 @@ _LATER = {
 }
 
 
-_GONE = {
-    "tune_weights": "every recipe closes 99.7 to 100.7 % of the gap between plain BF16 and FP32, so choose by bytes: "
-    "`python -m hmpx recipes` prints those of each",
-}
+_GONE = {"audit": "write `with hmpx.record() as log: model(inputs)`, and read log.escaped"}
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hmpx
 from hmpx.errors import HmpxError
-from hmpx.insight.tuning.tune import GONE, tune
+from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import LOWS
 from hmpx.ops.policies.lists import SIDES
 from hmpx.shell.functions import add_function, set_up
@@ -33,20 +32,10 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--tolerance", type=float, default=0.1, help="gradient error in units of the noise between batches, default 0.1"
     )
-    for name, why in {**GONE, "weights": hmpx._GONE["tune_weights"]}.items():
-        command.add_argument(f"--{name}", nargs="?", action=_Gone, const=why, help=argparse.SUPPRESS)
     add_force(command)
     command.add_argument("--quiet", action="store_true", help="show no progress")
     add_recipe_options(command)
     command.set_defaults(run=_tune)
-
-
-class _Gone(argparse.Action):
-    """An option of earlier versions: its error says what to do instead."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        if (option, values) != ("--objective", "coverage"):  # which is what tune does
-            parser.error(f"{option} is gone: {self.const}")
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -139,9 +139,3 @@ def test_captured_names_that_could_not_be_changed_are_told():
     with hmpx.convert(), hmpx.record() as log:
         own_softmax(X, -1)
     assert any("ESCAPED" in line for line in log.escaped)
-
-
-def test_audit_is_a_recording_and_says_so():
-    with hmpx.convert(), pytest.warns(DeprecationWarning, match=r"with hmpx\.record\(\) as log.*log\.escaped"):
-        logs = [hmpx.audit(torch.ops.aten.mm, inputs) for inputs in ((X, X), {"self": X, "mat2": X})]
-    assert all(any("mm is in the bf16 list and ran in float32" in line for line in log.escaped) for log in logs)

@@ -8,7 +8,6 @@ import tracemalloc
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,14 +300,9 @@ def test_a_closure_is_watched():
     assert any(said.startswith(line(closure, 2)) for said in log.escaped)
 
 
-def test_rows_are_handed_on_while_it_records():
-    rows = []
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with hmpx.convert(), hmpx.record() as log:
-        log.every(2, lambda found: rows.append([(row["op"], row["calls"]) for row in found]))
-        for _ in range(5):
-            F.relu(torch.ones(2))
-            optimizer.step()
-    assert rows == [[("relu", 2)], [("relu", 4)]]
-    with pytest.raises(hmpx.HmpxError, match="from 1 on, not 0"):
-        log.every(0, print)
+def test_names_that_are_gone_say_what_to_use():
+    with hmpx.record() as log:
+        pass
+    for owner, name, use in ((hmpx, "audit", "log.escaped"), (log, "every", "log.sites"), (log, "updates", "doctor")):
+        with pytest.raises(AttributeError, match=rf"\.{name} is gone: .*{use}"):
+            getattr(owner, name)

@@ -66,8 +66,6 @@ class Nothing(nn.Linear):
         ({"data": classes(1) * 4}, "the batches are all alike"),
         ({"data": classes(4), "held_out": classes(1)}, "4 batches and 1 held out"),
         ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
-        ({"objective": "speed"}, "objective='speed' is gone: tune finds the largest share of the FLOPs"),
-        ({"confirm": 100}, "confirm=100 is gone: train under tuned.recipe, and in FP32"),
         ({"loss": None}, "it needs a loss"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) * math.nan}, "the loss of batch 0 is nan in FP32 already"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) + torch.sqrt(m.bias.sum() * 0)}, "gradients of batch 0 are not"),
@@ -82,12 +80,6 @@ def test_bad_input_is_told_and_nothing_is_changed(arguments, said):
     with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
         tuned(**arguments)
     assert F.linear is function
-
-
-def test_an_argument_that_never_existed_is_pythons_error_and_coverage_is_what_it_does():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tolernace'"):
-        tuned(tolernace=0.2)
-    assert tuned(objective="coverage").policy == usual().policy
 
 
 def test_rules_and_regions_around_it_are_refused():
@@ -221,8 +213,3 @@ def test_the_first_line_says_what_a_step_takes_beside_fp32_and_autocast(step_ms,
 ])  # fmt: skip
 def test_figures_are_not_said_in_powers_of_ten(value, unit, said):
     assert amount(value, unit) == said
-
-
-def test_tune_weights_is_gone_and_says_what_to_do_instead():
-    with pytest.raises(AttributeError, match=r"^hmpx.tune_weights is gone: .*`python -m hmpx recipes` prints"):
-        _ = hmpx.tune_weights

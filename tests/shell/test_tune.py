@@ -57,7 +57,7 @@ def names(path):
 
 def test_it_writes_lists_that_the_other_commands_read(capsys, tmp_path):
     command = ["tune", "mine.py:setup"]
-    assert main([*command, "--objective", "coverage"]) == 0  # which earlier versions wanted to hear
+    assert main(command) == 0
     shown = capsys.readouterr()
     assert re.fullmatch(r"tune: \d+ steps in \d+ s\n", shown.err)
     assert "100 % of the FLOPs of matrix products run in BF16" in shown.out and "linear: bfloat16  # fits" in shown.out
@@ -95,20 +95,6 @@ def test_bad_input_is_told(command, said, capsys):
     function = torch.nn.functional.linear
     assert main(["tune", *command, "--quiet"]) == 2 and said in capsys.readouterr().err
     assert torch.nn.functional.linear is function and hmpx.conversion.installed() is None
-
-
-@pytest.mark.parametrize(
-    "command, way_out",
-    [
-        (["--weights"], "python -m hmpx recipes"),
-        (["--confirm", "100"], "train under tuned.recipe"),
-        (["--objective", "memory"], "print(tuned) says what a step takes"),
-    ],
-)
-def test_what_is_gone_names_the_way_out(command, way_out, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["tune", "mine.py:setup", *command])
-    assert f"{command[0]} is gone: " in (said := capsys.readouterr().err) and way_out in said
 
 
 def test_interrupted_it_ends_without_a_traceback_and_writes_nothing(capsys, tmp_path):

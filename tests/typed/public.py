@@ -156,7 +156,6 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     assert_type(diagnosis.recipe, hmpx.Recipe | None)
     with hmpx.record() as log:
         assert_type(log, hmpx.Log)
-        log.every(10, lambda rows: print(rows[0]["op"]))
     assert_type(log.sites[0].op_seconds + log.sites[0].seconds, float)
     return [*log.escaped]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hmpx.errors import HmpxError
 from hmpx.insight.pages import Report, bars, box, closed, grid, page
@@ -37,7 +37,10 @@ NOTHING_CONVERTED = (
     "Put a conversion in force, before or inside: `with hmpx.convert(), hmpx.record() as log:`, or a recipe by\n"
     "`hmpx.prepare` or `python -m hmpx record --recipe NAME script.py`."
 )
-Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a log
+_GONE = {
+    "every": "read log.sites in your loop where log.steps is a multiple; examples/watch_precision.py does so",
+    "updates": "`python -m hmpx doctor train.py` finds the updates that are lost",
+}
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Log(Report):
 
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
-    `diff(other)` compares it with another. `every(n, callback)` hands the rows on while it records.
+    `diff(other)` compares it with another. It may be read while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
@@ -75,7 +78,6 @@ class Log(Report):
     steps: int = 0
     policy: str = ""
     about: dict[str, str] = field(default_factory=dict)
-    _callbacks: list[tuple[int, Rows]] = field(init=False, default_factory=list, repr=False, compare=False)
 
     @property
     def unchosen(self) -> list[Site]:
@@ -97,7 +99,7 @@ class Log(Report):
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("sites", "round_trips"):
             values[name] = [asdict(each) for each in values[name]]
         return {"schema": SCHEMA, **values, "totals": self.totals}
@@ -105,26 +107,10 @@ class Log(Report):
     def __str__(self) -> str:
         return _as_text(self, terminal_width())
 
-    def every(self, n: int, callback: Rows) -> None:
-        """Hand the rows of `sites` to `callback` after every n steps of optimizers, while this records.
+    if not TYPE_CHECKING:  # which would take every name for one that is there
 
-        The rows are dicts with the names and values of `Site`, summed up since the beginning. See `steps`.
-
-        Raises:
-            HmpxError: n is no positive integer, or `callback` cannot be called.
-        """
-        if not isinstance(n, int) or n < 1:
-            raise HmpxError(f"every takes a number of steps from 1 on, not {n!r}")
-        if not callable(callback):
-            raise HmpxError(f"every takes a function of one argument, the rows, not {callback!r}")
-        self._callbacks.append((n, callback))
-
-    def _stepped(self) -> None:
-        """Count a step of an optimizer, and hand the rows on where it is time."""
-        self.steps += 1
-        for n, callback in self._callbacks:
-            if self.steps % n == 0:
-                callback([site.as_json() for site in self.sites])
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"Log.{name} is gone: {_GONE[name]}" if name in _GONE else f"Log has no {name!r}")
 
     def _page(self) -> str:
         return _as_page(self)
@@ -176,7 +162,7 @@ class Log(Report):
 
 def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the values in an object of JSON that a class has, lists as its tuples. Later versions may add others."""
-    types = {each.name: each.type for each in fields(cls) if each.init and each.name in row}  # as they are written
+    types = {each.name: each.type for each in fields(cls) if each.name in row}  # as they are written
     return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 

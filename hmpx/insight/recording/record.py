@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import platform
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -71,7 +70,11 @@ def record() -> Iterator[Log]:
     versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     log = Log(about={**versions, "cpu": capability()})
     recorder, watch = Recorder(log), ForwardWatch()
-    counter = register_optimizer_step_post_hook(lambda *_: log._stepped())
+
+    def stepped(*_: object) -> None:
+        log.steps += 1
+
+    counter = register_optimizer_step_post_hook(stepped)
     replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
     try:
         with eager(), observing(recorder), watch.looking():
@@ -80,15 +83,6 @@ def record() -> Iterator[Log]:
         counter.remove()
         recorder.finish()
         log.escaped += (*(line for line in replaced if line not in log.escaped), *watch.findings())
-
-
-def audit(model: Callable[..., Any], inputs: Any = ()) -> Log:
-    """Record one run of a model, and return the log. Deprecated: use `record`; this goes in the next release."""
-    gone = "hmpx.audit goes; write `with hmpx.record() as log: model(inputs)` and read log.escaped"
-    warnings.warn(gone, DeprecationWarning, stacklevel=2)
-    with record() as log:
-        model(**inputs) if isinstance(inputs, dict) else model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    return log
 
 
 class _Tensors(NamedTuple):

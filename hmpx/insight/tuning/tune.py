@@ -26,12 +26,6 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to tune on, and to hold out
-_TRAIN = "train under tuned.recipe, and in FP32 with the batches in two orders, and compare the losses"
-GONE = {
-    "objective": "tune finds the largest share of the FLOPs of matrix products that holds, and print(tuned) says what "
-    "a step takes under these lists, in FP32 and under torch.autocast",
-    **dict.fromkeys(("confirm", "optimizer", "seed"), _TRAIN),
-}  # arguments of earlier versions, and the way out
 
 
 def tune(
@@ -44,7 +38,6 @@ def tune(
     held_out: Sequence[tuple] | None = None,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
     progress: bool = True,
-    **gone: Any,
 ) -> Tuned:
     """Find the op lists of a model: as many FLOPs of matrix products in BF16 as the training bears.
 
@@ -68,7 +61,6 @@ def tune(
         held_out: batches to verify on; None takes the last third of `batches`.
         lists: where to begin, as for `compare`: they decide about what the model does not call.
         progress: show on standard error how far it is; one line at the end where that is no terminal.
-        gone: arguments of earlier versions. `objective="coverage"` is what `tune` does; others raise.
 
     Raises:
         HmpxError: something above does not fit; the model has rules (`policy_for`) or `casts` is open around; the loss
@@ -82,7 +74,6 @@ def tune(
         >>> "linear" in tuned.policy.bf16, tuned.met
         (True, True)
     """
-    _refuse_gone(gone)
     if low not in LOWS:
         raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(LOWS)}){did_you_mean(str(low), LOWS)}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
@@ -118,15 +109,6 @@ def tune(
             return Tuning(subject, tuning, counted, policy, recipe, kernels, side, float(tolerance)).run()
     finally:
         counted.end()
-
-
-def _refuse_gone(gone: Mapping[str, Any]) -> None:
-    """Refuse arguments of earlier versions that asked for something else, and those that never existed."""
-    for name, value in gone.items():
-        if name not in GONE:
-            raise TypeError(f"tune() got an unexpected keyword argument {name!r}")
-        if (name, value) != ("objective", "coverage"):
-            raise HmpxError(f"tune: {name}={value!r} is gone: {GONE[name]}")
 
 
 def _check_in_fp32(model: torch.nn.Module) -> None:
