@@ -16,7 +16,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "compare",
         "compare the training under op lists with FP32 and say which ops are to blame",
-        "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
+        "Call a function without arguments that returns (model, batches, loss), as hmpx.compare\n"
         "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each batch\n"
         "runs in FP32 and under the lists. Where these break the training, the least is found that must be in FP32.\n"
         "The exit status is 1 if the lists change the training, or make something inf or NaN.",
@@ -35,7 +35,7 @@ def _compare(options: argparse.Namespace) -> int:
     outputs = {kind: Path(path) for kind in ("json", "html") if (path := getattr(options, kind))}
     check_outputs(options, outputs)
     recipe = recipe_asked(options)
-    given = set_up(options.what, (2, 3), "(model, batches, loss) or (model, batches)")
+    given = set_up(options.what, (3,), "(model, batches, loss)")
     found = compare(*given, lists=recipe, scores=options.scores)
     print(found)
     for kind, path in outputs.items():

@@ -312,17 +312,7 @@ def test_inputs_that_are_not_finite_are_named():
     assert "the loss of batch 2 has inf or NaN, and so have its inputs" in found.stopped
 
 
-def test_without_a_loss_inf_is_blamed_where_it_is_made():
-    def faulty(h):
-        return torch.exp(h + 11.5)
-
-    found = hmpx.compare(Model(faulty), [(x,) for x, _ in batches(2)], lists=fp16("exp"))
-    assert found.first_nonfinite.op == "exp" == found.broken[0].op
-
-
 def test_a_model_or_a_loss_that_does_not_take_what_a_batch_holds_gets_one_line():
-    with pytest.raises(hmpx.HmpxError, match=r"does not take the 2 of a batch.*give loss"):
-        hmpx.compare(Model(torch.relu), batches())
     four = [(*batch, 0, 0) for batch in batches()]
     with pytest.raises(hmpx.HmpxError, match=r"it calls loss\(model, \*batch\), here with 4 of a batch: too many"):
         hmpx.compare(Model(torch.relu), four, loss_of)

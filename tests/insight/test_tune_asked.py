@@ -66,7 +66,7 @@ class Nothing(nn.Linear):
         ({"data": classes(1) * 4}, "the batches are all alike"),
         ({"data": classes(4), "held_out": classes(1)}, "4 batches and 1 held out"),
         ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
-        ({"loss": None}, "it needs a loss"),
+        ({"loss": None}, "loss is a NoneType"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) * math.nan}, "the loss of batch 0 is nan in FP32 already"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) + torch.sqrt(m.bias.sum() * 0)}, "gradients of batch 0 are not"),
         ({"tolerance": True}, "tolerance=True is no gradient error"),

@@ -43,7 +43,7 @@ Unit = frozenset[CallSite]
 def compare(
     model: torch.nn.Module,
     batches: Sequence[tuple],
-    loss: Loss | None = None,
+    loss: Loss,
     *,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
     scores: bool = False,
@@ -66,8 +66,7 @@ def compare(
         batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better. A
             batch of one argument that is a list of tensors is written ``([...],)``.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor; or that and a tensor of log-probs, whose
-            change is then shown too, at the price of one more forward pass for each op. None: only results of
-            ``model(*batch)`` are compared.
+            change is then shown too, at the price of one more forward pass for each op.
         lists: a recipe, as for `prepare` (a name, a file, a dict of its keys; its rules for modules hold, too), or a
             policy. None: what is in force, else the default lists with FP32 weights.
         scores: run each list name alone even where the lists are healthy.
@@ -113,14 +112,14 @@ class _Comparing:
         self._most = 0  # runs, after which the search ends
 
     def run(self) -> Comparison:
-        runs, subject = self._runs, self._runs.subject
+        runs = self._runs
         try:
             for number in self._numbers:
                 self._compare(number)
         except Stopped as why:
             return Comparison((), stopped=str(why), passes=self._progress.done, policy=self._policy)
         runs.find_noise()
-        whole, has_loss = self._changes.effect(), subject.loss is not None
+        whole = self._changes.effect()
         first, phase = self._first_wrong(whole)
         sites = [site for site in runs.sites if site.calls]
         names: dict[str, list[CallSite]] = {}
@@ -145,10 +144,10 @@ class _Comparing:
             rows=tuple(rows.values()),
             broken=(*raised, *self._rows_to_blame(culprits)),
             advised=advised,
-            gradient_error=whole.gradient_error if has_loss else math.nan,
-            gradient_bias=whole.gradient_bias if has_loss else math.nan,
-            loss=mean_loss if has_loss else math.nan,
-            loss_change=sum(self._low_losses) / len(self._low_losses) - mean_loss if has_loss else math.nan,
+            gradient_error=whole.gradient_error,
+            gradient_bias=whole.gradient_bias,
+            loss=mean_loss,
+            loss_change=sum(self._low_losses) / len(self._low_losses) - mean_loss,
             log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             first_nonfinite=None if first is None else rows[first],
             is_cut_short=is_cut_short,
@@ -186,7 +185,7 @@ class _Comparing:
         subject = self._runs.subject
         what = f"a gradient of batch {number}"
         if not math.isfinite(self._runs.losses[number]):
-            what = f"the {'result for' if subject.loss is None else 'loss of'} batch {number}"
+            what = f"the loss of batch {number}"
         said = f"FP32 itself is not finite: {what} has inf or NaN"
         if bad := subject.not_finite(subject.batches[number]):
             return f"{said}, and so {bad}. No list mends that"
@@ -302,8 +301,7 @@ class _Comparing:
         if not runs:
             return row
         error = self._error_alone(unit, batch)
-        change = self._alone[unit, batch].loss_change if self._runs.subject.loss is not None else math.nan
-        return replace(row, gradient_error=error, loss_change=change)
+        return replace(row, gradient_error=error, loss_change=self._alone[unit, batch].loss_change)
 
     def _move_log_probs(self, rows: dict[CallSite, Row]) -> None:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""

@@ -30,8 +30,8 @@ class Comparison(Report):
         advised: the gradient error of the lists with `broken` in FP32, measured on all batches. Where every op in FP32
             is not enough, that error, and `broken` has no more than ops that raise. NaN where nothing is to be mended.
         gradient_error: of the lists as a whole, in units of the noise between batches; from 0.2 on the training is
-            another one. gradient_bias: the part of it that is the same in every batch, in the same units. NaN without
-            a loss or with one batch.
+            another one. gradient_bias: the part of it that is the same in every batch, in the same units. NaN with
+            one batch.
         loss, loss_change: the FP32 loss, and what the lists add to it, means over batches.
         log_prob_change: by how much the lists change the log-probs that the loss returns, in the mean over all of them,
             without signs; NaN where it returns none.
@@ -175,14 +175,11 @@ def _verdict(found: Comparison) -> Iterator[str]:
     elif not math.isnan(error):
         said, bias = "broken" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
         yield f"{said}: gradient error {number(error)}, bias {number(bias)} (another training begins at {BROKEN:g})"
-    elif not math.isnan(found.loss):
-        yield "gradient errors have no unit: give two batches or more that differ; the noise between them is the unit"
     else:
-        yield "only results are compared: give loss(model, *batch) to see what errors do to the training"
-    if not math.isnan(found.loss):
-        finite = math.isfinite(found.loss_change)
-        change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
-        yield f"the loss is {found.loss:.6g} in FP32; {change}"
+        yield "gradient errors have no unit: give two batches or more that differ; the noise between them is the unit"
+    finite = math.isfinite(found.loss_change)
+    change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
+    yield f"the loss is {found.loss:.6g} in FP32; {change}"
     if not math.isnan(found.log_prob_change):
         yield f"the lists change log-probs by {number(found.log_prob_change)} in the mean"
     if (first := found.first_nonfinite) is not None:

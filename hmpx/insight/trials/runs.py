@@ -169,7 +169,7 @@ class Runs:
     def find_noise(self) -> None:
         """Compute the units of errors, when all batches have run in FP32."""
         with unobserved():
-            self.noise = noise_of(self.gradients) if self.subject.loss is not None else 1.0
+            self.noise = noise_of(self.gradients)
         self.loss_noise = (statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0) or math.inf
 
     def check_repeats(self) -> None:
@@ -212,9 +212,7 @@ class Difference:
             errors = [b - a for a, b in zip(self._runs.gradients[number], gradients, strict=True)]
             squares = square(errors)
             self._total = [a + b for a, b in zip(self._total, errors, strict=True)] if self._total else errors
-        # Without a loss, the number of infinite elements stands in its place.
-        finite = math.isfinite(change) if self._runs.subject.loss is not None else change == 0
-        self._squares[number] = squares if finite else math.inf
+        self._squares[number] = squares if math.isfinite(change) else math.inf
         self._losses[number] = change * change if math.isfinite(change) else math.inf
 
     def _sizes(self, squares: float, losses: float) -> tuple[float, float]:

@@ -36,11 +36,10 @@ class Stopped(Exception):
 
 
 class Subject:
-    """A model, its batches, and a loss or none.
+    """A model, its batches, and a loss.
 
     Each run starts from the same random numbers and buffers, and leaves both, with parameters and their gradients, as
-    they were. In FP32, parameters, buffers and inputs in low precision are widened. Without a loss, the number of
-    infinite elements of the result stands in its place, NaN where one is NaN.
+    they were. In FP32, parameters, buffers and inputs in low precision are widened.
 
     asked: the function that a user has called, for errors. log_probs: those that the loss of the last run returned
     beside its scalar, in FP32; or None.
@@ -52,22 +51,20 @@ class Subject:
         self,
         model: torch.nn.Module,
         batches: Sequence[tuple],
-        loss: Loss | None,
+        loss: Loss,
         recipe: Recipe | None,
         asked: str = "compare",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise HmpxError(f"{asked}: model is {kind_of(model)}, not a torch.nn.Module")
-        if loss is not None and not callable(loss):
-            raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
+        if not callable(loss):
+            raise HmpxError(f"{asked}: loss is {kind_of(loss)}; it is called as loss(model, *batch)")
         self._asked, self._recipe = asked, recipe
         self.model, self.batches, self.loss = model, arguments_of(batches, "batches", asked), loss
         self._reentrant: bool | None = None  # whether there is a checkpoint with use_reentrant=True
-        self.parameters = [p for p in model.parameters() if p.requires_grad] if loss is not None else []
-        if loss is not None and not self.parameters:
-            raise HmpxError(
-                f"{asked}: no parameter of the model requires a gradient; without `loss` compare looks at results"
-            )
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise HmpxError(f"{asked}: no parameter of the model requires a gradient")
         _check_arguments(model, self.batches[0], loss, asked)
 
     @contextlib.contextmanager
@@ -117,13 +114,6 @@ class Subject:
 
     def _run(self, batch: tuple, gradients: bool) -> tuple[float, list[Tensor]]:
         with kept(self.model):
-            if self.loss is None:
-                with torch.no_grad():
-                    result = self.model(*batch)
-                with unobserved():
-                    leaves = _floats(result)
-                    infinite = sum(int(torch.isinf(leaf).sum()) for leaf in leaves)
-                    return (math.nan if any(bool(leaf.isnan().any()) for leaf in leaves) else float(infinite)), []
             loss, self.log_probs = self.loss(self.model, *batch), None
             if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Tensor):
                 loss, log_probs = loss
@@ -192,22 +182,14 @@ def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
     return found
 
 
-def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, asked: str) -> None:
-    """Check that the loss can be called with the model and a batch; without a loss, the model with a batch."""
+def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss, asked: str) -> None:
+    """Check that the loss can be called with the model and a batch."""
     try:
-        if loss is not None:
-            inspect.signature(loss).bind(model, *batch)
-        else:
-            inspect.signature(model.forward).bind(*batch)
+        inspect.signature(loss).bind(model, *batch)
     except TypeError as error:
-        if loss is not None:
-            raise HmpxError(
-                f"{asked}: it calls loss(model, *batch), here with {len(batch)} of a batch: {error}; write "
-                "loss(model, inputs, targets), or give batches of one argument: [(batch,), ...]"
-            ) from None
         raise HmpxError(
-            f"{asked}: without a loss it calls model(*batch), and {type(model).__name__} does not take the "
-            f"{len(batch)} of a batch: {error}; give loss(model, *batch), or batches of the model's arguments"
+            f"{asked}: it calls loss(model, *batch), here with {len(batch)} of a batch: {error}; write "
+            "loss(model, inputs, targets), or give batches of one argument: [(batch,), ...]"
         ) from None
     except ValueError:  # it has no signature to look at
         pass

@@ -78,8 +78,6 @@ def tune(
         raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(LOWS)}){did_you_mean(str(low), LOWS)}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
-    if loss is None:
-        raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
     if low in FORMATS:
         policy = replace(policy, fp8_format=FORMATS[low])
