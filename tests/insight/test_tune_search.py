@@ -9,7 +9,7 @@ import random
 import pytest
 
 from hmpx.insight.trials.runs import Effect
-from hmpx.insight.tuning.search import Search
+from hmpx.insight.trials.search import Search
 from hmpx.insight.tuning.worth import NameInModule, Worth, Worths
 
 NAMES = "abcdefghij"
@@ -47,7 +47,7 @@ class Problem:
         worths = Worths()
         worths.of_place = {NameInModule(name): Worth(gain) for name, gain in self.gains.items()}
         names = [frozenset({NameInModule(name)}) for name in NAMES]
-        chosen = Search(self.measure, [0], worths, tolerance, Effect()).run(names)
+        chosen = Search(self.measure, [0], tolerance, Effect(), worths.gain).run(names, worths.wished(names))
         return {place.name for place in chosen}
 
 
@@ -77,7 +77,7 @@ def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_
     def measure(chosen, batches, enough=math.inf):
         return Effect(error(chosen), by_batch=dict.fromkeys(batches, error(chosen)))
 
-    search = Search(measure, [0], worths, 1.0, Effect())
+    search = Search(measure, [0], 1.0, Effect(), worths.gain)
     whole = search.run([frozenset(worths.of_place)])
     assert whole == {*worths.of_place} and error(whole) == pytest.approx(0.9)
     kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
@@ -94,6 +94,6 @@ def test_what_is_left_of_a_choice_holds_on_the_batches_of_the_search_too():
         error = 2.0 if len(chosen) == 1 else 0.0
         return Effect(error, by_batch=dict.fromkeys(batches, error))
 
-    search = Search(measure, [0], worths, 1.0, Effect())
+    search = Search(measure, [0], 1.0, Effect(), worths.gain)
     assert search.run([frozenset({place}) for place in worths.of_place]) == {*worths.of_place}
     assert search.dropped(frozenset(worths.of_place), lambda chosen: 2.0 * (NameInModule("b") in chosen)) == frozenset()

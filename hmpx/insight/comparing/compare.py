@@ -1,19 +1,18 @@
 """`compare`: do these lists train as FP32 does, and if not, which ops must be in FP32?
 
-1. Each batch runs in FP32 and under the lists. Where that is healthy, it is the answer.
-2. Else each list name that ran in low precision runs so alone, in the worst batch.
-3. The largest part of the names that is healthy while the rest is in FP32 is found; a name that is left out is divided
-   by module. What is left out is suspect. This view alone would blame an op that only rounds what it is given.
-4. The largest part of the suspects that may stay as the lists have it, while the others are in FP32, is found under the
-   lists as they are, on all batches. This view alone would name cures that are no cause: an op in FP32 makes all
-   unlisted ops behind it follow. What is left is to blame, and the last run has measured what the advice brings.
+1. Each batch runs in FP32 and under the lists. If the lists are healthy, the comparison ends here.
+2. Else `Search` finds the largest part of the list names that is healthy while every other op is in FP32. The units
+   that do not fit are suspects. Suspects alone do not suffice: an op that only rounds its inputs is one, too.
+3. The lists run with suspects in FP32. The fewest suspects that must be in FP32 are to blame. Such runs alone do not
+   suffice either: an op in FP32 takes the unlisted ops behind it along, and would cure errors that it does not make.
+   The last of these runs measures the advice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +27,12 @@ from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
-from hmpx.insight.trials.search import PARTS, largest, parts_of
+from hmpx.insight.trials.search import PARTS, Search, largest
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.recipe import Recipe
 
-_ROUNDS = 3  # of the search for suspects, each in the batch that is worst then
 _MOST = 40, 10  # runs of the search: in all, and for each batch
 
 Unit = frozenset[CallSite]
@@ -53,7 +51,7 @@ def compare(
 
     Each batch runs twice, forward and backward: in FP32, and under the lists. Where the gradients are too far off, ops
     are measured in further runs, until the least is found that must be in FP32; the lists with that have then run on
-    all batches. The search ends after one run for each list name, and 40 and 10 for each batch.
+    all batches.
 
     An op that raises under the lists runs in FP32, and the verdict names it. Where FP32 itself is not finite, the
     comparison stops there, and says so.
@@ -106,9 +104,8 @@ class _Comparing:
         self._low_losses: list[float] = []
         self._log_probs: list[Tensor] = []  # the absolute changes by the lists, by batch
         self._first_log_probs: Tensor | None = None  # in FP32, of the first batch
-        self._alone: dict[tuple[Unit, int], Effect] = {}
+        self._measured: dict[tuple[Unit, tuple[int, ...]], Effect] = {}
         self._without: dict[Unit, Effect] = {}
-        self._looks: dict[CallSite, float] = {}  # the error of the smallest part with a site that was run alone
         self._most = 0  # runs, after which the search ends
 
     def run(self) -> Comparison:
@@ -151,7 +148,7 @@ class _Comparing:
             log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             first_nonfinite=None if first is None else rows[first],
             is_cut_short=is_cut_short,
-            names=tuple(self._measured(each, True, is_broken or self._scores) for each in names.values()),
+            names=tuple(self._row(each, True, is_broken or self._scores) for each in names.values()),
             passes=self._progress.done,
             policy=self._policy,
         )
@@ -210,19 +207,15 @@ class _Comparing:
                 return self._first_nonfinite(number, as_listed, self._runs.subject.low)
         return None, ""
 
-    def _error_alone(self, unit: Unit, batch: int) -> float:
-        """Return the error with these sites in low precision and all else in FP32, in one batch."""
-        if (unit, batch) not in self._alone:
-            self._alone[unit, batch] = self._runs.effect(_alone(unit), [batch], "some alone", wide=True)
-            self._looks |= dict.fromkeys(unit, self._alone[unit, batch].gradient_error)
-        return self._alone[unit, batch].gradient_error
+    def _measure(self, unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
+        """Return what these sites in low precision change in some batches, while all else is in FP32."""
+        key = unit, tuple(batches)
+        if key not in self._measured:
+            self._measured[key] = self._runs.effect(_alone(unit), batches, "some alone", enough, wide=True)
+        return self._measured[key]
 
-    def _error_without(self, units: Collection[Unit]) -> float:
-        """Return the error of the lists with these sites in FP32; of some batches, where it is too much there already.
-
-        A site that raises under the lists is in FP32, too.
-        """
-        wide = Unit().union(*units)
+    def _error_without(self, wide: Unit) -> float:
+        """Return the error of the lists with these sites in FP32, and with any op in FP32 that raises under them."""
         if wide not in self._without:
             compute = by_site(lambda site: exactly if site in wide or site.raised else Asked.plainly)
             self._without[wide] = self._runs.effect(compute, self._numbers, "searching", FELT)
@@ -230,78 +223,50 @@ class _Comparing:
 
     def _blame(self, names: list[Unit]) -> tuple[list[Unit], float]:
         """Return the sites that must be in FP32, and the error of the lists then; none where that does not help."""
-        batch, suspects = self._numbers[0], list[Unit]()
-        for _ in range(_ROUNDS):
-            known = Unit().union(*suspects)
-            suspects += self._suspects([unit - known for unit in names if unit - known], batch)
-            if self._error_without(suspects) < FELT or self._is_spent:
-                break
-            by_batch = self._without[Unit().union(*suspects)].by_batch
-            batch = max(by_batch, key=lambda number: by_batch[number], default=batch)
-        if self._error_without(suspects) >= FELT:
-            suspects = names
-            if self._error_without(names) >= FELT:
-                return [], self._error_without(names)
-        met = {site: number for number, site in enumerate(self._runs.sites)}
+
+        def measure(unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
+            return Effect(math.inf) if self._is_spent else self._measure(unit, batches, enough)
+
+        search = Search(measure, self._numbers, FELT, Effect())
+        every, kept = Unit().union(*names), search.run(names)
+        suspects = search.left if self._error_without(every - kept) < FELT else names
+        if self._error_without(Unit().union(*suspects)) >= FELT:
+            return [], self._error_without(every)
         order = sorted(
-            suspects,
-            key=lambda unit: (max(self._looks.get(site, 0.0) for site in unit), min(met[site] for site in unit)),
+            suspects, key=lambda unit: (measure(unit, self._numbers[:1]).gradient_error, *sorted(map(str, unit)))
         )
 
-        def may_stay(kept: list[Unit]) -> bool:
-            return not self._is_spent and self._error_without([unit for unit in order if unit not in kept]) < FELT
+        def may_stay(some: list[Unit]) -> bool:
+            wide = Unit().union(*(unit for unit in order if unit not in some))
+            return not self._is_spent and self._error_without(wide) < FELT
 
         # Errors near the limit do not grow with the set: begin with the worst suspect alone, for a small answer.
         _, left = largest(order, may_stay, lambda kept, rest: len(rest) - 1)
-        return left, self._error_without(left)
-
-    def _suspects(self, units: Sequence[Unit], batch: int) -> list[Unit]:
-        """Return what cannot be in low precision beside the units that can, while all else is in FP32."""
-        kept = Unit()
-
-        def left_of(units: Sequence[Unit]) -> list[Unit]:
-            nonlocal kept
-            order = sorted(units, key=lambda unit: self._error_alone(unit, batch))
-
-            def holds(some: list[Unit]) -> bool:
-                return not self._is_spent and self._error_alone(kept.union(*some), batch) < FELT
-
-            fitting = sum(self._error_alone(unit, batch) < FELT for unit in order)
-            some, left = largest(order, holds, lambda _, rest: fitting)
-            kept = kept.union(*some)
-            return left
-
-        waiting, found = left_of(units), list[Unit]()
-        while waiting:
-            unit = waiting.pop()
-            parts = [] if self._is_spent else parts_of(unit, lambda site: site.module)
-            if len(parts) > 1 and any(self._error_alone(part, batch) >= FELT for part in parts):
-                waiting += left_of(parts)
-            else:  # of one module; or of many, whose errors only add up
-                found.append(unit)
-        return found
+        return left, self._error_without(Unit().union(*left))
 
     def _rows_to_blame(self, culprits: Sequence[Unit]) -> list[Row]:
         """Return a row for each name in each module, as rules say it; the first of them with what each does alone."""
         units: dict[tuple[str, str], list[CallSite]] = {}
         blamed = Unit().union(*culprits)
-        met = [site for site in self._runs.sites if site in blamed]  # a set has another order in each process
-        for site in sorted(met, key=lambda site: -self._looks.get(site, 0.0)):
+        for site in [site for site in self._runs.sites if site in blamed]:  # a set has another order in each process
             units.setdefault((site.op, site.module), []).append(site)
         rows = []
         for i, sites in enumerate(units.values()):
             if 1 < len(sites) <= PARTS and not self._is_spent:  # the worst line stands for all
-                sites.sort(key=lambda site: -self._error_alone(Unit([site]), self._numbers[0]))
-            rows.append(self._measured(sites, False, i < PARTS))
+                sites.sort(key=lambda site: -self._alone(Unit([site])).gradient_error)
+            rows.append(self._row(sites, False, i < PARTS))
         return sorted(rows, key=worst_first)
 
-    def _measured(self, sites: list[CallSite], is_op: bool, runs: bool) -> Row:
+    def _alone(self, unit: Unit) -> Effect:
+        return self._measure(unit, self._numbers[:1])
+
+    def _row(self, sites: list[CallSite], is_op: bool, runs: bool) -> Row:
         """Return the row of sites. runs: whether to run them alone, for what they do."""
-        row, unit, batch = row_of(sites, is_op), frozenset(sites), self._numbers[0]
+        row = row_of(sites, is_op)
         if not runs:
             return row
-        error = self._error_alone(unit, batch)
-        return replace(row, gradient_error=error, loss_change=self._alone[unit, batch].loss_change)
+        effect = self._alone(frozenset(sites))
+        return replace(row, gradient_error=effect.gradient_error, loss_change=effect.loss_change)
 
     def _move_log_probs(self, rows: dict[CallSite, Row]) -> None:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from hmpx.insight.text_table import short_places
 from hmpx.insight.trials.runs import Effect
-from hmpx.insight.tuning.search import Search
-from hmpx.insight.tuning.worth import SLACK, WIDE, Chosen, Low, NameInModule, Unit, Worths
+from hmpx.insight.trials.search import SLACK, Search
+from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule, Unit, Worths
 from hmpx.ops.policies.lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe

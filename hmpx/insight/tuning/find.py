@@ -16,9 +16,9 @@ from hmpx.errors import HmpxError
 from hmpx.insight import observed
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
 from hmpx.insight.trials.runs import Effect, Progress, Runs
+from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Subject
 from hmpx.insight.tuning.choices import choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
@@ -77,9 +77,10 @@ class Tuning:
             # Where more remains than is allowed, the choice may add as much as is allowed.
             remains = nothing.size if self.tolerance < nothing.size < math.inf else 0.0
             tolerance = math.hypot(self.tolerance, remains)
-            search = Search(self._measured, self._searched, worths, tolerance, nothing)
+            search = Search(self._measured, self._searched, tolerance, nothing, worths.gain)
             names = sorted({place.name for place in worths.free})
-            chosen = search.run([frozenset(place for place in worths.free if place.name == name) for name in names])
+            units = [frozenset(place for place in worths.free if place.name == name) for name in names]
+            chosen = search.run(units, worths.wished(units))
         if self._of_choice(chosen).effect.size > tolerance:
             with self._everything():
                 chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)

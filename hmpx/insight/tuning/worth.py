@@ -17,6 +17,7 @@ from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, exactly, in_fp32, is_recomputing, is_transformed
+from hmpx.insight.trials.search import SLACK
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import FORMATS
@@ -26,7 +27,6 @@ from hmpx.ops.wrapping.observing import Seen, unobserved
 Low = Literal["bf16", "fp8"]
 WIDE: dict[Low, str] = {"bf16": "fp32", "fp8": "bf16"}  # the list that a name is in otherwise
 LOWS = (*WIDE, *FORMATS)  # what `tune` takes: a list, or "fp8" by the name of its format
-SLACK = 0.02  # of what low precision saves in all: less than that is no reason for an error
 
 
 class NameInModule(NamedTuple):
