@@ -141,7 +141,7 @@ def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(scri
     done = doctor(
         tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
     )
-    assert done.returncode == 1 and "could not look" not in done.stderr, done.stderr  # at steps in FP32, rounded after
+    assert done.returncode == 1 and "not checked: " not in done.stderr, done.stderr  # at steps in FP32, rounded after
     lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
     assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
     assert lines[2:] == [
@@ -209,10 +209,9 @@ def test_ranks_write_the_recipe_once_under_the_name_that_was_asked_for(script, t
 
 def test_a_script_that_saves_while_it_is_ended_is_told_so_once(script, tmp_path):
     body, _, last = SCRIPT.partition("for i in range(60):")
-    saved = "    torch.save(model.state_dict(), 'model.pt')\n    torch.save(optimizer.state_dict(), 'optimizer.pt')\n"
+    saved = "    torch.save(model.state_dict(), 'model.pt')\n"
     script(source=f"{body}try:\n  for i in range(60):" + last.replace("\n", "\n  ").rstrip() + f"\nfinally:\n{saved}")
     done = doctor(tmp_path, "train.py")
     lines = [line for line in done.stderr.splitlines() if "is ending the script" in line]
-    place = len((tmp_path / "train.py").read_text().splitlines()) - 1
-    assert len(lines) == 1 and f"train.py:{place} calls torch.nn.Module.state_dict" in lines[0], done.stderr
-    assert (tmp_path / "optimizer.pt").exists()
+    assert len(lines) == 1 and "`finally` blocks save is of an early step" in lines[0], done.stderr
+    assert (tmp_path / "model.pt").exists()

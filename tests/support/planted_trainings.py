@@ -414,20 +414,6 @@ def step_nan(sick):
     train(model, optim.Adam(model.parameters(), lr=1e-3, eps=0.0 if sick else 1e-8), steps=4)
 
 
-@planted("gradients")
-def without_gradient(sick):
-    model = mlp()
-    beside = [nn.Parameter(torch.ones(3))] if sick else []
-    train(model, optim.SGD([*model.parameters(), *beside], lr=0.1))
-
-
-@planted("gradients")
-def gradient_of_zeros(sick):
-    model = nn.ModuleList([mlp(), nn.Linear(4, 4)])
-    model.forward = lambda x: model[0](x) + (model[1](x[:, :4]) * (0.0 if sick else 1.0))
-    train(model, optim.SGD(model.parameters(), lr=0.1))
-
-
 @planted("matmul precision")
 def medium_precision(sick):
     before = torch.get_float32_matmul_precision()

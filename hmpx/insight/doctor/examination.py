@@ -32,7 +32,6 @@ from hmpx.insight.doctor.notes import Notes
 from hmpx.insight.doctor.op_watch import Iterations, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
-from hmpx.insight.observed import observing
 from hmpx.insight.text_table import number
 from hmpx.ops.wrapping.callers import frames, users_line
 from hmpx.recipes.module_patterns import module_names
@@ -66,7 +65,7 @@ class Examination:
         own = [(each.look, each.problems) for each in (self._upcasts, self._sums)]
         looks, self._findings = zip(*_FOLLOWED, *own, strict=True)
         self._watch = OpWatch(self._notes, looks, self._trouble)
-        self._replicas, self._outside = Replicas(), followed.OutsideCasts()
+        self._replicas = Replicas()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
         self._modules: set[str] = set()  # names of theirs
         self._running: FrameType | None = None  # of the step that runs
@@ -80,7 +79,7 @@ class Examination:
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Look at what runs inside."""
-        with observing(self._outside), contextlib.ExitStack() as stack:  # a conversion patches before this does
+        with contextlib.ExitStack() as stack:
             stack.callback(self._changes.close)
             changes = self._changes
             changes.callback(self._watch.close)
@@ -153,7 +152,7 @@ class Examination:
                         and self._iterations.count > self._steps
                         and writes.are_steps(self._notes)
                     ):
-                        end(self._changes)
+                        end()
             backward(tensors, grad_tensors, *args, **kwargs)
 
         return begins
@@ -168,7 +167,7 @@ class Examination:
                 self._notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
                 self._notes.scale = scaler.get_scale()
             if is_skipped and self._steps is not None and len(self._notes.skipped) >= self._steps:
-                end(self._changes)
+                end()
             return result
 
         return scaled
@@ -238,7 +237,7 @@ class Examination:
         if seen is next(iter(self._optimizers.values())):
             self._iterated()
         if self._steps is not None and seen.steps >= self._steps:
-            end(self._changes)
+            end()
 
     def _iterated(self) -> None:
         """The first optimizer has stepped: an iteration is over, and the next one begins."""
@@ -262,7 +261,6 @@ class Examination:
         names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(every)}
         problems = [problem for findings in self._findings for problem in findings(self._notes, names)]
         problems += [*of_steps([*self._optimizers.values()], names), *self._replicas.problems(names)]
-        problems += self._outside.problems()
         found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
         script = Script(self._trained, self._names, self._modules, followed.are_products_low_by_hand(self._notes))
         with aside(self._trouble):

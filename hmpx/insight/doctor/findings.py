@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
+from hmpx.insight.doctor.diagnosis import Names, Problem, percent
 from hmpx.insight.doctor.steps import Moves, SteppedOptimizer, total
 from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import number
@@ -77,7 +77,6 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
         said = f"{what} are inf or NaN {f'from step {step} on' if what == 'weights' else f'in step {step}'}"
         do = f"doctor --at {step} looks at every op of that step and names the first"
         yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
-    yield from _of_gradients(where, seen, names)
 
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
@@ -118,22 +117,6 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     share = sum(params[p].elements for p in dead) / every.elements
     weight = 0.5 + 0.45 * (1 - min(max(kept, 0), 1)) if wrong else 0.2 * share
     return Problem("lost updates", wrong, said, do, where, tuple(names[p] for p in losing or worst), (), weight, recipe)
-
-
-def _of_gradients(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
-    params = [p for each in seen for p in parameters(each.optimizer)]
-    for kind, what in (("no_grad", "no gradient"), ("zero_grad", "a gradient of zeros")):
-        always = tuple(
-            names[p]
-            for each in seen
-            for p in parameters(each.optimizer)
-            if each.samples > 1 and getattr(each, kind)[p] == each.samples
-        )
-        every = len(always) == len(params)
-        if always and not (every and kind == "no_grad"):
-            said = f"{len(always)} of {len(params)} parameters had {what} in each step that was looked at: "
-            do = "leave them out of the optimizer, or look for what cuts them off"
-            yield Problem("gradients", every, said + some(always), do, where, always, weight=0.05)
 
 
 def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:

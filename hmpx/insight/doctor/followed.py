@@ -1,9 +1,8 @@
-"""What takes several ops to see: casts in vain, where products ran, sums of gradients, casts outside of models."""
+"""What takes several ops to see: casts in vain, where products ran, sums of gradients."""
 
 from __future__ import annotations
 
 import math
-import types
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -12,22 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.conversion import installed
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
 from hmpx.insight.doctor.notes import Notes, OpCall, Spot
 from hmpx.insight.doctor.op_watch import FEW, VIEWS, few, in_autocast
 from hmpx.insight.doctor.twin import sample
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.insight.text_table import PACKAGES, number, short_place
-from hmpx.ops.wrapping.callers import users_line
-from hmpx.ops.wrapping.observing import Point, Run, Seen
-from hmpx.ops.wrapping.rules import eligible_dtypes
-from hmpx.ops.wrapping.switch import is_outside
 
 Parameter = torch.nn.Parameter
 _WIDE = torch.float32
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
-_DO = "put `with hmpx.disable_casts():` around the line, or say `where: model` in the recipe"
 
 
 def _is_cast(op: OpCall) -> bool:
@@ -240,33 +233,3 @@ def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
         said += "gradients are inf or NaN at any scale"
         do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
         yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
-
-
-class OutsideCasts:
-    """Observes the ops that have a rule, and counts the lines that cast one outside of any model.
-
-    A conversion that casts everywhere does so: `disable_casts()` belongs there.
-    """
-
-    everything = False
-
-    def __init__(self) -> None:
-        self._seen: Counter[tuple[str, str]] = Counter()  # by line and op
-
-    def leaves(self, caller: types.CodeType) -> bool:
-        """Return whether the conversion in force casts the ops of models alone."""
-        conversion = installed()
-        return conversion is None or conversion.where != "everywhere"
-
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
-        seen = run(*args, **kwargs)
-        cast = seen.casting and eligible_dtypes(args) != eligible_dtypes(seen.args)
-        if cast and is_outside(point.op, args, kwargs, frame):
-            self._seen[users_line(frame), point.op] += 1
-        return seen
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield a note for each line."""
-        for (line, op), calls in self._seen.items():
-            said = f"{op} was cast here {calls} times, outside of any model"
-            yield Problem("cast outside of the model", False, said, _DO, line, ops=(op,), weight=0.3)

@@ -18,7 +18,6 @@ import torch
 from hmpx.insight.doctor.twin import NotChecked, Twin, sample, samples, twins_of
 from hmpx.insight.tensors import LOW
 from hmpx.updates.optimizer_hooks import own_attachment
-from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
 
 Tensor = torch.Tensor
@@ -163,20 +162,17 @@ class SteppedOptimizer:
         unchecked: why its updates could not be looked at; "" if they could.
         asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp.
         falls, stays: by key of state in low precision: elements that fall where the gradient is 0, and those that stay.
-        samples, no_grad, zero_grad: how often gradients were looked at, and how often there was none, or zeros.
     """
 
     def __init__(self, optimizer: Optimizer, where: str) -> None:
         self.optimizer, self.where = optimizer, where
-        self.steps = self.looked = self.samples = 0
+        self.steps = self.looked = 0
         self.moves: dict[int, dict[Parameter, Moves]] = {}
         self.medians: list[float] = []
         self.unchecked = ""
         self.asked = self.arrived = 0.0
         self.falls: Counter[str] = Counter()
         self.stays: Counter[str] = Counter()
-        self.no_grad: Counter[Parameter] = Counter()
-        self.zero_grad: Counter[Parameter] = Counter()
         self.nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
         self.evaluations = 0  # of a closure, in the step that runs
         self._window = 0
@@ -200,11 +196,6 @@ class SteppedOptimizer:
             self._window = window
         if not window:
             return
-        if self.steps + 1 in (window, window + 2):
-            self.samples += 1
-            self.no_grad.update(p for p in params if p not in grads)
-            dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
-            self.zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
         with_grad = list(map(id, grads))
         try:
             if not self._beside or (with_grad != self._with_grad and self._beside[0].twin.is_sampled):
