@@ -6,9 +6,11 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from hmpx.insight.comparing.row import Row
 from tests.support.planted import (
     WIDTH,
     Masked,
@@ -295,3 +297,19 @@ def test_sparse_gradients_count_as_dense_ones():
     sparse, dense = (hmpx.compare(Looking(each), batches, cross_entropy, lists=lists) for each in (True, False))
     assert sparse.gradient_error == pytest.approx(dense.gradient_error, rel=0.5)
     assert hmpx.tune(Looking(True), batches, cross_entropy) is not None
+
+
+def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
+    assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
+    row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)
+    assert str(row) == "model.py:3: exp in head: alone gradient error 0.5; bfloat16; in no list"
+
+
+def test_each_line_is_a_site():
+    def loss(model, x):
+        x = F.linear(x, model.weight)
+        return F.linear(x, model.weight).square().mean()
+
+    found = hmpx.compare(nn.Linear(4, 4), [(torch.randn(2, 4),)], loss, lists={"opt_level": "O2"})
+    lines = [int(row.where.rpartition(":")[2]) for row in found.rows if row.op == "linear"]
+    assert len(lines) == 2 and abs(lines[0] - lines[1]) == 1

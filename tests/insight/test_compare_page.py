@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import hmpx
 from hmpx.insight.comparing.row import Row
@@ -46,22 +44,6 @@ def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_pa
     assert max(map(len, str(wide).splitlines()[-2:])) == 110
 
 
-def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
-    assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
-    row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)
-    assert str(row) == "model.py:3: exp in head: alone gradient error 0.5; bfloat16; in no list"
-
-
-def test_each_line_is_a_site():
-    def loss(model, x):
-        x = F.linear(x, model.weight)
-        return F.linear(x, model.weight).square().mean()
-
-    found = hmpx.compare(nn.Linear(4, 4), [(torch.randn(2, 4),)], loss, lists={"opt_level": "O2"})
-    lines = [int(row.where.rpartition(":")[2]) for row in found.rows if row.op == "linear"]
-    assert len(lines) == 2 and abs(lines[0] - lines[1]) == 1
-
-
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
     assert {*browser.columns_of(page)["module"]} >= {browser.HOSTILE, browser.IMAGE}
     assert browser.is_harmless(page)
@@ -72,7 +54,7 @@ def test_the_page_says_inf_and_leaves_out_columns_without_a_value(found, tmp_pat
     dataclasses.replace(found, rows=rows).html(tmp_path / "found.html")
     columns = browser.columns_of((tmp_path / "found.html").read_text())
     assert columns["gradient error"] == ["inf", 0.01]
-    assert "log prob change" not in columns and "module" not in columns
+    assert "log-probs" not in columns and "module" not in columns
 
 
 @pytest.mark.browser

@@ -11,13 +11,12 @@ from typing import Any
 
 from hmpx.insight.comparing.row import BROKEN, FELT, Row, alike, number, worst_first
 from hmpx.insight.module_names import numberless
-from hmpx.insight.pages import Report, bars, closed, grid, page, plain
-from hmpx.insight.text_table import Column, short_dtypes, short_places, table, terminal_width
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report, plain
+from hmpx.insight.text_table import short_dtypes, short_places
 
 SCHEMA = 3
-_ROWS = 20  # of the table
 _LINES = 8  # of ops that are to be in FP32
-_WIDTH = 110  # of the text in the page for readers without scripts
+_BARS = 20  # of the picture in the page
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,6 @@ class Comparison(Report):
     `by_op()` are the names, and `worst(n)` n rows, those that do most to the training first; `is_broken` says whether
     the lists as a whole break it. `json(path)` saves everything, `as_json()` is the same as objects, `html(path)` a
     page.
-
-    Example:
-        >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(4)]
-        >>> def loss(model, x, y):
-        ...     return torch.nn.functional.mse_loss(model(x), y)
-        >>> found = hmpx.compare(model, batches, loss, progress=False)
-        >>> found.is_broken, found.broken, found.gradient_error < 0.1
-        (False, (), True)
-        >>> [(row.op, row.rule, row.dtypes) for row in found.rows][0]
-        ('linear', 'bf16', 'float32 -> bfloat16')
     """
 
     rows: tuple[Row, ...]
@@ -93,73 +82,46 @@ class Comparison(Report):
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return plain({"schema": SCHEMA, **found, "is_broken": self.is_broken})
 
-    def _page(self) -> str:
-        figures = ("gradient_error", "log_prob_change", "loss_change")
-        columns = {
-            **{"op": "text", **{name.replace("_", " "): "figure" for name in figures}, "calls": "number"},
-            **{"dtypes": "dtypes", "module": "end", "line": "end"},
-        }
+    def _title(self) -> tuple[str, str]:
+        return "compare", "Op lists beside FP32"
 
-        def shown(rows: Sequence[Row]) -> list[list]:
-            return [
-                [
-                    *(row.op, *(getattr(row, name) for name in figures)),
-                    *(row.calls, short_dtypes(row.dtypes), row.module, short_places(row.where)),
-                    [row.where, row.reason, row.phase and f"not finite in the {row.phase} pass", row.raised, row.note],
-                ]
-                for row in rows
-            ]
+    def _lines(self) -> Iterator[str]:
+        return _verdict(self)
 
-        names = [(row.op, row.gradient_error, number(row.gradient_error)) for row in self.by_op()[:_ROWS]]
-        measured = [each for each in names if not math.isnan(each[1])]
+    def _sections(self) -> Iterator[Grid | Lines | Bars]:
+        with_log_probs = [row for row in self.rows if not math.isnan(row.log_prob_change)]
+        rows = alike(sorted(with_log_probs, key=lambda row: -row.log_prob_change))
+        rows = rows or [row for row in self.by_op() if not math.isnan(row.gradient_error)]
+        yield Grid(_FIELDS, rows, more=lambda rest: f"{len(rest)} rows that do less")
+        yield Grid(_FIELDS, self.broken, shown=(), notes=_notes, page="To be in FP32")
         about = "All calls of an op alone in low precision, in one batch, in units of the noise between batches."
-        sections = [
-            *([grid("To be in FP32", columns, shown(self.broken))] if self.broken else []),
-            *([bars("Gradient error by op", about, measured, FELT)] if measured else []),
-            grid("Every site", columns, shown(self.rows)),
-            closed("The lists, as one file that hmpx reads", str(self.policy)),
-        ]
-        return page("compare", "Op lists beside FP32", _verdict(self), sections, _as_text(self, _WIDTH))
-
-    def __str__(self) -> str:
-        return _as_text(self, terminal_width())
+        errors = [(row.op, row.gradient_error, number(row.gradient_error)) for row in self.by_op()[:_BARS]]
+        yield Bars("Gradient error by op", about, [each for each in errors if not math.isnan(each[1])], FELT)
+        yield Grid(_FIELDS, self.rows, shown=(), notes=_notes, page="Every site")
+        yield Lines("The lists, as one file that hmpx reads", self.policy.splitlines(), closed=True)
 
 
-def _as_text(found: Comparison, width: int) -> str:
-    """Return the text of `print(comparison)`, in lines of `width` characters where words and paths allow."""
-    lines = list(_verdict(found))
-    with_log_probs = [row for row in found.rows if not math.isnan(row.log_prob_change)]
-    rows = alike(sorted(with_log_probs, key=lambda row: -row.log_prob_change))
-    rows = rows or [row for row in found.by_op() if not math.isnan(row.gradient_error)]
-    if rows:
-        lines += ["", *_table(rows[:_ROWS], width)]
-    if len(rows) > _ROWS:
-        lines.append(f"… and {len(rows) - _ROWS} rows that do less")
-    return "\n".join(lines)
+def _figure(title: str, figure: Callable[[Row], float], rank: int = 0) -> Field:
+    return Field(title, lambda row: number(figure(row)), "figure", figure, rank=rank)
 
 
-def _table(rows: Sequence[Row], width: int) -> list[str]:
-    def each(text: Callable[[Row], str]) -> list[str]:
-        return [text(row) for row in rows]
+_FIELDS = (
+    Field("alone in low precision", lambda row: row.op, page=False, least=14),
+    Field("op", lambda row: row.op, page=True),
+    _figure("gradient error", lambda row: row.gradient_error),
+    _figure("loss change", lambda row: row.loss_change, rank=1),
+    _figure("log-probs", lambda row: row.log_prob_change),
+    Field("sites", lambda row: str(row.sites), page=False, rank=3),
+    Field("calls", kind="number", value=lambda row: row.calls, page=True),
+    Field("rule", lambda row: row.rule or "-", rank=4),
+    Field("dtypes", lambda row: short_dtypes(row.dtypes), "dtypes", least=12, rank=2),
+    Field("module", lambda row: row.module, "end", least=12, rank=1),
+    Field("line", lambda row: os.path.basename(row.where), "end", least=14),
+)
 
-    def column(title: str, figures: list[str], rank: int = 0) -> list[Column]:
-        return [Column(title, figures, rank=rank)] if {*figures} - {"-"} else []
 
-    modules = each(lambda row: row.module)
-    return table(
-        [
-            Column("alone in low precision", each(lambda row: row.op), least=14),
-            *column("gradient error", each(lambda row: number(row.gradient_error))),
-            *column("loss change", each(lambda row: number(row.loss_change)), 1),
-            *column("log-probs", each(lambda row: number(row.log_prob_change))),
-            Column("sites", each(lambda row: str(row.sites)), rank=3),
-            Column("rule", each(lambda row: row.rule or "-"), rank=4),
-            Column("dtypes", each(lambda row: short_dtypes(row.dtypes)), least=12, rank=2),
-            *([Column("module", modules, least=12, from_left=True, rank=1)] if any(modules) else []),
-            Column("line", each(lambda row: os.path.basename(row.where)), least=14, from_left=True),
-        ],
-        width,
-    )
+def _notes(row: Row) -> Iterator[str]:
+    yield from (row.where, row.reason, row.phase and f"not finite in the {row.phase} pass", row.raised, row.note)
 
 
 def _verdict(found: Comparison) -> Iterator[str]:

@@ -40,13 +40,6 @@ class Row:
         raised: the error that the op raises under the lists, in a line; the comparison goes on with FP32 there.
         decisions: of an op that picks an index, an order or a mask, how many of them the lists change, in words.
         note: what else there is to say, in words.
-
-    Example:
-        >>> batches = [(torch.randn(8, 4),) for _ in range(2)]
-        >>> found = hmpx.compare(model, batches, lambda model, x: model(x).square().mean(), progress=False)
-        >>> row = found.rows[0]
-        >>> row.op, row.rule, row.dtypes, row.calls
-        ('linear', 'bf16', 'float32 -> bfloat16', 2)
     """
 
     op: str

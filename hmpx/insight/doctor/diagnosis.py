@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import Report, box, closed, page
-from hmpx.insight.text_table import number, short_places, terminal_width
+from hmpx.insight.report import Lines, Report
+from hmpx.insight.text_table import number, short_places
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1  # of the JSON
@@ -36,12 +36,6 @@ class Problem:
         edit: the lines that no recipe mends.
 
     It prints as a sentence; `as_json()` is a dict of its attributes.
-
-    Example:
-        >>> with hmpx.doctor() as found:
-        ...     torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1, dtype=torch.bfloat16)).step()
-        >>> found.findings[0].kind, found.findings[0].wrong
-        ('learning rate', True)
     """
 
     kind: str
@@ -82,14 +76,6 @@ class Diagnosis(Report):
             recipe, why. recipe_text: the recipe as a file, with the reasons as comments.
 
     `html(path)` writes a page, `json(path)` saves `as_json()`, `fix(path)` writes `recipe_text`.
-
-    Example:
-        >>> with hmpx.doctor() as found:
-        ...     for _ in range(4):
-        ...         model(inputs).sum().backward()
-        ...         optimizer.step()
-        >>> found.wrong, [each.kind for each in found.findings]
-        (False, [])
     """
 
     findings: list[Problem] = field(default_factory=list)
@@ -110,8 +96,8 @@ class Diagnosis(Report):
         something could not; 0 if nothing is."""
         return 1 if self.wrong else 2 if self.not_checked else 0
 
-    def __str__(self) -> str:
-        width = min(terminal_width(), 120)
+    def _text(self, width: int) -> str:
+        width = min(width, 120)
         lines = [*self.looked, ""]
         for i, each in enumerate(self.findings):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
@@ -146,14 +132,18 @@ class Diagnosis(Report):
             else "nothing to fix was found"
         )
 
-    def _page(self) -> str:
-        boxes = [
-            box(each.kind, (each.where, each.said, f"Do: {each.do}"), each.wrong, each.names) for each in self.findings
-        ]
-        boxes += [box("Not checked", self.not_checked, wrong=False)] if self.not_checked else []
-        boxes += [closed("The smallest recipe that answers them", self.recipe_text)] if self.recipe_text else []
+    def _title(self) -> tuple[str, str]:
         titles = ("Nothing wrong was found", "Something is wrong with the precision", "Not everything was checked")
-        return page("doctor", titles[self.status], self.looked, boxes, str(self))
+        return "doctor", titles[self.status]
+
+    def _lines(self) -> list[str]:
+        return self.looked
+
+    def _sections(self) -> Iterator[Lines]:
+        for each in self.findings:
+            yield Lines(each.kind, [each.where, each.said, f"Do: {each.do}"], each.wrong, names=each.names)
+        yield Lines("Not checked", self.not_checked)
+        yield Lines("The smallest recipe that answers them", self.recipe_text.splitlines(), closed=True)
 
     def fix(self, path: str | os.PathLike[str]) -> None:
         """Write the smallest recipe that answers the findings, with the reasons as comments.

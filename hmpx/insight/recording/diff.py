@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.recording.recorded import Site, alike, place_columns
-from hmpx.insight.text_table import Column, number, short_dtypes, table, terminal_width
-
-_ROWS = 20  # of each table
+from hmpx.insight.recording.recorded import WHERE, Site, alike
+from hmpx.insight.report import Field, Grid, Report, plain
+from hmpx.insight.text_table import number, short_dtypes
 
 
 class Pair(NamedTuple):
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class LogDiff:
+class LogDiff(Report):
     """The sites that differ between two records; prints as tables, and is true if there are any.
 
     Attributes:
@@ -39,15 +39,21 @@ class LogDiff:
     def __bool__(self) -> bool:
         return bool(self.new or self.gone or self.changed)
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines(terminal_width()))
+    def as_json(self) -> dict[str, Any]:
+        """Return the attributes as objects."""
+        return plain(asdict(self))
 
-    def _lines(self, width: int) -> Iterator[str]:
+    def _title(self) -> tuple[str, str]:
+        return "diff", "Two records"
+
+    def _lines(self) -> Iterator[str]:
         yield f"{number(self.same, 'site')} with the same rule and dtypes"
+
+    def _sections(self) -> Iterator[Grid]:
         befores, afters = ([pair[i] for pair in self.changed] for i in (0, 1))
-        yield from _section("other rules or dtypes", afters, {"before": befores, "after": afters}, width)
-        yield from _section("new", self.new, {"rule and dtypes": self.new}, width)
-        yield from _section("gone", self.gone, {"rule and dtypes": self.gone}, width)
+        yield _grid("other rules or dtypes", afters, {"before": befores, "after": afters})
+        yield _grid("new", self.new, {"rule and dtypes": self.new})
+        yield _grid("gone", self.gone, {"rule and dtypes": self.gone})
 
 
 def difference(before: Sequence[Site], after: Sequence[Site]) -> LogDiff:
@@ -83,22 +89,19 @@ def _key(site: Site, exact: bool, by_line: bool) -> tuple:
     return (site.op, site.module, where, *((site.rule, site.given, site.seen, site.result) if exact else ()))
 
 
-def _section(title: str, sites: Sequence[Site], ruled: dict[str, list[Site]], width: int) -> Iterator[str]:
-    """Yield a heading and a table of sites, with a column of rules and dtypes for each list in `ruled`.
-
-    Equal blocks share a row.
-    """
-    if not sites:
-        return
-    yield from ("", f"{title}: {number(len(sites), 'site')}")
+def _grid(title: str, sites: Sequence[Site], ruled: dict[str, list[Site]]) -> Grid:
+    """Return a table of sites, with a column of rules and dtypes for each list in `ruled`. Equal blocks share a row."""
     rows: dict[tuple, list[Site]] = defaultdict(list)
     for site, *each in zip(sites, *ruled.values(), strict=True):
         said = [f"{one.rule or '-'}: {short_dtypes(one.dtypes)}" for one in each]
         key = (site.op, site.where, numberless(site.module), *said)
         rows[key].append(site)
-    shown = [*rows.items()][:_ROWS]
-    columns = place_columns([alike(group)[0] for _, group in shown])
-    columns += [Column(head, [key[3 + i] for key, _ in shown], least=16) for i, head in enumerate(ruled)]
-    yield from (f"  {line}" for line in table(columns, width - 2))
-    if len(rows) > _ROWS:
-        yield f"  … and {len(rows) - _ROWS} more rows"
+    shown = [(alike(group)[0], *key[3:]) for key, group in rows.items()]
+    fields = [replace(each, text=_of_first(each.text)) for each in WHERE]
+    fields += [Field(head, itemgetter(i), least=16) for i, head in enumerate(ruled, 1)]
+    head = f"{title}: {number(len(sites), 'site')}"
+    return Grid(fields, shown, head, page=head)
+
+
+def _of_first(text: Callable[[Site], str]) -> Callable[[tuple], str]:
+    return lambda row: text(row[0])

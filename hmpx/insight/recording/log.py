@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import Report, bars, box, closed, grid, page
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SUMS, RoundTrip, Site, alike, fp8_in_words, place_columns, trips_in_words
-from hmpx.insight.text_table import (
-    Column,
-    milliseconds,
-    number,
-    short_dtypes,
-    short_place,
-    short_places,
-    size,
-    table,
-    terminal_width,
-    times,
-)
+from hmpx.insight.recording.recorded import SUMS, WHERE, RoundTrip, Site, alike, fp8_in_words, trips_in_words
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report
+from hmpx.insight.text_table import milliseconds, number, short_dtypes, short_place, short_places, size, times
 
 SCHEMA = 1  # of the JSON
-_ROWS = 20  # of the table
-_LINES = 8  # of each kind beneath it
-_WIDTH = 110  # of the text in the page for readers without scripts
+_BARS = 20  # of the picture in the page
 _AS_ASKED = "Cast there and back, as the lists ask"
 NOTHING_CONVERTED = (
     "Nothing was converted while this recorded, so that torch's ops ran as they are, and were not seen.\n"
@@ -61,13 +48,6 @@ class Log(Report):
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
     `diff(other)` compares it with another. It may be read while it records.
-
-    Example:
-        >>> with hmpx.convert(), hmpx.record() as log:
-        ...     y = inputs.matmul(inputs.t())
-        >>> site = log.sites[0]
-        >>> site.op, site.rule, site.dtypes, site.shapes, site.casts
-        ('matmul', 'bf16', 'float32 -> bfloat16', ['2x4, 4x2'], 2)
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -104,16 +84,31 @@ class Log(Report):
             values[name] = [asdict(each) for each in values[name]]
         return {"schema": SCHEMA, **values, "totals": self.totals}
 
-    def __str__(self) -> str:
-        return _as_text(self, terminal_width())
-
     if not TYPE_CHECKING:  # which would take every name for one that is there
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"Log.{name} is gone: {_GONE[name]}" if name in _GONE else f"Log has no {name!r}")
 
-    def _page(self) -> str:
-        return _as_page(self)
+    def _title(self) -> tuple[str, str]:
+        return "record", "What ran in which precision"
+
+    def _lines(self) -> list[str]:
+        if not self.policy:
+            return [NOTHING_CONVERTED]
+        return [*_totals(self)] if self.sites else ["No op was called while this recorded."]
+
+    def _sections(self) -> Iterator[Grid | Lines | Bars]:
+        if self.policy:
+            rows = sorted(alike(self.sites), key=lambda site: site.seconds, reverse=True)
+            yield Bars("Where the time of casts goes, in ms", "Equal blocks stand together.", _costs(rows))
+            yield Grid(_FIELDS, self.sites, "", rows, _rest, _notes, page="Every site", order="op ms")
+            for head, lines in attention(self):
+                yield Lines(head, [*map(short_places, lines)], wrong=head != _AS_ASKED)
+            if names := self.unmatched_of_hmpx:
+                many = f"{number(len(names), 'name')} of the lists that come with hmpx matched no call"
+                yield Lines(f"{many}: they serve many models", [", ".join(names)], closed=True)
+            yield Lines("The lists in force, as one file that hmpx reads", self.policy.splitlines(), closed=True)
+        yield Lines("Made with", [" · ".join(map(" ".join, self.about.items()))], closed=True)
 
     def diff(self, other: Log) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.
@@ -135,7 +130,7 @@ class Log(Report):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
-        """Read what `json` has saved, here or elsewhere. Characters that a terminal would obey are left out.
+        """Read what `json` has saved, here or elsewhere.
 
         Raises:
             HmpxError: it cannot be read, is no JSON, or no record of which this version can show everything.
@@ -149,12 +144,11 @@ class Log(Report):
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
         try:
-            values = _values(cls, _printable(found))
+            values = _values(cls, found)
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
-            values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             log = cls(**values)
-            _as_page(log)  # which needs values of the right types
+            str(log), log._page(), log.policy.splitlines()  # which need values of the right types
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
         return log
@@ -166,67 +160,42 @@ def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 
-def _printable(value: Any) -> Any:
-    """Return a value of JSON without the characters that a terminal would obey."""
-    if isinstance(value, str):
-        return "".join(filter(str.isprintable, value))
-    if isinstance(value, list):
-        return [_printable(each) for each in value]
-    if isinstance(value, dict):
-        return {_printable(key): _printable(each) for key, each in value.items()}
-    return value
+def _time(title: str, seconds: Callable[[Site], float]) -> Field:
+    def text(site: Site) -> str:
+        return milliseconds(seconds(site))
+
+    return Field(title, text, "number", lambda site: 1e3 * seconds(site), right=True)
 
 
-def _as_text(log: Log, width: int) -> str:
-    """Return the text of `print(log)`, in lines of `width` characters where words and paths allow."""
-    if not log.policy:
-        return NOTHING_CONVERTED
-    if not log.sites:
-        return "\n".join(["No op was called while this recorded.", *_beneath(log)])
-    rows = sorted(alike(log.sites), key=lambda site: site.seconds, reverse=True)
-    lines = [*_totals(log), "", *_table(rows[:_ROWS], width)]
-    if rows[_ROWS:]:
-        rest = sum(site.seconds for site in rows[_ROWS:])
-        lines.append(f"… and {len(rows) - _ROWS} more, {milliseconds(rest)} ms together")
-    return "\n".join([*lines, *_beneath(log)])
+_FIELDS = (
+    *WHERE,
+    Field("rule", lambda site: site.rule or "-", rank=5),
+    Field("dtypes", lambda site: short_dtypes(site.dtypes), "dtypes", least=17),
+    Field("calls", lambda site: str(site.calls), "number", lambda site: site.calls, right=True, rank=3),
+    Field("casts", lambda site: str(site.casts), "number", lambda site: site.casts, right=True, rank=2),
+    Field("avoided", kind="number", value=lambda site: site.casts_avoided, page=True),
+    Field("moved", lambda site: size(site.bytes_cast), page=False, right=True, rank=4),
+    Field("kB moved", kind="number", value=lambda site: site.bytes_cast / 1e3, page=True),
+    _time("casts ms", lambda site: site.cast_seconds),
+    _time("op ms", lambda site: site.op_seconds),
+    Field("inf, NaN", lambda site: f"call {site.nonfinite}" if site.nonfinite else "", page=True),
+)
 
 
-def _as_page(log: Log) -> str:
-    """Return one HTML page that holds all sites and findings."""
-    sections = [box(heading, map(short_places, lines), wrong=heading != _AS_ASKED) for heading, lines in attention(log)]
-    costs = [
-        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
-        for site in sorted(alike(log.sites), key=lambda site: site.cast_seconds, reverse=True)[:_ROWS]
-        if site.cast_seconds
-    ]
-    sections += [
-        bars("Where the time of casts goes, in ms", "Equal blocks stand together.", costs),
-        grid("Every site", _COLUMNS, map(_row, log.sites), order="op ms"),
-    ]
-    if log.unmatched_of_hmpx:
-        sections.append(closed("Names in the lists of hmpx that no call matched", ", ".join(log.unmatched_of_hmpx)))
-    if log.policy:
-        sections.append(closed("The lists in force, as one file that hmpx reads", log.policy))
-    about = " · ".join(f"{name} {version}" for name, version in log.about.items())
-    lines = [about, *(_totals(log) if log.policy else [NOTHING_CONVERTED])]
-    return page("record", "What ran in which precision", lines, sections, _as_text(log, _WIDTH))
+def _rest(sites: Sequence[Site]) -> str:
+    return f"{len(sites)} more, {milliseconds(sum(site.seconds for site in sites))} ms together"
 
 
-_COLUMNS = {
-    **{"op": "text", "line": "end", "module": "end", "rule": "text", "dtypes": "dtypes", "calls": "number"},
-    **dict.fromkeys(("casts", "avoided", "kB moved", "casts ms", "op ms"), "number"),
-    "inf, NaN": "text",
-}
+def _notes(site: Site) -> Iterator[str]:
+    yield from (site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen)
 
 
-def _row(site: Site) -> list[Any]:
-    """Return the cells of a site, and notes."""
-    costs = site.calls, site.casts, site.casts_avoided, site.bytes_cast / 1e3
-    notes = site.where, f"called as {site.entry}", site.reason, f"shapes {'; '.join(site.shapes)}", site.unchosen
-    nonfinite = f"call {site.nonfinite}" if site.nonfinite else ""
+def _costs(sites: Sequence[Site]) -> list[tuple[str, float, str]]:
+    """Return a bar for each of the sites whose casts take longest."""
+    dearest = sorted((site for site in sites if site.cast_seconds), key=lambda site: -site.cast_seconds)
     return [
-        *(site.op, os.path.basename(site.where), site.module, site.rule, short_dtypes(site.dtypes), *costs),
-        *(1e3 * site.cast_seconds, 1e3 * site.op_seconds, nonfinite, notes),
+        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
+        for site in dearest[:_BARS]
     ]
 
 
@@ -239,36 +208,6 @@ def _totals(log: Log) -> Iterator[str]:
         f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} moved in "
         f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
-
-
-def _table(rows: list[Site], width: int) -> list[str]:
-    def each(text: Callable[[Site], str]) -> list[str]:
-        return [text(site) for site in rows]
-
-    return table(
-        [
-            *place_columns(rows),
-            Column("rule", each(lambda site: site.rule or "-"), rank=5),
-            Column("dtypes", each(lambda site: short_dtypes(site.dtypes)), least=17),
-            Column("calls", each(lambda site: str(site.calls)), right=True, rank=3),
-            Column("casts", each(lambda site: str(site.casts)), right=True, rank=2),
-            Column("moved", each(lambda site: size(site.bytes_cast)), right=True, rank=4),
-            Column("casts ms", each(lambda site: milliseconds(site.cast_seconds)), right=True),
-            Column("op ms", each(lambda site: milliseconds(site.op_seconds)), right=True),
-        ],
-        width,
-    )
-
-
-def _beneath(log: Log) -> Iterator[str]:
-    """Yield the lines that call for attention, each kind under its heading."""
-    for heading, lines in attention(log):
-        yield from ("", heading, *(f"  {short_places(line)}" for line in lines[:_LINES]))
-        if lines[_LINES:]:
-            yield f"  … and {len(lines) - _LINES} more"
-    if log.unmatched_of_hmpx:
-        names = number(len(log.unmatched_of_hmpx), "name")
-        yield from ("", f"{names} of the lists that come with hmpx matched no call: they serve many models")
 
 
 def attention(log: Log) -> Iterator[tuple[str, list[str]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.text_table import Column, dtype_steps, size, times
+from hmpx.insight.report import Field
+from hmpx.insight.text_table import dtype_steps, size, times
 
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
@@ -109,13 +110,11 @@ class RoundTrip:
         )
 
 
-def place_columns(sites: Sequence[Site]) -> list[Column]:
-    """Return the columns that say where each site is."""
-    return [
-        Column("op", [site.op for site in sites], least=14),
-        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
-        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
-    ]
+WHERE = (  # the columns that say where a site is
+    Field("op", lambda site: site.op, least=14),
+    Field("line", lambda site: os.path.basename(site.where), "end", least=14),
+    Field("module", lambda site: site.module, "end", least=12, rank=1),
+)
 
 
 def alike(sites: Iterable[Site]) -> list[Site]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.pages import Report, closed, grid, page, plain
+from hmpx.insight.report import Field, Grid, Lines, Report, plain
 from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low, words_of
@@ -45,17 +45,6 @@ class Tuned(Report):
     `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
     same as objects, `html(path)` is a page with the reasons. It prints with the reasons; the first line says what is
     gained.
-
-    Example:
-        >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
-        >>> def loss(model, x, y):
-        ...     return torch.nn.functional.mse_loss(model(x), y)
-        >>> tuned = hmpx.tune(model, batches, loss, progress=False)
-        >>> tuned.met, tuned.share, tuned.gradient_error < 0.1
-        (True, 1.0, True)
-        >>> with hmpx.activate(tuned.recipe):
-        ...     model(inputs).dtype
-        torch.bfloat16
     """
 
     policy: Policy
@@ -88,19 +77,18 @@ class Tuned(Report):
         self.json(path / "tuned.json")
         self.html(path / "tuned.html")
 
-    def _page(self) -> str:
-        alone = {"gradient error alone": "figure", "loss change alone": "figure"}
-        columns = {"name": "text", "module": "end", "dtype": "dtypes", **alone, "saves": "text", "calls": "number"}
-        rows = [
-            [
-                *(each.name, each.module, short_dtypes(each.dtype), each.gradient_error, each.loss_change),
-                *(amount(each.gain, "FLOP") if each.gain else "", each.calls, each.why, each.where, []),
-            ]
-            for each in self.choices
-        ]
-        choices = grid("Every name, and why", columns | {"why": "text", "line": "end"}, rows)
-        sections = [choices, closed("The recipe, as a file that hmpx reads", str(self.recipe))]
-        return page("tune", "The op lists of a model", self._verdict(), sections, str(self))
+    def _title(self) -> tuple[str, str]:
+        return "tune", "The op lists of a model"
+
+    def _sections(self) -> Iterator[Grid | Lines]:
+        yield Grid(_FIELDS, self.choices, page="Every name, and why")
+        yield Lines("The recipe, as a file that hmpx reads", str(self.recipe).splitlines(), closed=True)
+
+    def _lines(self) -> list[str]:
+        return self._verdict()
+
+    def _text(self, width: int) -> str:
+        return "\n".join([*self._verdict(), "", *map(str, self.choices)])
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
@@ -166,5 +154,15 @@ class Tuned(Report):
     def _recipe_text(self) -> str:
         return "\n".join([*self._comments(), *(f"# {choice}" for choice in self.choices), str(self.recipe)])
 
-    def __str__(self) -> str:
-        return "\n".join([*self._verdict(), "", *map(str, self.choices)])
+
+_FIELDS = (
+    Field("name", lambda choice: choice.name),
+    Field("module", lambda choice: choice.module, "end"),
+    Field("dtype", lambda choice: short_dtypes(choice.dtype), "dtypes"),
+    Field("gradient error alone", kind="figure", value=lambda choice: choice.gradient_error),
+    Field("loss change alone", kind="figure", value=lambda choice: choice.loss_change),
+    Field("saves", lambda choice: amount(choice.gain, "FLOP") if choice.gain else ""),
+    Field("calls", kind="number", value=lambda choice: choice.calls),
+    Field("why", lambda choice: choice.why),
+    Field("line", lambda choice: choice.where, "end"),
+)

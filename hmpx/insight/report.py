@@ -1,0 +1,202 @@
+"""`Report`: what a call of insight has found, as text in a terminal, as one HTML page, and as JSON.
+
+A report has some lines, and sections: `Lines` under a heading, tables (`Grid`), and pictures (`Bars`), which only the
+page shows.
+
+The page needs no network and no other file. It holds its sections as JSON, and the script in ``page.html`` draws them.
+Names and paths are escaped in the JSON, so that none can end the element that it stands in, and the script adds them as
+text, never as HTML. What is printed has no control characters, so that no name can command the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from hmpx.insight.text_table import Column, number, table, terminal_width
+
+_ROWS, _LINES = 20, 8  # that a terminal shows of a table, and under a heading
+_WIDTH = 110  # of the text in the page for readers without scripts
+_ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+Kind = Literal["text", "end", "dtypes", "number", "figure"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column of a table: its title, and the text that a row has in it.
+
+    kind: "text"; "end", of which the end tells most; "dtypes"; "number", which the page adds up over the rows;
+    "figure", which it shows with two digits. value: what the page shows and sorts by instead of the text.
+    page: whether only the page (True) or only a terminal (False) has the column; None: both. right, least, rank: of
+    the `Column` in a terminal.
+    """
+
+    title: str
+    text: Callable[[Any], str] = str
+    kind: Kind = "text"
+    value: Callable[[Any], float] | None = None
+    page: bool | None = None
+    right: bool = False
+    least: int = 0
+    rank: int = 0
+
+    def column(self, rows: Sequence[Any]) -> Column:
+        return Column(self.title, [*map(self.text, rows)], self.right, self.least, self.kind == "end", self.rank)
+
+
+def _more_rows(rows: Sequence[Any]) -> str:
+    return number(len(rows), "more row")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table, without the columns in which no row has anything.
+
+    head: its heading in a terminal. page: its heading in the page, which leaves out a table without one.
+    shown: the rows for a terminal; None: all. It shows the first of them, and `more` says what the rest are.
+    notes: what a row of the page opens to; empty ones are left out. order: the column that the page sorts by,
+    descending; "" leaves the order of `rows`.
+    """
+
+    fields: Sequence[Field]
+    rows: Sequence[Any]
+    head: str = ""
+    shown: Sequence[Any] | None = None
+    more: Callable[[Sequence[Any]], str] = _more_rows
+    notes: Callable[[Any], Iterable[str]] = lambda row: ()
+    page: str = ""
+    order: str = ""
+
+    def as_text(self, width: int) -> list[str]:
+        rows = self.rows if self.shown is None else self.shown
+        if not rows:
+            return []
+        columns = [each.column(rows[:_ROWS]) for each in self.fields if not each.page]
+        lines = table([each for each in columns if {*each.cells} - {"", "-"}], width)
+        rest = [f"… and {self.more(rows[_ROWS:])}"] if rows[_ROWS:] else []
+        return ["", *filter(None, [self.head]), *lines, *rest]
+
+    def as_page(self) -> dict[str, Any] | None:
+        if not (self.page and self.rows):
+            return None
+        fields = [each for each in self.fields if each.page is not False]
+        cells = {each: plain([(each.value or each.text)(row) for row in self.rows]) for each in fields}
+        kept = [each for each in fields if any(cell not in ("", "-", None) for cell in cells[each])]
+        notes = [[*filter(None, self.notes(row))] for row in self.rows]
+        rows = [[*row] for row in zip(*(cells[each] for each in kept), notes, strict=True)]
+        order = next((i for i, each in enumerate(kept) if each.title == self.order), None)
+        heads = [(each.title, each.kind) for each in kept]
+        return {"kind": "table", "head": self.page, "columns": heads, "rows": rows, "order": order}
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A picture, of the page alone: a bar for each name, value and words.
+
+    mark: a value that is marked; the scale is logarithmic then. 0: none.
+    """
+
+    head: str
+    about: str
+    rows: Sequence[tuple[str, float, str]]
+    mark: float = 0.0
+
+    def as_text(self, width: int) -> list[str]:
+        return []
+
+    def as_page(self) -> dict[str, Any] | None:
+        return {"kind": "bars", **vars(self)} if self.rows else None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines under a heading, marked if something is `wrong`. In the page, `names` open beneath the lines.
+
+    closed: only the page has the lines, as a text that opens by its heading.
+    """
+
+    head: str
+    lines: Sequence[str]
+    wrong: bool = False
+    names: Sequence[str] = ()
+    closed: bool = False
+
+    def as_text(self, width: int) -> list[str]:
+        if self.closed or not self.lines:
+            return []
+        more = [f"  … and {len(self.lines) - _LINES} more"] if len(self.lines) > _LINES else []
+        return ["", self.head, *(f"  {line}" for line in self.lines[:_LINES]), *more]
+
+    def as_page(self) -> dict[str, Any] | None:
+        lines = [*filter(None, self.lines)]
+        if not lines:
+            return None
+        if self.closed:
+            return {"kind": "text", "head": self.head, "text": "\n".join(lines)}
+        tone = "warn" if self.wrong else ""
+        return {"kind": "box", "head": self.head, "lines": lines, "tone": tone, "more": [*self.names]}
+
+
+class Report:
+    """What a call of insight has found: `as_json` says all of it, `json` and `html` save it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as objects of JSON."""
+        raise NotImplementedError
+
+    def _title(self) -> tuple[str, str]:
+        """Return the name of the command, and the heading of the page."""
+        raise NotImplementedError
+
+    def _lines(self) -> Iterable[str]:
+        """Return what it says first."""
+        raise NotImplementedError
+
+    def _sections(self) -> Iterable[Grid | Lines | Bars]:
+        raise NotImplementedError
+
+    def _text(self, width: int) -> str:
+        """Return what it prints, in lines of `width` characters where words and paths allow."""
+        return "\n".join([*self._lines(), *(line for each in self._sections() for line in each.as_text(width))])
+
+    def __str__(self) -> str:
+        return _printable(self._text(terminal_width()))
+
+    def json(self, path: str | os.PathLike[str]) -> None:
+        """Save `as_json()`, by the names of the attributes."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Save as one HTML page that needs no network and no other file."""
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        name, title = self._title()
+        sections = [*filter(None, (each.as_page() for each in self._sections()))]
+        sections.sort(key=lambda each: each["kind"] != "box")  # what calls for attention stands first
+        shown = json.dumps(plain({"title": title, "lines": [*self._lines()], "sections": sections}), allow_nan=False)
+        values = {"NAME": name, "TEXT": escape(self._text(_WIDTH)), "SHOWN": shown.translate(_ESCAPED)}
+        first, *rest = files(str(__package__)).joinpath("page.html").read_text(encoding="utf-8").split("{{")
+        return first + "".join(values[part.partition("}}")[0]] + part.partition("}}")[2] for part in rest)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON has it: dataclasses as objects, tuples as lists, null for NaN, and "inf"."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _printable(text: str) -> str:
+    return "".join(each for each in text if each.isprintable() or each == "\n")
