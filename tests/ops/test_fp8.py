@@ -167,7 +167,10 @@ def test_the_numbers_of_torchao(recipe):
     [("tensorwise", ("e4m3", "e4m3")), ("rowwise", ("e5m2", "e4m3")), ("rowwise", ("e4m3", "e5m2"))],
 )
 def test_the_numbers_of_scaled_mm(scaling, names, dtype):
-    """Codes and scales that are handed to torch's public function; transposed operands and a sum of 24 too."""
+    """Codes and scales that are handed to torch: its call has these bits, its public function may have another kernel.
+
+    Transposed operands and a sum of 24 too.
+    """
     form = Format(scaling)
     kinds = {"tensorwise": F.ScalingType.TensorWise, "rowwise": F.ScalingType.RowWise}
     for transposed in (False, True):
@@ -179,9 +182,9 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
         found = multiply(a, b, *ours, How(form, "scaled_mm", False), dtype)
         (qa, sa), (qb, sb) = (quantize(x, n, form, d, scaling) for x, n, d in ((a, names[0], -1), (b, names[1], -2)))
         columns = qb.t().contiguous().t()
+        assert torch.equal(found, torch._scaled_mm(qa.contiguous(), columns, sa, sb, out_dtype=dtype))
         wanted = F.scaled_mm(qa.contiguous(), columns, sa, kinds[scaling], sb, kinds[scaling], output_dtype=dtype)
-        assert torch.equal(found, wanted)
-        for by in ("float32", "bfloat16"):
+        for by in ("scaled_mm", "float32", "bfloat16"):
             limit = 5e-3 if "bfloat16" in (by, str(dtype).removeprefix("torch.")) else 3e-7
             assert distance(multiply(a, b, *ours, How(form, by, False), dtype), wanted) < limit
     a, b = torch.randn(8, 24), torch.randn(24, 16)  # a batch of 24 in the gradient of a weight
