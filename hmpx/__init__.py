@@ -20,18 +20,18 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight import Choice as Choice
-    from hmpx.insight import Comparison as Comparison
-    from hmpx.insight import Diagnosis as Diagnosis
-    from hmpx.insight import Log as Log
-    from hmpx.insight import Problem as Problem
-    from hmpx.insight import Row as Row
-    from hmpx.insight import Tuned as Tuned
     from hmpx.insight.comparing.compare import compare
+    from hmpx.insight.comparing.comparison import Comparison as Comparison
+    from hmpx.insight.comparing.row import Row as Row
+    from hmpx.insight.doctor.diagnosis import Diagnosis as Diagnosis
+    from hmpx.insight.doctor.diagnosis import Problem as Problem
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
+    from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
+    from hmpx.insight.tuning.choices import Choice as Choice
     from hmpx.insight.tuning.tune import tune
+    from hmpx.insight.tuning.tuned import Tuned as Tuned
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
     from hmpx.ops.policies.policy import Rule as Rule
     from hmpx.recipes.activate import Activation as Activation
@@ -89,13 +89,13 @@ _LATER = {
     "OptLevelError": "hmpx.errors",
     "Rule": "hmpx.ops.policies.policy",
     "UnknownOpError": "hmpx.errors",
-    **dict.fromkeys(
-        (
-            *("Choice", "Comparison", "Diagnosis", "Log", "Problem", "Row"),
-            "Tuned",
-        ),
-        "hmpx.insight",
-    ),
+    "Choice": "hmpx.insight.tuning.choices",
+    "Comparison": "hmpx.insight.comparing.comparison",
+    "Diagnosis": "hmpx.insight.doctor.diagnosis",
+    "Log": "hmpx.insight.recording.log",
+    "Problem": "hmpx.insight.doctor.diagnosis",
+    "Row": "hmpx.insight.comparing.row",
+    "Tuned": "hmpx.insight.tuning.tuned",
 }
 
 
