@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import hmpx
 from hmpx.insight.tuning import find
-from hmpx.insight.tuning.choices import amount
 from tests.support import planted
 from tests.support.planted import batches, loss_of
 
@@ -161,7 +160,7 @@ class Two(nn.Module):
 def test_what_saves_next_to_nothing_says_so():
     found = tuned(made=Two())
     assert "matmul" in found.policy.fp32 and "linear" in found.policy.bf16
-    assert "saves under 2 % of what BF16 saves in all" in reason(found, "matmul")
+    assert "its part of what BF16 saves is under 2 %" in reason(found, "matmul")
 
 
 def products(x):
@@ -205,11 +204,3 @@ def test_the_first_line_says_what_a_step_takes_beside_fp32_and_autocast(step_ms,
         "FP32": step_ms[1] / 1000,
         "torch.autocast": step_ms[2] / 1000,
     }
-
-
-@pytest.mark.parametrize("value, unit, said", [
-    (0.48, "s", "480 ms"), (0.5, "s", "500 ms"), (12.3, "s", "12000 ms"), (0.00123, "s", "1.2 ms"),
-    (1e-6, "s", "0.001 ms"), (999.7, "FLOP", "1 kFLOP"), (999.4e6, "FLOP", "999 MFLOP"),
-])  # fmt: skip
-def test_figures_are_not_said_in_powers_of_ten(value, unit, said):
-    assert amount(value, unit) == said

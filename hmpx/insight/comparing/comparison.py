@@ -138,7 +138,7 @@ def _verdict(found: Comparison) -> Iterator[str]:
         said, bias = "broken" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
         yield f"{said}: gradient error {number(error)}, bias {number(bias)} (another training begins at {BROKEN:g})"
     else:
-        yield "gradient errors have no unit: give two batches or more that differ; the noise between them is the unit"
+        yield "gradient errors have no unit, which is the noise between batches: give two batches or more that differ"
     finite = math.isfinite(found.loss_change)
     change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
     yield f"the loss is {found.loss:.6g} in FP32; {change}"

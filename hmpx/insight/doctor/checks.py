@@ -164,7 +164,7 @@ CHECKS = [
     ),
     Check(
         "BCE", True,
-        "binary_cross_entropy of probabilities in low precision, or that were: .999 is 1, with loss 100 and gradient 0",
+        "binary_cross_entropy takes probabilities that were rounded to low precision: .999 becomes 1, the gradient 0",
         "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), _probabilities, "list", ("sigmoid",),
     ),
     Check(

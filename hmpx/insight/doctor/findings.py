@@ -63,8 +63,8 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     for key in dict.fromkeys(key for each in seen for key in each.falls):
         falls, stays = sum(each.falls[key] for each in seen), sum(each.stays[key] for each in seen)
         if stays > 0.5 * falls:
-            said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes off "
-            said += "less than half of their last digit"
+            said = f"{percent(stays / falls)} of {key} in low precision should fall and stays: a step takes less than "
+            said += "half of the last digit"
             is_why = lost is not None and lost.wrong
             yield Problem("optimizer state", is_why, said, do, where, weight=0.25, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
@@ -132,7 +132,7 @@ def unchecked_of(seen: Sequence[SteppedOptimizer]) -> list[str]:
             if attachment is not None and attachment.settings.release_gradients:
                 why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
         if not why and not known.is_known:
-            why = "the weights were to move too little for that"
+            why = "the float32 copies moved too little to measure it"
         if low and why:
             reasons[f"updates of {dtype_name(low[0].dtype)} weights by {type(each.optimizer).__name__}: {why}"] = None
     return [*reasons]

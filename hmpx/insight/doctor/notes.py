@@ -123,9 +123,8 @@ class Notes:
 
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
-        made_nan: whether an op has made a NaN of finite numbers. born: where the memory of tensors in low precision
-            begins that are younger than the iteration, or gradients. leaves: the same of weights that ops have read,
-            by their dtype.
+        made_nan: whether an op has made a NaN of finite numbers. born: addresses of tensors in low precision that this
+            iteration has made, or that are gradients. leaves: by dtype, the addresses of weights that ops have read.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
     """
 

@@ -66,7 +66,7 @@ class Moves(NamedTuple):
         return self.noise**0.5 / self.size if self.size else 0.0
 
     def is_below(self, limit: float) -> bool:
-        """Whether the weights have kept less than this: surely, or likely and healthy weights would not by accident."""
+        """Whether *kept* is below the limit: by three errors; or by one, if three are less than from the limit to 1."""
         if not self.moved and self.moves > 8:  # e^-8
             return True
         surely = self.kept + 3 * self.error < limit

@@ -27,19 +27,14 @@ class Choice:
         name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 or FP4 "float8", "float4" or
             "bfloat16". module: where that holds; "" where no other choice of this name does.
         gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
-            between batches. loss_change: in the loss; loss_error: that in units of the noise between losses. NaN where
-            it was not run alone, as everything that saves something holds together. Where only parts of it were run
-            alone, the figures are those of the worst part.
+            between batches. loss_change: the same of the loss. loss_error: that in units of the noise between losses.
+            All three are NaN where it was not run alone, as everything that saves something holds together. Where only
+            parts of it were run alone, the figures are those of the worst part.
         gain: the FLOPs of its matrix products in one batch, forward; 0 for other ops.
         calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
         why: what decided, in words. low: what is chosen beside that, "BF16", "FP8" or "FP4".
 
         reason: all of that as a comment of a list.
-
-    Example:
-        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5}
-        >>> print(hmpx.Choice("softmax", "float32", why="fits", **measured))
-        softmax: float32  # fits; alone: gradient error 0.04, loss change 3.1e-05
     """
 
     name: str
@@ -121,7 +116,7 @@ def choices_of(
             return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
         if is_left:
             return "fits by itself, but not with the others"
-        return f"saves under {percent(SLACK)} of what {words} saves in all, and would add to the error"
+        return f"its part of what {words} saves is under {percent(SLACK)}, and it would add to the error"
 
     def order(each: Choice) -> tuple:
         """Return a key: by the error, and for names that were not run alone by what they save."""
