@@ -118,9 +118,6 @@ def explain(recipe: Stated, model: torch.nn.Module | None = None) -> None:
         model: also name the lines of its classes that say ``torch.autocast(device, enabled=False)``, where no op is
             cast, with the modules.
 
-    Raises:
-        HmpxError: there is no such recipe, or something in it does not fit.
-
     Example:
         >>> hmpx.explain({"parameter_dtype": "float32", "opt_level": None})
         weights      float32

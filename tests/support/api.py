@@ -23,14 +23,23 @@ GROUPS = {
     "Habana's names": "hmp",
     "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
 }
+RETURNED = """Activation Conversion ModuleRule Rule Attachment Diagnosis Problem Log Site RoundTrip Comparison Row Tuned
+    Choice""".split()
 _HEAD = """\
 # API
 
 Written from the docstrings by `python -m pytest tests/test_api.py --update`; edit those. The
 [guide](../examples/README.md) shows how the parts go together. What stands here is public: a change of it is named in
-the [changelog](CHANGELOG.md). Classes are what functions return; they are for annotations and `isinstance`.
+the [changelog](CHANGELOG.md). Classes stand as tables where functions return them; they are for annotations and
+`isinstance`. What insight returns has `as_json()`, all of it as objects of JSON; `json(path)`, which saves them by the
+names of the attributes; and `html(path)`, which saves one page that needs no network and no other file.
 
 """
+_KEYS = "The attributes are the [keys](../oplists/README.md#keys) of a recipe."
+_OF_REPORTS = ("as_json", "json", "html")  # said once, above
+# Before an item: a line that is not indented, or the end of a sentence and names with a colon behind them.
+_NAMED = re.compile(r"\n(?! )|(?<=\.)\s+(?=[a-z_]\w*(?:, [a-z_]\w*)*: |\w+Error: )")
+_NAME = re.compile(r"^(\w+(?:, \w+)*): ")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):\n", re.MULTILINE)
 
 
@@ -56,15 +65,18 @@ def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
     yield f"{heading} `{name}`"
     if inspect.isfunction(thing):
         yield f"`{_signature(name.rpartition('.')[2], thing)}`"
-    yield from _prose(inspect.getdoc(thing) or "")
+    said = _prose(inspect.getdoc(thing) or "", inspect.isclass(thing) and thing.__name__ in RETURNED)
+    yield from (_KEYS if thing is hmpx.Recipe and part.startswith("| ") else part for part in said)
     if inspect.ismodule(thing):
         for each in thing.__all__:
-            yield from _entry(f"{name}.{each}", getattr(thing, each), "####")
+            if getattr(thing, each) is not getattr(hmpx, each, None):
+                yield from _entry(f"{name}.{each}", getattr(thing, each), "####")
     elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, Exception)):
         for each, method in sorted(inspect.getmembers(thing)):
-            if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or ""):  # the others are for hmpx itself
-                said = (part for part in _prose(inspect.getdoc(method) or "") if not part.startswith("```"))
-                yield f"**`{_signature(each, method)}`** " + " ".join(said).replace("\n- ", " ")
+            # The others are for hmpx itself.
+            if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or "") and each not in _OF_REPORTS:
+                said = _prose(inspect.getdoc(method) or "", is_short=True)
+                yield f"**`{_signature(each, method)}`** " + " ".join(said)
 
 
 def _signature(name: str, function: Any) -> str:
@@ -74,21 +86,30 @@ def _signature(name: str, function: Any) -> str:
     return f"{name}{inspect.Signature(shown)}"
 
 
-def _prose(docstring: str) -> Iterator[str]:
-    """Yield a docstring as paragraphs of Markdown: arguments as a list, examples as code."""
+def _prose(docstring: str, is_short: bool = False) -> Iterator[str]:
+    """Yield a docstring as paragraphs of Markdown: arguments as a list, attributes as a table, examples as code.
+
+    is_short: arguments in a line, no examples.
+    """
     first, *rest = _SECTION.split(docstring)
     yield from _paragraphs(first)
     for section, text in zip(rest[::2], rest[1::2], strict=True):
         indented = re.match(r"(?: .*\n?|\n)*", text).group()
         block = textwrap.dedent(indented)
         if section == "Example":
-            yield f"```pycon\n{block.strip()}\n```"
+            yield from [] if is_short else [f"```pycon\n{block.strip()}\n```"]
         elif section == "Returns":
             yield f"Returns: {' '.join(block.split())}"
         else:
-            items = [" ".join(item.split()) for item in re.split(r"\n(?! )|(?<=\.)\s+(?=[a-z_, ]+: )", block.strip())]
-            named = [re.sub(r"^([\w, ]+): ", lambda found: f"`{found[1]}`: ", item) for item in items]
-            yield "\n".join((f"{section}:", *(f"- {item}" for item in named)))
+            items = [" ".join(item.split()) for item in _NAMED.split(block.strip())]
+            named = [_NAME.sub(lambda found: f"`{found[1]}`: ", item) for item in items]
+            if section == "Raises" or (is_short and section == "Args"):
+                yield " ".join(([section] if section == "Raises" else []) + named)
+            elif section == "Attributes":
+                rows = (_NAME.sub(lambda found: f"| `{found[1]}` | ", item.replace("|", "\\|")) for item in items)
+                yield "\n".join(("| attribute | is |", "|---|---|", *(f"{row} |" for row in rows)))
+            else:
+                yield "\n".join(f"- {item}" for item in named)
         yield from _paragraphs(text[len(indented) :])
 
 

@@ -79,7 +79,7 @@ class Policy:
     Attributes:
         bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
         low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
-        fp8: the names that are multiplied in FP8, and fp8_format: how.
+        fp8: the names that are multiplied in FP8. fp8_format: how.
         bf16_to_fp32: products that take BF16 and hand on FP32, in a module or region that is "bf16-to-fp32".
         opt_level: "O1" or "O2", what it was made for.
         origins: where each name was listed, as file:line.
