@@ -23,8 +23,9 @@ GROUPS = {
     "Habana's names": "hmp",
     "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
 }
-RETURNED = """Activation Conversion ModuleRule Rule Attachment Diagnosis Problem Log Site RoundTrip Comparison Row Tuned
-    Choice""".split()
+# What functions return or raise, whose examples show it, and what the guide has an example of.
+WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Problem Log Site RoundTrip Comparison
+    Row Tuned Choice OpListError UnknownOpError OptLevelError hmp""".split()
 _HEAD = """\
 # API
 
@@ -65,18 +66,21 @@ def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
     yield f"{heading} `{name}`"
     if inspect.isfunction(thing):
         yield f"`{_signature(name.rpartition('.')[2], thing)}`"
-    said = _prose(inspect.getdoc(thing) or "", inspect.isclass(thing) and thing.__name__ in RETURNED)
+    said = _prose(inspect.getdoc(thing) or "", name.rpartition(".")[2] in WITHOUT_EXAMPLE)
     yield from (_KEYS if thing is hmpx.Recipe and part.startswith("| ") else part for part in said)
     if inspect.ismodule(thing):
         for each in thing.__all__:
             if getattr(thing, each) is not getattr(hmpx, each, None):
                 yield from _entry(f"{name}.{each}", getattr(thing, each), "####")
     elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, Exception)):
-        for each, method in sorted(inspect.getmembers(thing)):
+        methods = [
+            f"`{_signature(each, method)}`: " + " ".join(_prose(inspect.getdoc(method) or "", is_short=True))
+            for each, method in sorted(inspect.getmembers(thing))
             # The others are for hmpx itself.
-            if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or "") and each not in _OF_REPORTS:
-                said = _prose(inspect.getdoc(method) or "", is_short=True)
-                yield f"**`{_signature(each, method)}`** " + " ".join(said)
+            if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or "") and each not in _OF_REPORTS
+        ]
+        if methods:
+            yield _list(methods)
 
 
 def _signature(name: str, function: Any) -> str:
@@ -87,30 +91,38 @@ def _signature(name: str, function: Any) -> str:
 
 
 def _prose(docstring: str, is_short: bool = False) -> Iterator[str]:
-    """Yield a docstring as paragraphs of Markdown: arguments as a list, attributes as a table, examples as code.
+    """Yield a docstring as paragraphs of Markdown: arguments, result and errors as one list, attributes as a table.
 
-    is_short: arguments in a line, no examples.
+    is_short: without examples, and no list.
     """
+    listed = " ".join if is_short else _list
     first, *rest = _SECTION.split(docstring)
     yield from _paragraphs(first)
+    points: list[str] = []
     for section, text in zip(rest[::2], rest[1::2], strict=True):
         indented = re.match(r"(?: .*\n?|\n)*", text).group()
-        block = textwrap.dedent(indented)
-        if section == "Example":
-            yield from [] if is_short else [f"```pycon\n{block.strip()}\n```"]
+        block = textwrap.dedent(indented).strip()
+        items = [" ".join(item.split()) for item in _NAMED.split(block)]
+        if section == "Attributes":
+            rows = (_NAME.sub(lambda found: f"| `{found[1]}` | ", item.replace("|", "\\|")) for item in items)
+            yield "\n".join(("| attribute | is |", "|---|---|", *(f"{row} |" for row in rows)))
         elif section == "Returns":
-            yield f"Returns: {' '.join(block.split())}"
-        else:
-            items = [" ".join(item.split()) for item in _NAMED.split(block.strip())]
+            points.append(f"Returns: {' '.join(block.split())}")
+        elif section != "Example":
             named = [_NAME.sub(lambda found: f"`{found[1]}`: ", item) for item in items]
-            if section == "Raises" or (is_short and section == "Args"):
-                yield " ".join(([section] if section == "Raises" else []) + named)
-            elif section == "Attributes":
-                rows = (_NAME.sub(lambda found: f"| `{found[1]}` | ", item.replace("|", "\\|")) for item in items)
-                yield "\n".join(("| attribute | is |", "|---|---|", *(f"{row} |" for row in rows)))
-            else:
-                yield "\n".join(f"- {item}" for item in named)
-        yield from _paragraphs(text[len(indented) :])
+            points += named if section == "Args" else [f"Raises {' '.join(named)}"]
+        elif not is_short:
+            yield from filter(None, (listed(points), f"```pycon\n{block}\n```"))
+            points = []
+        after = [*_paragraphs(text[len(indented) :])]
+        if after:
+            yield from filter(None, (listed(points), *after))
+            points = []
+    yield from filter(None, (listed(points),))
+
+
+def _list(points: list[str]) -> str:
+    return "\n".join(f"- {point}" for point in points)
 
 
 def _paragraphs(text: str) -> Iterator[str]:
