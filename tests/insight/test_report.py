@@ -244,12 +244,9 @@ def test_a_record_from_elsewhere_cannot_command_the_terminal(tmp_path, monkeypat
     "change, message",
     [
         (lambda found: found["sites"][0].update(calls="3"), "TypeError: "),
-        (lambda found: found["sites"][0].update(given=[3]), "TypeError: "),
-        (lambda found: found["sites"][0].pop("op"), "missing 1 required positional argument: 'op'"),
         (lambda found: found.update(sites={"op": 1}), "TypeError: "),
         (lambda found: found.pop("sites"), "KeyError: 'sites'"),
         (lambda found: found["round_trips"][0].update(ops=["add"]), "ValueError: not enough values"),
-        (lambda found: found.update(about=["2.13"]), "AttributeError: 'list' object has no attribute"),
         (lambda found: found.update(policy=None), "AttributeError: 'NoneType' object has no attribute"),
     ],
 )
