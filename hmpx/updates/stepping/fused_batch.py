@@ -78,7 +78,7 @@ def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool
 
 @dataclass(eq=False, slots=True)
 class _Taken:
-    """One parameter in the form that a kernel takes.
+    """One parameter in the form that a kernel takes, without its gradient, which nothing keeps alive.
 
     Attributes:
         index: of the gradient in the list of all gradients.
@@ -86,7 +86,7 @@ class _Taken:
         keys: the keys of the state tensors, in the kernel's order.
         known: the state by the optimizer's own keys, new entries included.
         new: entries to put into the optimizer's state.
-        stepped: the arguments of the kernel without the scalars.
+        weight, states: what the kernel steps.
     """
 
     segment: Segment
@@ -95,11 +95,12 @@ class _Taken:
     keys: tuple[str | None, ...]
     known: Mapping[str, Any]
     new: dict[str, Any]
-    stepped: native.StepArguments
+    weight: StoredTensor
+    states: tuple[StoredTensor | None, ...]
 
-    def with_gradient(self, grad: Tensor, scalars: tuple[float, ...]) -> native.StepArguments:
+    def with_gradient(self, grad: Tensor, scalars: tuple[float, ...] = ()) -> native.StepArguments:
         """Return the arguments of the kernel for one step."""
-        return self.stepped._replace(grad=StoredTensor.of(grad), scalars=scalars)
+        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, scalars)
 
 
 class FusedBatch:
@@ -113,7 +114,9 @@ class FusedBatch:
         kernels = kernels_for(segments[0].param)
         assert kernels is not None, "they take these parameters"
         self._kernels = kernels
-        self._words = native.words_of([each.stepped for each in self._taken]) if self._kernels is native else None
+        self._words = None
+        if kernels is native:
+            self._words = native.words_of([each.with_gradient(context.gradients[each.index]) for each in self._taken])
         self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
 
     def _take(self, segment: Segment, context: StepContext) -> _Taken:
@@ -129,11 +132,10 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
-        weight, grad = context.stores.of(segment).for_kernels(segment, name_id(segment.name)), context.indices[p]
+        weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
         assert weight is not None, "the store is settled"
         states = tuple([_stored(segment, key, {**state, **new}) for key in keys])
-        stepped = native.StepArguments(weight, StoredTensor.of(context.gradients[grad]), states)
-        return _Taken(segment, grad, at, keys, by_own_keys({**state, **new}), new, stepped)
+        return _Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new, weight, states)
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options still ask for the same kernel and the same state."""

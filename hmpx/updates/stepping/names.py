@@ -47,18 +47,19 @@ def has_bf16(optimizer: Optimizer) -> bool:
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
     """Yield every parameter with its name: from `names`, from `named_parameters()`, or else its position.
 
-    A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers.
+    A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers. One
+    that was put into a group by hand has no name there, and gets its position.
     """
     index = 0
     names = {**_shared_names.get(optimizer, {}), **names}
     taken = set(names.values())
     of_groups = iter(plain_names([name for group in optimizer.param_groups for name in group.get("param_names", ())]))
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            in_group = next(of_groups) if "param_names" in group else None
+        in_group = [next(of_groups) for _ in group.get("param_names", ())]
+        for i, p in enumerate(group["params"]):
             name = names.get(p)
             if name is None:
-                name = str(index) if in_group is None else in_group
+                name = in_group[i] if i < len(in_group) else str(index)
                 while name in taken:
                     name += "#"
                 taken.add(name)
@@ -101,7 +102,7 @@ def share_names(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = _shared_names.setdefault(inner, {})
     if len(shared) != len(parameters(outer)):
-        shared.update((p, name) for name, p in named(outer, {}))
+        shared.update((p, name) for name, p in named(outer, dict(shared)))
 
 
 def plain_names(names: list[str]) -> list[str]:
@@ -177,11 +178,13 @@ class BF16Parameters:
 
     Attributes:
         names: those that `attach` was given, by parameter.
+        seen: the name of each parameter when it was first seen, which it keeps as groups come and go.
     """
 
     def __init__(self, settings: Settings, names: dict[Parameter, str]) -> None:
         self._settings, self.names = settings, names
         self._known: tuple[tuple | None, list[Segment]] = None, []
+        self.seen: dict[Parameter, str] = {}
 
     def forget(self) -> None:
         """Look at every parameter again."""
@@ -201,12 +204,17 @@ class BF16Parameters:
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         """Return them with their names, without frozen shells (of quantized weights, say), which get no updates."""
-        found = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        found = [(name, p) for name, p in self._all(optimizer) if p.dtype is torch.bfloat16]
         return [(name, p) for name, p in found if p.requires_grad or not is_shell(p)]
 
     def every(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
-        return [Segment(p, name, way=self._way(optimizer, name)) for name, p in named(optimizer, self.names)]
+        return [Segment(p, name, way=self._way(optimizer, name)) for name, p in self._all(optimizer)]
+
+    def _all(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
+        found = list(named(optimizer, {**self.seen, **self.names}))
+        self.seen = {p: name for name, p in found}
+        return found
 
     def _way(self, optimizer: Optimizer, name: str) -> Way:
         way = self._settings.way(name)
