@@ -84,6 +84,7 @@ class Attachment:
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._released: set[int] = set()  # the parameters that have taken the next step in backward
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
+        self._places: dict[Parameter, tuple[int, int]] = {}  # of each then: its group, and where it stands in it
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -192,6 +193,7 @@ class Attachment:
         self._seen = seen
         now = dict.fromkeys(params)
         gone = [p for p in self._dtypes if p not in now]
+        self._hand_over(gone)
         for p in gone:
             del self._dtypes[p]
         self._claim.drop(gone)
@@ -214,6 +216,13 @@ class Attachment:
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
         self._claim.update(cast)
+
+    def _hand_over(self, gone: list[Parameter]) -> None:
+        """Let a parameter take over the name and the masters of the one that it has replaced in its group."""
+        before, groups = self._places, self._alive.param_groups
+        self._places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        heirs = {place: p for p, place in self._places.items() if p not in before}
+        self._updates.hand_over(self._alive, {p: heirs.get(before[p]) for p in gone if p in before})
 
     def cast_state_along(self) -> None:
         """Cast the state of parameters that are no longer BF16 for plain steps, before it is saved or used."""

@@ -21,6 +21,7 @@ from hmpx.base import forks
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
+from hmpx.updates.ranks.fsdp import sum_in_fp32
 from hmpx.updates.ranks.sharding import is_sharded
 
 Parameter = torch.nn.Parameter
@@ -191,7 +192,7 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
     A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
-    hook casts it to FP32 as soon as it is set. DDP reduces in FP32 as `ranks/ddp.py` says.
+    hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces in FP32 as `ranks/ddp.py` says.
     """
     before, sharded = p.grad_dtype, is_sharded(p)
     undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
@@ -200,6 +201,7 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
         exchange_in_fp32(p, undo)
     elif sharded:
         undo.callback(hook_when_complete(p, _widen).remove)
+        sum_in_fp32(p, undo)
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

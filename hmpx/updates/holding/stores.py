@@ -287,6 +287,21 @@ class Stores:
         """Return the FP32 masters of a whole parameter, sharded as it is; None where it has none."""
         return self.of(segment).masters(segment) if WAYS[segment.way.weights].has_masters else None
 
+    def hand_over(self, gone: Segment, heir: Segment) -> int:
+        """Give the masters of a parameter that left to the one in its place; return the number of elements that fit.
+
+        They may differ in size. An element fits where both have it, with the same weight.
+        """
+        store = self._kept.pop(gone.param, None)
+        p, before = heir.param, gone.param
+        if store is None or is_sharded(p) or is_sharded(before) or p.dim() != before.dim() or p.device != before.device:
+            return 0
+        both = tuple([slice(min(sizes)) for sizes in zip(p.shape, before.shape, strict=True)])
+        masters, fits = p.detach().float(), p.detach()[both] == before.detach()[both]
+        masters[both] = torch.where(fits, store.masters(gone)[both], masters[both])
+        self.of(heir).take_masters(masters)
+        return int(fits.sum())
+
     def forget(self) -> None:
         """Drop all masters: the next step starts from the BF16 weights."""
         self._kept.clear()

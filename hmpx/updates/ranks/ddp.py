@@ -75,6 +75,7 @@ def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
     """Keep the gradient of `p` in FP32 for whichever module reduces it in a backward pass, until `undo`."""
     _ours.add(p)
     undo.callback(_ours.discard, p)
+    undo.callback(_aside.pop, p, None)  # a backward pass that failed may have left it
     undo.callback(hook_when_complete(p, _set_aside).remove)
 
 
@@ -118,11 +119,10 @@ class _Exchange:
         """Handle the first gradient of a backward pass, also of an inner one (reentrant checkpoints)."""
         if p in self._params and self._begun != _backward:
             self._begun = _backward
-            for q in (
-                self._params & _ours
-            ):  # DDP also reads earlier gradients, of parameters that this pass does not use
-                _take(q)
-                q.grad = None
+            for q in self._params & _ours:
+                if q.grad is not None:  # DDP reads earlier gradients, too, of parameters that this pass does not use
+                    _take(q)
+                    q.grad = _zeros_like(q)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if _ours.isdisjoint(self._params):  # torch cannot remove a communication hook: this does what its reducer does

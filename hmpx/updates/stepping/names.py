@@ -178,7 +178,7 @@ class BF16Parameters:
 
     Attributes:
         names: those that `attach` was given, by parameter.
-        seen: the name of each parameter when it was first seen, which it keeps as groups come and go.
+        seen: names by `named_parameters()`, as they were first seen: a parameter keeps its name as groups come and go.
     """
 
     def __init__(self, settings: Settings, names: dict[Parameter, str]) -> None:
@@ -211,9 +211,16 @@ class BF16Parameters:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
         return [Segment(p, name, way=self._way(optimizer, name)) for name, p in self._all(optimizer)]
 
+    def last(self, optimizer: Optimizer, p: Parameter) -> Segment:
+        """Return a segment for a parameter that was there when parameters were looked at before."""
+        name = self.names.get(p) or self.seen.get(p, "")
+        return Segment(p, name, way=self._way(optimizer, name))
+
     def _all(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-        found = list(named(optimizer, {**self.seen, **self.names}))
-        self.seen = {p: name for name, p in found}
+        seen = {p: self.seen[p] for p in parameters(optimizer) if p in self.seen}
+        found = list(named(optimizer, {**seen, **self.names}))
+        have_names = {p for group in optimizer.param_groups if "param_names" in group for p in group["params"]}
+        self.seen.update((p, name) for name, p in found if p in have_names)
         return found
 
     def _way(self, optimizer: Optimizer, name: str) -> Way:

@@ -58,6 +58,9 @@ class WeightUpdates:
 
     def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
         """Call `function` with signals that it may let wait; they come, and gradients are on or off as before."""
+        if torch.is_inference_mode_enabled():  # its tensors have no versions, and no step outside could write to state
+            with torch.inference_mode(False):
+                return self._guarded(function, call, *args)
         signals, gradients = DeferredSignals(), torch.is_grad_enabled()
 
         def give_back() -> None:
@@ -193,6 +196,25 @@ class WeightUpdates:
             else:
                 self.stores.of(segment).take_masters(given)
         return dropped
+
+    @torch.no_grad()
+    def hand_over(self, optimizer: Optimizer, heirs: Mapping[Parameter, Parameter | None]) -> None:
+        """Give names and masters of parameters that left to those in their places, and tell whose masters these are."""
+        left = [self._parameters.last(optimizer, p) for p in heirs if self.stores.beside(p)]
+        for p, heir in heirs.items():
+            self._parameters.seen.pop(p, None)
+            if heir is not None and p in self.names:
+                self.names[heir] = self.names.pop(p)
+        present = {each.param: each for each in self._parameters.every(optimizer)} if left else {}
+        for gone in left:
+            heir, said = heirs[gone.param], "its masters wait in case that it comes back"
+            if heir is not None and heir.dtype is torch.bfloat16:
+                fit = self.stores.hand_over(gone, present[heir])
+                said = f"the one in its place takes over {fit} of {gone.count} masters, and begins as BF16 elsewhere"
+            name = repr(gone.name) if gone.name else f"of shape {tuple(gone.param.shape)}"
+            logger.warning(
+                "hmpx: parameter %s, which has FP32 masters, has left %s: %s", name, type(optimizer).__name__, said
+            )
 
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
         """Cast the state of `p`, which is no longer BF16, for plain steps."""
