@@ -15,6 +15,7 @@ from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
+from hmpx.updates.known_elsewhere import refuse_lookups
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.refusals import allow_plain_steps
@@ -189,6 +190,8 @@ def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parame
         )
     # Raises where a parameter is of a kind that cannot be updated.
     WeightUpdates(settings, given).segments(optimizer)
+    if scope_of(optimizer) == "whole":
+        refuse_lookups(optimizer)
     if settings.release_gradients and scope_of(optimizer) == "whole":
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(

@@ -192,7 +192,7 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
     A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
-    hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces in FP32 as `ranks/ddp.py` says.
+    hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces as `ranks/ddp.py` says.
     """
     before, sharded = p.grad_dtype, is_sharded(p)
     undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)

@@ -99,6 +99,8 @@ class _Exchange:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._group, self._params = ddp.process_group, set(ddp.parameters())
+        for p in self._params:  # the zeros of a pass are in one buffer, which may not grow while they are in use
+            _zeros_like(p)
         self._begun: int | None = None  # the backward pass
         self._hook = lambda _, bucket: self._reduce(bucket)
         try:
@@ -170,10 +172,10 @@ def _set_aside(p: Parameter) -> None:
     if _backward != (now := torch._C._current_graph_task_id()):
         _backward = now
         _when_backward_is_done(_put_back)
+    _take(p)  # first: it may have been added to the zeros, which others have as well
+    p.grad = _zeros_like(p)
     for exchange in list(_exchanges.values()):
         exchange.begin(p)
-    _take(p)
-    p.grad = _zeros_like(p)
 
 
 def _take(p: Parameter) -> None:

@@ -19,6 +19,7 @@ from hmpx.updates.holding.segment import USUAL, Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
+from hmpx.updates.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
@@ -173,6 +174,7 @@ class WeightUpdates:
 
     def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
+        refuse_foreign_state(optimizer, segments)
         if adopt_states(optimizer, segments, key) and key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, or it was saved so, and this "

@@ -1,0 +1,100 @@
+"""Optimizers that know their parameters in other places than `param_groups`, and state that another object keeps.
+
+A step is shown FP32 copies in `param_groups`, with the state of the parameters. An optimizer that looks a parameter up
+in a set or a dict of its own does not find the copy there, and steps on as if the parameter were another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.updates.holding.segment import Segment
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+
+_SEARCHED = 3  # containers inside containers
+_OF_ALL = {
+    *vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
+}  # attributes that every optimizer has: groups, state, hooks
+
+
+def refuse_lookups(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of which an attribute, or an option of a group, holds its parameters or their ids.
+
+    Raises:
+        HmpxError: with the name of the attribute.
+    """
+    lists = [group["params"] for group in optimizer.param_groups]
+    params = {id(p): p for params in lists for p in params}
+    shown = {id(each) for each in lists}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL}
+    groups = enumerate(optimizer.param_groups)
+    options = {f"param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
+    for name, value in {**own, **options}.items():
+        if id(value) not in shown and any(_is_one(each, params) for each in _inside(value, _SEARCHED, shown)):
+            raise HmpxError(
+                f"{type(optimizer).__name__} knows parameters by {name}, a {type(value).__name__}, and would not find "
+                "the FP32 copies there that hmpx steps in their place: keep its weights in FP32, without hmpx.attach, "
+                "or let it read such facts from options of param_groups"
+            )
+
+
+def _is_one(value: Any, params: Mapping[int, Parameter]) -> bool:
+    found = params.get(id(value)) is value if isinstance(value, torch.Tensor) else False
+    return found or (type(value) is int and value in params)
+
+
+def _inside(value: Any, depth: int, shown: set[int]) -> Iterator[Any]:
+    """Yield what a container holds, keys of dicts and containers inside included; lists of `param_groups` aside."""
+    if id(value) in shown or depth < 0:
+        return
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _inside(key, depth - 1, shown)
+        value = [*value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from _inside(each, depth - 1, shown)
+    else:
+        yield value
+
+
+def refuse_foreign_state(optimizer: Optimizer, segments: list[Segment]) -> None:
+    """Refuse state of torch's own classes under a key that the class does not make: another object keeps it there.
+
+    Raises:
+        HmpxError: with the key.
+    """
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return
+    for segment in segments:
+        state = optimizer.state.get(segment.param)
+        for key, value in state.items() if isinstance(state, dict) else ():
+            is_moment = isinstance(value, torch.Tensor) and value.shape == segment.param.shape
+            if is_moment and value.dtype is torch.bfloat16 and key not in _words(type(optimizer)):
+                raise HmpxError(
+                    f"{type(optimizer).__name__} has state {key!r} of parameter {segment.name!r}, which this class "
+                    "does not make: who put it there moves weights outside of step(), where they are not rounded "
+                    "stochastically (schedulefree.ScheduleFreeWrapper does; its AdamWScheduleFree does not). Keep "
+                    "these weights in FP32 (parameter_dtype: float32)"
+                )
+
+
+@functools.lru_cache(maxsize=64)
+def _words(cls: type) -> frozenset[str]:
+    """Return the strings in the methods of a class and of those that it derives from."""
+    found: set[str] = set()
+    methods = [inspect.unwrap(each) for base in cls.__mro__ for each in vars(base).values() if callable(each)]
+    codes = [each.__code__ for each in methods if isinstance(each, types.FunctionType)]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        found.update(each for each in code.co_consts if isinstance(each, str))
+    return frozenset(found)
