@@ -78,8 +78,9 @@ def refuse_foreign_state(optimizer: Optimizer, segments: list[Segment]) -> None:
     for segment in segments:
         state = optimizer.state.get(segment.param)
         for key, value in state.items() if isinstance(state, dict) else ():
-            is_moment = isinstance(value, torch.Tensor) and value.shape == segment.param.shape
-            if is_moment and value.dtype is torch.bfloat16 and key not in _words(type(optimizer)):
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.bfloat16 or key.startswith("hmpx_"):
+                continue
+            if value.shape == segment.param.shape and key not in _words(type(optimizer)):
                 raise HmpxError(
                     f"{type(optimizer).__name__} has state {key!r} of parameter {segment.name!r}, which this class "
                     "does not make: who put it there moves weights outside of step(), where they are not rounded "

@@ -104,6 +104,7 @@ def _widen_hyperparameters(values: dict[str, Any]) -> None:
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:
     @functools.wraps(load_state_dict)
     def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
+        step_count.check(state_dict)
         attachment, before = own_attachment(self), getattr(_loading, "attached", False)
         _loading.attached = attachment is not None
         try:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 
-_PATIENCE = timedelta(minutes=5)  # between the first rank's `attach` and another's
+_PATIENCE = timedelta(minutes=5)  # with which ranks wait for each other; less where the job's own timeout is less
 
 _compared: Counter[tuple] = Counter()  # how often each set of ranks has compared in this store
 _met: weakref.ref | None = None  # the process group that it belongs to
@@ -53,10 +53,11 @@ def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = 
     ranks = _together(group)
     if ranks:
         store, key = _store(), _next_key(ranks)
+        store.set(_here(key, dist.get_rank()), "")
         _compare_with_first(store, key, what, facts, ranks)
         if store.add(f"{key}/agreed", 1) == len(ranks):
             store.set(f"{key}/end", "")
-        _wait(store, f"{key}/end", what, "another rank")
+        _wait(store, key, "/end", what, ranks)
         if message := store.get(f"{key}/end").decode():
             raise HmpxError(message)
 
@@ -82,21 +83,34 @@ def _next_key(ranks: tuple[int, ...]) -> str:
     return f"hmpx/compare/{','.join(map(str, ranks))}/{_compared[ranks]}"
 
 
-def _wait(store: dist.Store, key: str, what: str, who: str) -> None:
+def _here(key: str, rank: int) -> str:
+    return f"{key}/rank {rank}"
+
+
+def _wait(store: dist.Store, key: str, part: str, what: str, ranks: tuple[int, ...]) -> None:
+    patience = min(_PATIENCE, store.timeout)
     try:
-        store.wait([key], _PATIENCE)
+        store.wait([key + part], patience)
     except RuntimeError:  # torch's DistStoreError is one
         raise HmpxError(
-            f"{what}: {who} has done nothing like it within {_PATIENCE.total_seconds():.0f} s; "
-            "if only some ranks hold this optimizer, give process_group="
+            f"{what}: {_absent(store, key, ranks)} did not get there within {patience.total_seconds():.0f} s, and has "
+            "ended or waits elsewhere; if only some ranks hold this optimizer, give process_group="
         ) from None
+
+
+def _absent(store: dist.Store, key: str, ranks: tuple[int, ...]) -> str:
+    try:
+        absent = [rank for rank in ranks if not store.check([_here(key, rank)])]
+    except RuntimeError:
+        return "the rank that holds the store of the job"
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
 
 
 def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str, Any], ranks: tuple[int, ...]) -> None:
     if dist.get_rank() == ranks[0]:
         store.set(key, json.dumps(facts))
         return
-    _wait(store, key, what, f"rank {ranks[0]}")
+    _wait(store, key, "", what, ranks)
     theirs = json.loads(store.get(key))
     if theirs is None:  # it has refused, and says so at the end
         return

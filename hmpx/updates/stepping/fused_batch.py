@@ -131,6 +131,8 @@ class FusedBatch:
             new["step"] = count.to("cpu")  # type: ignore[union-attr]  # where torch has put it, each look is a wait
         for key in keys:
             if key is not None and known.get(key) is None:
+                if count is not None:  # as the optimizer's own step says it
+                    raise KeyError(f"{key}: parameter {segment.name!r} has a count of steps, and not this state")
                 new.update(form.zeros(p).entries(key))
         weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
         assert weight is not None, "the store is settled"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+
+from hmpx.errors import HmpxError
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
 _KEYS = (STEP_KEY, SEED_KEY)
@@ -63,6 +65,22 @@ def remove(optimizer: Optimizer) -> None:
     _known.pop(optimizer, None)
     for group in optimizer.param_groups:
         _drop(group)
+
+
+def check(state_dict: Mapping[str, Any]) -> None:
+    """Check step number and seed in a checkpoint, before it is loaded.
+
+    Raises:
+        HmpxError: one is no integer from 0 on.
+    """
+    for group in state_dict.get("param_groups", ()):
+        for key in _KEYS:
+            value = group.get(key, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise HmpxError(
+                    f"the checkpoint's {key!r} is {value!r}, not an integer from 0 on; nothing was loaded. Without the "
+                    "key, the load starts from 0"
+                )
 
 
 @contextlib.contextmanager
