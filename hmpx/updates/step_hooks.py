@@ -29,7 +29,7 @@ from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
-from hmpx.updates import averages, gradient_norms, optimizer_hooks
+from hmpx.updates import averages, gradient_norms, optimizer_hooks, unscaling
 from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import own_attachment
@@ -98,6 +98,7 @@ def _watch() -> None:
     averages.watch(_changes)
     gradient_norms.watch(_changes)
     released.watch(_changes)
+    unscaling.watch(_changes)
     watch_joins(_changes)
 
 

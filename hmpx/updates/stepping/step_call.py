@@ -9,6 +9,7 @@ gives it a state.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which take 10 us a step
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -113,6 +114,7 @@ class DeferredSignals:
         """From here on, signals wait."""
         if threading.get_ident() != threading.main_thread().ident:
             return  # Python runs handlers in the main thread alone
+        _deferring.append(self)
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if callable(handler) and handler != self._remember:
@@ -129,6 +131,7 @@ class DeferredSignals:
             BaseException: what the last one that raised has raised.
         """
         raised: BaseException | None = None
+        _deferring[:] = [each for each in _deferring if each is not self]
         while self._handlers or self._waiting:
             try:
                 self._put_back()
@@ -137,6 +140,11 @@ class DeferredSignals:
                 error.__context__, raised = error.__context__ or raised, error
         if raised is not None:
             raise raised
+
+    def forget(self) -> None:
+        """Put the handlers back in a forked child; signals that wait are its parent's."""
+        self._waiting.clear()
+        self._put_back()
 
     def _put_back(self) -> None:
         for number, handler in list(self._handlers.items()):
@@ -159,6 +167,18 @@ class DeferredSignals:
             return function(*args, **kwargs)
         finally:
             self.begin()
+
+
+_deferring: list[DeferredSignals] = []  # between `begin` and `end`
+
+
+def _forget_in_child() -> None:
+    while _deferring:
+        _deferring.pop().forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseException) -> None:
