@@ -237,6 +237,10 @@ class Attachment:
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
+            if self._released:  # the step that backward has begun goes with the weights and the state that it changed
+                released.finish(self._dtypes)
+                self._released.clear()
+                self._updates.abandon()
             self.look_again()
             self._checkpoints.hook_last(optimizer)
 
@@ -248,9 +252,16 @@ class Attachment:
         self._counts.compare(call.optimizer, self._updates, call.seed)
         if self._released:
             released.finish(self._dtypes)
-        result = self._updates.step(call)
-        self._released.clear()
-        return result
+        try:
+            return self._updates.step(call)
+        finally:  # a signal that has waited for the end of the step may raise there
+            if not self._updates.is_open:
+                self._released.clear()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parameters have taken the next step in backward, which `optimizer.step()` has not ended."""
+        return bool(self._released)
 
     def _release(self, p: Parameter) -> None:
         if id(p) in self._released:

@@ -76,6 +76,12 @@ class Checkpoints:
     def _saving(self, optimizer: Optimizer) -> None:
         """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
+        if own_attachment(optimizer).is_open:
+            raise HmpxError(
+                f"{type(optimizer).__name__}.state_dict(): some parameters have taken the next step in backward, and "
+                "others not (release_gradients), so no checkpoint can hold this: save it after optimizer.step(). After "
+                "a backward that failed, load the last checkpoint"
+            )
         own_attachment(optimizer).cast_state_along()
         known = step_count.stored(optimizer)
         if known:

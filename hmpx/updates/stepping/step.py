@@ -228,6 +228,10 @@ class WeightUpdates:
         self._kept = None
         self._parameters.forget()
 
+    def abandon(self) -> None:
+        """Forget the step that parameters have begun to take one by one."""
+        self._open = None
+
 
 class _OpenStep(NamedTuple):
     """A step that parameters take one by one (`release_gradients`)."""

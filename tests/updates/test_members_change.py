@@ -1,0 +1,100 @@
+"""Parameters that come, go and are replaced: their names, their masters, and what is said."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from tests.support.training import parameter, step_by
+
+BF16 = torch.bfloat16
+WITH_MASTERS = ["master", "split", "split8"]
+
+
+def names_of(handle):
+    return {segment.name: segment.way.weights for segment in handle._updates.segments(handle.optimizer)}
+
+
+def test_a_new_group_without_the_prefix_renames_nobody():
+    """With names of a wrapped model, and one without its prefix, patterns fit the parameters that they fitted."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    optimizer = optim.SGD([(f"module.{name}", p) for name, p in model.named_parameters()], lr=1e-5)
+    handle = hmpx.attach(optimizer, parameters={"0.*": {"weights": "master"}})
+    step_by(optimizer)
+    before, masters = names_of(handle), handle._updates.stores.beside(model[0].weight)
+    optimizer.add_param_group({"params": [("head", parameter(3))]})
+    step_by(optimizer)
+    assert names_of(handle) == {**before, "head": "stochastic"}
+    assert handle._updates.stores.beside(model[0].weight)[0] is masters[0]
+
+
+@pytest.mark.parametrize("how", ["append", "merge"])
+def test_groups_that_are_changed_by_hand_are_stepped(how):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    named = list(model.named_parameters())
+    optimizer = optim.SGD([{"params": named[:2]}, {"params": named[2:]}], lr=0.1)
+    handle = hmpx.attach(optimizer)
+    step_by(optimizer)
+    before = list(names_of(handle))
+    if how == "append":
+        optimizer.param_groups[0]["params"].append(parameter(3))
+    else:
+        optimizer.param_groups[0]["params"].extend(optimizer.param_groups.pop()["params"])
+    step_by(optimizer)
+    after = list(names_of(handle))
+    assert sorted(set(after) & set(before)) == sorted(before) and len(set(after)) == len(after)
+
+
+@pytest.mark.parametrize("weights", WITH_MASTERS)
+def test_a_longer_parameter_takes_over_masters(weights, caplog):
+    """Updates of a thirtieth of a weight's last digit, beside those of FP32 weights that are replaced likewise."""
+    moved = []
+    for held in (None, weights):
+        p = nn.Parameter(torch.linspace(1, 2, 30).reshape(10, 3).bfloat16().to(torch.float32 if held is None else BF16))
+        start = p.detach().float().clone()
+        optimizer = optim.SGD([{"params": [p], "name": "points"}], lr=2.0**-12)
+        if held is not None:
+            hmpx.attach(optimizer, held)
+        for step in range(120):
+            group = optimizer.param_groups[0]
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+            optimizer.step()
+            if step % 10 == 9:
+                group["params"][0] = nn.Parameter(torch.cat([group["params"][0].detach(), p.detach()[:1]]))
+        moved.append(optimizer.param_groups[0]["params"][0].detach().float()[:10] - start)
+    assert (moved[0] - moved[1]).abs().max() <= 2.0**-8
+    assert "takes over 30 of 30 masters" in caplog.text
+
+
+def test_a_parameter_with_masters_that_leaves_is_said_and_its_masters_wait(caplog):
+    one, two = parameter(4), parameter(4)
+    optimizer = optim.SGD([("one", one), ("two", two)], lr=2.0**-12)
+    hmpx.attach(optimizer, "master")
+    step_by(optimizer)
+    left = optimizer.param_groups[0]
+    del left["params"][1], left["param_names"][1]
+    step_by(optimizer)
+    assert "'two', which has FP32 masters, has left SGD" in caplog.text
+    optimizer.add_param_group({"params": [("two", two)]})
+    step_by(optimizer)
+    twin = nn.Parameter(parameter(4).detach().float())
+    twin_optimizer = optim.SGD([twin], lr=2.0**-12)
+    step_by(twin_optimizer), step_by(twin_optimizer)
+    assert torch.equal(two.detach(), twin.detach().bfloat16())
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "split"}, {"state_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_gradient_is_alive_after_zero_grad(options, fused):
+    params = [parameter(64) for _ in range(3)]
+    optimizer = optim.AdamW(params, lr=1e-3)
+    hmpx.attach(optimizer, fused=fused, **options)
+    for _ in range(3):
+        step_by(optimizer)
+        gradients = [weakref.ref(p.grad) for p in params]
+        optimizer.zero_grad()
+        assert not any(each() is not None for each in gradients)
