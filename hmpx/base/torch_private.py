@@ -140,7 +140,7 @@ NAMES: dict[str, str] = {
     "torch.distributed.tensor.placement_types._StridedShard": "a shard of FSDP and tensor parallelism",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "the place of a shard in the parameter",
     "torch.distributed.fsdp._common_utils:_fsdp_flattened": "a parameter of FSDP1, which is refused",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "the groups of an FSDP2 module, for the dtype that it adds up in",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "the dtype that FSDP2 adds gradients up in",
     "torch.distributed.fsdp._fully_shard._fully_shard:_fsdp_param_groups": "the same",
     f"{_CHECKPOINTED}:_checkpoint_wrapped_module": "no part of a parameter's name",
     "torch.distributed.checkpoint.state_dict._init_optim_state": "takes a step that is no step of the training",
