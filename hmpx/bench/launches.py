@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hmpx.bench import measure
-from hmpx.rounding import kernels, native, triton
+from hmpx.rounding import backends, native, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
@@ -126,7 +126,7 @@ def counted(*, by_kernels: bool) -> Iterator[Told]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *args: None))
         if by_kernels:
-            patches.enter_context(mock.patch.object(kernels, "lacks_data", lambda tensor: False))
+            patches.enter_context(mock.patch.object(backends, "lacks_data", lambda tensor: False))
             patches.enter_context(mock.patch.object(triton, "can_read", _can_read))
             patches.enter_context(mock.patch.object(native, "is_plain", Tensor.is_contiguous))
             patches.enter_context(mock.patch.object(triton, "_start", told.launch))
