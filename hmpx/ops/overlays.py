@@ -37,6 +37,7 @@ class Overlay:
     it is listed. low_precision: the dtype of the bf16 list from here on; None leaves it. dtype: of every op that
     computes. fp8_format: the format of the fp8 list from here on.
     bf16_products: under a `dtype` of float32, whether matrix products take bfloat16.
+    no_fp8: whether the fp8 list is empty from here on; its ops are in low precision then.
     """
 
     where: str
@@ -45,6 +46,7 @@ class Overlay:
     dtype: torch.dtype | None = None
     fp8_format: Format | None = None
     bf16_products: bool = False
+    no_fp8: bool = False
     number: int = field(default=0, compare=False)
 
     def over(self, policy: Policy) -> Policy:
@@ -58,7 +60,9 @@ class Overlay:
             ops = tuple(sorted({*names} - products))
             bf16, fp32 = ((), ops) if side == "fp32" else (ops, ())
             return Policy(bf16, fp32, (), policy.opt_level, origins, low, bf16_to_fp32=tuple(sorted(products)))
-        own = {name: side for name, side, _ in self.names}
+        emptied = {name: ("bf16", self.where) for name in policy.fp8 if self.no_fp8}
+        placed = emptied | {name: (side, where) for name, side, where in self.names}
+        own = {name: side for name, (side, _) in placed.items()}
         sides: dict[str, Any] = {}
         for side in SIDES:
             kept = [n for n in getattr(policy, side) if n not in own and op_facts.FOLLOWS.get(n) not in own]
@@ -67,7 +71,7 @@ class Overlay:
             policy,
             **sides,
             fp8_format=self.fp8_format or policy.fp8_format,
-            origins={**policy.origins, **{name: where for name, _, where in self.names}},
+            origins={**policy.origins, **{name: where for name, (_, where) in placed.items()}},
             low_precision=self.low_precision or policy.low_precision,
         )
 
@@ -100,6 +104,8 @@ class Overlay:
         own = {name for name, _, _ in self.names}
         if (around.low_precision and not self.low_precision) or (around.fp8_format and not self.fp8_format):
             return False
+        if around.no_fp8 and not self.no_fp8:
+            return False
         return all(name in own or op_facts.FOLLOWS.get(name) in own for name, _, _ in around.names)
 
     def in_words(self) -> str:
@@ -122,6 +128,8 @@ class Overlay:
             parts.append(f"the bf16 list in {low}")
         if self.fp8_format:
             parts.append(f"{self.fp8_format.bits} {self.fp8_format}")
+        if self.no_fp8:
+            parts.append("nothing in FP8")
         return " and ".join(parts) or "as around it"
 
     def __reduce__(self) -> tuple:
@@ -215,4 +223,4 @@ def _of_mapping(rule: Mapping, where: str, what: str, unset: str, places: Places
             own = f"{listed.where}, {where.partition(', ')[2] or where}"
             sides[name] = side, where if listed.place == where else own
     names = tuple(sorted((name, *its) for name, its in sides.items()))
-    return Overlay(where, names, lists.low_precision, fp8_format=lists.fp8_format)
+    return Overlay(where, names, lists.low_precision, fp8_format=lists.fp8_format, no_fp8=lists.fp8 == ())

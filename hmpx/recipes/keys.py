@@ -30,7 +30,8 @@ _NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
-HEAD, NORMS = "<head>", "<norms>"  # patterns of `modules` that say what a module is for
+# Patterns of `modules` that say what a module is for. One that ends in "?" may fit no module of a model.
+HEAD, NORMS, ROUTERS = "<head>", "<norms>", "<routers>"
 LAST = re.compile(r"<last ([1-9]\d?) ?%>")  # the same, of the blocks of a model
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
@@ -125,11 +126,11 @@ def check(key: Any, value: Any, keys: Sequence[str]) -> None:
 def _check_inside(key: str, inside: str, value: Any) -> None:
     """Check one entry of a mapping."""
     if key == MODULES:
-        if inside.startswith("<") and inside not in (HEAD, NORMS) and not LAST.fullmatch(inside):
-            hint = did_you_mean(inside, (HEAD, NORMS, "<last 15%>"))
-            raise HmpxError(
-                f"{key}: {inside!r} is none of {HEAD}, {NORMS} and <last 15%>, nor the name of a module{hint}"
-            )
+        role = inside.removesuffix("?")
+        if role.startswith("<") and role not in (HEAD, NORMS, ROUTERS) and not LAST.fullmatch(role):
+            hint = did_you_mean(role, (HEAD, NORMS, ROUTERS, "<last 15%>"))
+            legal = f"{HEAD}, {NORMS}, {ROUTERS} and <last 15%>"
+            raise HmpxError(f"{key}: {inside!r} is none of {legal}, nor the name of a module{hint}")
     elif key == PARAMETERS:
         with errors_at({}, before=f"{key}: {inside!r}: "):
             _check_rule(value)

@@ -1,13 +1,14 @@
 """Finds the modules that a recipe's patterns fit, and makes their rules.
 
-A pattern is a name (``"*.attn"``) or a role (``"<head>"``, ``"<norms>"``, ``"<last 15%>"``): what a module is for,
-whatever its name.
+A pattern is a name (``"*.attn"``) or a role (``"<head>"``, ``"<norms>"``, ``"<routers>"``, ``"<last 15%>"``): what a
+module is for, whatever its name. A role that a model need not have ends in "?".
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 from hmpx.errors import HmpxError, did_you_mean, there_are
 from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
-from hmpx.recipes.keys import HEAD, LAST, MODULES, NORMS, PARAMETERS
+from hmpx.recipes.keys import HEAD, LAST, MODULES, NORMS, PARAMETERS, ROUTERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.settings import fits_none
 from hmpx.updates.stepping.names import names_in, plain_names
@@ -28,6 +29,8 @@ from hmpx.updates.stepping.names import names_in, plain_names
 Module = torch.nn.Module
 logger = logging.getLogger("hmpx")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out")  # what models call their head; the first that is there counts
+_ROUTER_NAME = re.compile(r"(^|[._])(gate|router)$")
+_CHOOSING = {"topk", "sort", "argsort", "argmax"}
 _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -48,7 +51,7 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
         for pattern in patterns:
             if key == MODULES and (role := _role(pattern)):
                 find, looked_for = role
-                if not any(map(find, models)):
+                if not pattern.endswith("?") and not any(map(find, models)):
                     kinds = ", ".join(type(model).__name__ for model in models)
                     said = f"{key}: {pattern!r} is no module of {kinds}: looked for {looked_for}"
                     raise HmpxError(said, key=(key, pattern))
@@ -163,6 +166,30 @@ def _norms(model: Module) -> set[Module]:
     }
 
 
+def _routers(model: Module) -> set[Module]:
+    """Return what chooses experts: by its name, or by what the module that calls it does with its output."""
+    found = {module for name, module in _named(model) if _ROUTER_NAME.search(name) and _outputs(module)}
+    for module in model.modules():
+        methods = (value for value in vars(type(module)).values() if inspect.isfunction(value))
+        if not any(not _CHOOSING.isdisjoint(method.__code__.co_names) for method in methods):
+            continue
+        if own := [p for p in module.parameters(recurse=False) if p.dim() == 2]:
+            found |= {module} if _few(own) else set()
+        elif rows := {each: few for each in module.children() if (few := _outputs(each))}:
+            found |= {each for each, few in rows.items() if few == min(rows.values())}
+    return found
+
+
+def _outputs(module: Module) -> int:
+    """Return how many outputs a module has, by its matrices: 0 if there are more than half as many as inputs."""
+    return _few([p for p in module.parameters() if p.dim() == 2])
+
+
+def _few(matrices: list[torch.nn.Parameter]) -> int:
+    rows, columns = (max((p.shape[dim] for p in matrices), default=0) for dim in (0, 1))
+    return rows if 2 * rows <= columns else 0
+
+
 def _last_blocks(model: Module, percent: int) -> set[Module]:
     """Return the last blocks of a model, at least this part: of the largest container of modules of one class."""
     containers = (each for each in model.modules() if isinstance(each, _CONTAINERS) and len(each) > 1)
@@ -173,6 +200,7 @@ def _last_blocks(model: Module, percent: int) -> set[Module]:
 
 def _role(pattern: str) -> _Role | None:
     """Return how the modules of a role are found and what is looked for; None if the pattern is a name."""
+    pattern = pattern.removesuffix("?")
     if last := LAST.fullmatch(pattern):
         looked_for = "a ModuleList, ModuleDict or Sequential of blocks of one class; write their names in its place"
         return functools.partial(_last_blocks, percent=int(last[1])), looked_for
@@ -191,6 +219,11 @@ _ROLES: dict[str, _Role] = {
         _norms,
         "modules whose class has 'Norm' in its name and that hold no other layer with a matrix; write the names of the "
         "modules in its place",
+    ),
+    ROUTERS: (
+        _routers,
+        "modules called gate or router with at most half as many outputs as inputs, and of modules that call topk or "
+        "sort the smallest layer of that kind; write the names of the modules in its place",
     ),
 }
 

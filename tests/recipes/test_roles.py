@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.recipes.reading import as_recipe, read_recipe
+from hmpx.recipes import module_patterns
+from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from tests.support import python, ranks
 from tests.support.training import same
 
@@ -221,7 +222,9 @@ def test_a_misspelt_role_is_an_error_with_its_line(tmp_path, role, meant):
     (tmp_path / "mine.yaml").write_text(f"seed: 1\nmodules:\n  {role}: fp32\n")
     with pytest.raises(hmpx.HmpxError) as raised:
         read_recipe(tmp_path / "mine.yaml")
-    assert str(raised.value).startswith(f"{tmp_path}/mine.yaml:3: modules: '{role}' is none of <head>, <norms> and <")
+    assert str(raised.value).startswith(
+        f"{tmp_path}/mine.yaml:3: modules: '{role}' is none of <head>, <norms>, <routers> and <"
+    )
     assert f"did you mean '{meant}'?" in str(raised.value)
 
 
@@ -343,3 +346,85 @@ def test_a_model_without_blocks_is_told_what_was_looked_for():
         hmpx.HmpxError, match="'<last 15%>' is no module of Decoder: looked for a ModuleList, ModuleDict"
     ):
         hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "torchao-nvfp4")
+
+
+class Router(nn.Module):
+    """Knows its experts by a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return torch.topk(F.linear(x, self.weight), 2)[1]
+
+
+class Mixture(nn.Module):
+    """Chooses by what a layer of an odd name says; its `gate` is a large matrix of an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.chooser, self.gate, self.down = nn.Linear(32, 4), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x))) * self.chooser(x).argsort(-1)[..., :1]
+
+
+def test_routers_are_found_by_their_name_or_by_what_becomes_of_their_output():
+    model = nn.ModuleDict({
+        "a": nn.ModuleDict({"gate": nn.Linear(32, 8), "gate_proj": nn.Linear(32, 8), "shared_gate": nn.Linear(32, 1)}),
+        "b": Router(), "c": Mixture(), "router": nn.Sequential(nn.Linear(32, 8)), "gate": nn.Linear(32, 32),
+    })  # fmt: skip
+    rules = hmpx.Recipe(fp8=["linear"], modules={"<routers>": {"fp8": []}})
+    found = {name for name, module in model.named_modules() if module in module_patterns._routers(model)}
+    assert found == {"a.gate", "a.shared_gate", "b", "c.chooser", "router"}
+    with pytest.raises(hmpx.HmpxError, match=r"'<routers>' is no module of Linear: looked for modules called gate or"):
+        hmpx.prepare(nn.Linear(4, 4), optim.SGD([nn.Parameter(torch.ones(1))]), rules)
+
+
+class Careful(Router):
+    """The model says itself that its router is FP32."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            self.seen = F.linear(x.float(), self.weight).dtype
+        return super().forward(x)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mid = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.router, self.head = Careful(), nn.Linear(32, 64)
+
+    def forward(self, x):
+        x = self.mid(x)
+        return self.head(x), self.router(x)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if read_recipe(name).fp8])
+def test_recipes_of_fp8_leave_heads_and_routers_out_of_it(name):
+    torch.manual_seed(0)
+    headless = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))  # fits nothing, which is no error
+    x, models = torch.randn(16, 32), (Routed(), headless)
+    recipe = {"extends": name, "parameter_dtype": "float32"}
+    optimizers = [optim.SGD(each.parameters()) for each in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        hmpx.prepare(model, optimizer, recipe)
+    with hmpx.record() as log:
+        models[0](x)
+    assert headless(x).dtype is BF16
+    hmpx.restore(*optimizers)
+    rules = {site.module: site.rule for site in log.sites if site.op == "linear" and site.rule}
+    assert (rules["mid.0"], rules["head"], rules["router"], models[0].router.seen) == ("fp8", "bf16", "bf16", FP32)
+
+
+def test_an_empty_fp8_list_of_a_rule_takes_what_is_around_it_out_of_fp8():
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    with hmpx.convert(fp8=["linear"]):
+        rule = hmpx.policy_for(model, fp8=[])
+        found = model(x)
+        rule.remove()
+        assert not torch.equal(found, model(x))
+    with hmpx.convert():
+        assert torch.equal(found, model(x))
