@@ -266,7 +266,10 @@ class Recipe:
         if name is not None:
             way, dtype = settings.way(name), dtype_of(name, self.parameters, self.module_dtypes)
             settings = replace(settings, weights=way.weights, state_dtype=way.state_dtype)
-        return footprint(settings, dtype or DTYPES[self.parameter_dtype or "float32"], states)
+        found = footprint(settings, dtype or DTYPES[self.parameter_dtype or "float32"], states)
+        policy = self.policy()
+        by_codes = policy is not None and policy.fp8 and policy.fp8_format.scaling not in ("mx", "nvfp4")
+        return replace(found, codes=1) if by_codes else found
 
     def bytes_per_parameter(self, states: int = 2, name: str | None = None) -> dict[str, float]:
         """Return bytes of weights, gradients, masters and state for each parameter, between backward and step.

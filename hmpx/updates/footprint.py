@@ -34,6 +34,8 @@ class Footprint:
             with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
+        codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole
+            weights on each rank, and none where layers are checkpointed.
     """
 
     weights: int
@@ -42,6 +44,7 @@ class Footprint:
     masters: float
     state: float
     slice: int
+    codes: int = 0
 
     def transient(self, elements: float, device: str = "cpu") -> int:
         """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
@@ -54,7 +57,7 @@ class Footprint:
         if mode != "fsdp2" and ranks > 1:
             held += self.buckets
         stepped = elements / ranks if "state" in MODES[mode] else elements
-        return held * elements + self.transient(stepped, "cuda")
+        return held * elements + max(self.transient(stepped, "cuda"), self.codes * elements)
 
 
 def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footprint:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -452,6 +453,23 @@ def test_compiled_and_checkpointed_the_same_bits(form):
             assert all(map(torch.equal, trained(model, run, x), plain)), name
     with hmpx.convert():
         assert not torch.equal(trained(model, model, x)[0], plain[0])
+
+
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
+def test_layers_are_one_graph_whose_casts_a_compiler_sees(form):
+    graphs, model = [], nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def backend(graph, inputs):
+        return aot_module_simplified(graph, inputs, lambda forward, _: graphs.append(forward) or forward.forward)
+
+    with hmpx.convert(fp8=["linear"], fp8_format=form, kernels="scaled_mm"):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            for _ in range(2):
+                compiled(torch.randn(16, 32))
+    (graph,) = graphs
+    names = [str(each.target) for each in graph.graph.nodes if each.op == "call_function" and "getitem" not in each.name]
+    assert names.count("aten._scaled_mm.default") == 4 and all(name.startswith("aten.") for name in names)
 
 
 @pytest.mark.parametrize("form", ["tensorwise", "rowwise"])

@@ -57,7 +57,18 @@ def in_parts(
     largest = aten.to.dtype(_largest(aten.abs(x), scaling, dims), torch.float32)
     if scaling == "nvfp4":
         scale, whole, factor = nvfp4_scales(largest, largest_of(name))
-    elif scaling == "mx":
+    else:
+        factor, scale = factors(largest, name, form, scaling == "mx")
+    if scaling in BLOCK:
+        scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
+    # In place wherever memory is new: new memory costs a CPU more than the computation in it.
+    scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
+    return encoded(scaled, name, form.saturating, site), scale, whole
+
+
+def factors(largest: Tensor, name: str, form: Format, mx: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the factors that encode, and the scales that decode, for the largest magnitudes; in FP32."""
+    if mx:
         factor = aten.exp2(aten.neg(_exponent(largest, name, form.rceil)))
     else:
         # In FP64 so that compiled code comes to the same bits.
@@ -66,14 +77,8 @@ def in_parts(
         factor = aten.to.dtype(factor, torch.float32)
         if form.power_of_two:
             factor = aten.exp2(aten.sub(aten.frexp(factor)[1], 1))
-    if whole is None:
-        factor = aten.where(aten.isfinite(largest), factor, torch.nan)
-        scale = aten.reciprocal(factor)
-    if scaling in BLOCK:
-        scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
-    # In place wherever memory is new: new memory costs a CPU more than the computation in it.
-    scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
-    return _codes(scaled, name, form.saturating, site), scale, whole
+    factor = aten.where(aten.isfinite(largest), factor, torch.nan)
+    return factor, aten.reciprocal(factor)
 
 
 def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
@@ -99,7 +104,7 @@ def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
     return aten.clamp(exponent, -127, 127)
 
 
-def _codes(x: Tensor, name: str, saturating: bool, site: str) -> Tensor:
+def encoded(x: Tensor, name: str, saturating: bool, site: str = "") -> Tensor:
     """Return `x`, which is overwritten, in FP8."""
     most = largest_of(name)
     if not saturating:

@@ -16,6 +16,7 @@ of it, as of a BF16 product whose result somebody casts up.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
+from hmpx.ops.computing import fp8_gpu
+from hmpx.ops.computing.fp8_grouped import GroupedProduct, why_not_grouped
 from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
 from hmpx.ops.policies.composition import einsum_labels
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
@@ -38,17 +41,22 @@ from hmpx.ops.wrapping.rules import cast, is_stated
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+logger = logging.getLogger("hmpx")
 
 
 # The operands of each op
 
 
 class Operands(NamedTuple):
-    """a: (..., M, K). b: (K, N), which is then the weight, or (..., K, N). finish: makes the op's result of a @ b."""
+    """a: (..., M, K). b: (K, N), which is then the weight, or (..., K, N). finish: makes the op's result of a @ b.
+
+    offs: of a grouped product, the ends of groups among the rows of `a`, each of which has one matrix of `b`.
+    """
 
     a: Tensor
     b: Tensor
     finish: Callable[[Tensor], Tensor] | None = None
+    offs: Tensor | None = None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operands:
@@ -74,6 +82,14 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: A
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Operands:
     return _addmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _grouped_mm(
+    input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Operands | str:
+    if offs is None or bias is not None or out_dtype not in (None, torch.bfloat16):
+        return "a grouped product without offs, or with a bias or another out_dtype"
+    return Operands(input, mat2, None, offs)
 
 
 def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str:
@@ -117,7 +133,7 @@ _DENSE = (*PLAIN, FakeTensor, FunctionalTensor)  # the last two: as torch compil
 
 OPERANDS: dict[str, Callable[..., Operands | str]] = {
     "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
-    "baddbmm": _baddbmm, "einsum": _einsum,
+    "baddbmm": _baddbmm, "einsum": _einsum, "grouped_mm": _grouped_mm,
 }  # fmt: skip
 
 
@@ -125,7 +141,7 @@ def _computing(
     name: str,
     op: Callable,
     refuse: Callable[[Operands | str], str],
-    multiply: Callable[[Tensor, Tensor], Tensor],
+    multiply: Callable[..., Tensor],
     instead: Callable[[tuple, dict], Any],
 ) -> Callable:
     """Return `op` with `multiply` for its product of two matrices, or of two stacks of them.
@@ -147,6 +163,8 @@ def _computing(
         if refuse(found) or isinstance(found, str):
             # What the class of a tensor calls in turn is a part of this op.
             return instead(args, kwargs) if plain else run_in_region.run_uncast(instead, (args, kwargs), {})
+        if found.offs is not None:
+            return multiply(found.a, found.b, found.offs)
         made = _multiplied(found.a, found.b, multiply)
         return made if found.finish is None else found.finish(made)
 
@@ -192,7 +210,7 @@ class Fp8Kernel:
     """FP8 products of one format.
 
     by: how codes are multiplied on a CPU: "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8
-    tensor cores uses them through scaled_mm.
+    tensor cores uses them, through kernels that cast (`fp8_gpu`); an older one multiplies codes in BF16, and says so.
     """
 
     format: Format
@@ -222,9 +240,15 @@ class Fp8Kernel:
                 watcher.note(why_not)
             return why_not
 
-        def multiply(a: Tensor, b: Tensor) -> Tensor:
-            by = on_cpu if a.is_cpu else "scaled_mm" if a.is_cuda and _has_scaled_mm(a.device) else "bfloat16"
-            return product(a, b, How(form, by, weight=b.dim() == 2))
+        def multiply(a: Tensor, b: Tensor, offs: Tensor | None = None) -> Tensor:
+            by, weight = on_cpu, b.dim() == 2
+            if a.is_cuda:
+                by = "scaled_mm" if _has_scaled_mm(a.device) else "bfloat16"
+            if offs is not None:
+                return GroupedProduct.apply(a, b, offs, How(form, "bfloat16", weight=True))
+            if a.is_cuda and weight and by == "scaled_mm" and watching() is None and fp8_gpu.fits(a, b, form):
+                return fp8_gpu.product_of_both(a, b, form, weight)
+            return product(a, b, How(form, by, weight))
 
         return _computing(op, function, refuse, multiply, lambda args, kwargs: call(function, args, kwargs))
 
@@ -233,11 +257,13 @@ def _why_not_fp8(operands: Operands | str, form: Format) -> str:
     why_not = _why_not(operands)
     if why_not or isinstance(operands, str):
         return why_not
-    a, b, _ = operands
+    a, b, _, offs = operands
+    if offs is not None and (why_not := why_not_grouped(a, b, form)):
+        return why_not
     k, n = b.shape[-2:]
     if a.device.type not in ("cpu", "cuda", "meta"):
         return f"no FP8 on {a.device.type}"
-    if k % form.multiple or n % form.multiple or not a.numel():
+    if k % form.multiple or n % form.multiple or not (a.numel() and b.numel()):
         return f"{k} x {n} are no multiples of {form.multiple}, which hardware wants"
     if form.auto_filter and any(k <= (most_k or k) and n <= (most_n or n) for most_k, most_n in SMALL[form.scaling]):
         return f"{k} x {n} is too small to gain, by torchao's filter"
@@ -246,8 +272,12 @@ def _why_not_fp8(operands: Operands | str, form: Format) -> str:
 
 @functools.cache
 def _has_scaled_mm(device: torch.device) -> bool:
-    """Return whether a GPU has FP8 tensor cores: NVIDIA's from sm_89 on."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Return whether a GPU has FP8 tensor cores: NVIDIA's from sm_89 on. It logs where one has not."""
+    has = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not has:
+        logger.info("hmpx: %s (%s) has no FP8 tensor cores that torch uses: FP8 codes are multiplied in BF16, which is "
+                    "slower than BF16 alone", device, torch.cuda.get_device_name(device))  # fmt: skip
+    return has
 
 
 ask_once(_has_scaled_mm)
@@ -274,7 +304,10 @@ class WideKernel:
                 return call(function, args, kwargs)
             return call(function, cast(args, torch.float32), cast(kwargs, torch.float32))
 
-        return _computing(op, function, _why_not, _WideProduct.apply, instead)
+        def refuse(operands: Operands | str) -> str:
+            return _why_not(operands) or ("" if operands[3] is None else "a grouped product")
+
+        return _computing(op, function, refuse, _WideProduct.apply, instead)
 
 
 class _WideProduct(torch.autograd.Function):

@@ -31,6 +31,7 @@ RENAMED = {
     "grid_sample": "grid_sampler",
     "log_sigmoid": "logsigmoid",
     "multilabel_margin_loss_forward": "multilabel_margin_loss",
+    "_grouped_mm": "grouped_mm",
     "_thnn_fused_lstm_cell": "lstm_cell",
     "_thnn_fused_gru_cell": "gru_cell",
 }
@@ -105,8 +106,8 @@ REFUSES_MIXED = frozenset(
     """
     _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul
     cholesky_solve conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cross
-    cross_entropy dot einsum embedding_bag flex_attention grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru
-    gru_cell heaviside huber_loss inner quantile nanquantile _weight_norm
+    cross_entropy dot einsum embedding_bag flex_attention grid_sampler grid_sampler_2d grid_sampler_3d group_norm
+    grouped_mm gru gru_cell heaviside huber_loss inner quantile nanquantile _weight_norm
     index_add index_copy index_put index_reduce instance_norm layer_norm lerp linalg_cross linalg_householder_product
     linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matmul linalg_multi_dot linalg_solve linalg_solve_ex
     linalg_solve_triangular linalg_tensorsolve linalg_vecdot linear lstm lstm_cell lu_solve masked_scatter matmul mm
@@ -129,7 +130,7 @@ FP32_KERNELS = frozenset(
 )
 
 # Ops that an fp8 list may name, and that "bf16-to-fp32" is about (`computing.matrix_products`).
-MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "grouped_mm")
 
 # Ops of which torch has no BF16 or FP16 kernel on some device, by how their names begin and by name, and functions of
 # other modules: where torch refuses such an input, hmpx adds a note to the error. `test_refusals.py` measures it.
@@ -170,6 +171,8 @@ NOT_OPS = frozenset(
     to type_as copy set_ resize resize_as requires_grad item detach alias data is_floating_point is_complex is_signed
     is_pinned is_set_to is_nonzero is_same_size is_inference is_conj is_neg retain_grad record_stream pin_memory size
     stride numel dim element_size nelement equal allclose isclose can_cast result_type promote_types record
+    _scaled_mm _scaled_grouped_mm _scaled_grouped_mm_v2 _cslt_sparse_mm _cslt_sparse_mm_search
+    _sparse_semi_structured_addmm _sparse_semi_structured_linear _sparse_semi_structured_mm
     _to_copy _copy_from _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short
     """.split()
 )
@@ -190,7 +193,7 @@ NOT_COMPUTING = (
 O2_BF16 = frozenset(
     """
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-    conv_transpose3d convolution einsum inner linalg_multi_dot linear matmul mm mv tensordot
+    conv_transpose3d convolution einsum grouped_mm inner linalg_multi_dot linear matmul mm mv tensordot
     """.split()
 )
 

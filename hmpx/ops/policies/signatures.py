@@ -52,9 +52,14 @@ class Signature:
 
 @functools.cache
 def schemas(name: str) -> tuple[Any, ...]:
-    """Return the functional overloads that the dispatcher has for aten::`name`."""
+    """Return the functional overloads that the dispatcher has for aten::`name`, without those that ask for a dtype."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return tuple([s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)])
+    return tuple([s for s in found if not any(map(_asks_for_the_result, s.arguments))])
+
+
+def _asks_for_the_result(argument: Any) -> bool:
+    must = argument.name == "out_dtype" and not argument.has_default_value()
+    return must or argument.name == "out" or argument.is_out
 
 
 def is_tensor(argument: Any) -> bool:

@@ -64,11 +64,19 @@ class WeightCache:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.depth = 0
-        self._kept: dict[tuple[int, torch.dtype], _CachedCast] = {}
+        self._kept: dict[tuple[int, Any], _CachedCast] = {}
         self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
 
-    def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the cached cast, or a new `cast(weight)`."""
+    def weight_of(self, value: Tensor) -> Parameter | None:
+        """Return the weight that a tensor is, or is a kept cast of; None if there is none."""
+        kept = self._of_cast.get(id(value))
+        return kept.weight if kept is not None else value if type(value) is Parameter else None
+
+    def get(self, weight: Parameter, dtype: Any, cast: Callable[[Tensor], Tensor], views: int = 0) -> Tensor:
+        """Return the cached cast, or a new `cast(weight)`.
+
+        dtype: of the cast, or what else tells it from others. views: of the weight, that the caller holds.
+        """
         kept = self._kept.get((id(weight), dtype))
         if kept is not None and not _len_torch_dispatch_stack():
             made, stream = kept.cast, kept.stream
@@ -77,9 +85,9 @@ class WeightCache:
             # An op may have returned a view of the cast, and somebody written to that.
             if unwritten and ready and made._version == 0 and not (weight.requires_grad and is_grad_enabled()):
                 return made
-        return self._make(weight, dtype, cast)
+        return self._make(weight, dtype, cast, views)
 
-    def _make(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    def _make(self, weight: Parameter, dtype: Any, cast: Callable[[Tensor], Tensor], views: int) -> Tensor:
         if weight.requires_grad and is_grad_enabled():
             return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
         if is_lazy(weight):
@@ -92,7 +100,7 @@ class WeightCache:
             return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return cast(weight)
-        if _is_shared(weight):
+        if _is_shared(weight, views):
             return self._refuse("something else holds its storage", weight, cast)
         version, pointer = weight._version, _pointer(weight)
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
@@ -124,7 +132,7 @@ class WeightCache:
                         self._of_cast[id(upper)] = kept
         return wide
 
-    def _drop(self, key: tuple[int, torch.dtype]) -> None:
+    def _drop(self, key: tuple[int, Any]) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._of_cast.pop(id(kept.cast), None)
@@ -198,10 +206,10 @@ def close_cache() -> None:
             watching_writes.close()
 
 
-def _is_shared(weight: Parameter) -> bool:
-    """Return whether anything but the weight, and the storage object asked for here, holds its memory."""
+def _is_shared(weight: Parameter, views: int) -> bool:
+    """Return whether anything but the weight, these views, and the storage object asked for here, holds its memory."""
     storage = storage_of(weight)
-    return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2)
+    return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2 + views)
 
 
 def _runs_now(weight: Parameter) -> bool:

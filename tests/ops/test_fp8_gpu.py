@@ -1,0 +1,60 @@
+"""Casts to FP8 by kernels: in Triton's interpreter, on the CPU, and compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hmpx.ops.computing import matrix_products
+from tests.downstream.test_triton import run
+
+SOURCE = ast.parse((Path(__file__).parents[1] / "support/fp8_checks.py").read_text(encoding="utf-8"))
+CHECKS = [each.name for each in SOURCE.body if isinstance(each, ast.FunctionDef) and each.name.startswith("check_")]
+wants_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def raised():
+    return run("tests.support.fp8_checks", TRITON_INTERPRET="1")
+
+
+@wants_triton
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check, raised):
+    """Each is a function of `tests.support.fp8_checks`, which says what it looks at."""
+    assert not raised[check], raised[check]
+
+
+@wants_triton
+@pytest.mark.slow
+def test_compiled_for_gpus(tmp_path):
+    """Nothing spills, memory is read and written 16 bytes at a time, and the casts are the GPU's own instructions."""
+    found = run("tests.support.fp8_compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert {name.split(",")[0] for name in found} == {"sm_90", "sm_100"}
+    for name, told in found.items():
+        instructions = told["instructions"]
+        assert told["spilled"] == 0 and told["registers"] <= 255 and told["widest"] == 16, name
+        rounding = [each for each in instructions if re.fullmatch(r"(add|sub|mul|div|sqrt|fma)\..*f32", each)]
+        assert set(rounding) <= {"mul.f32", "div.rn.f32", "mul.rn.f32"}, (name, rounding)
+        if "encode" in name:
+            assert any(re.fullmatch(r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32", each) for each in instructions), name
+            assert {"st.global.v4.b32"} <= set(instructions), name
+
+
+def test_an_older_gpu_says_once_that_codes_are_multiplied_in_bf16(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    caplog.set_level(logging.INFO, "hmpx")
+    matrix_products._has_scaled_mm.cache_clear()
+    assert not any([matrix_products._has_scaled_mm(torch.device("cuda", 0)) for _ in range(3)])
+    assert [each.getMessage() for each in caplog.records if "A100" in each.getMessage()] == [
+        "hmpx: cuda:0 (A100) has no FP8 tensor cores that torch uses: FP8 codes are multiplied in BF16, which is "
+        "slower than BF16 alone"
+    ]
+    matrix_products._has_scaled_mm.cache_clear()
