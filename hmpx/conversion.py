@@ -264,8 +264,9 @@ def convert(
             convolutions, attention and recurrences; results and gradients are rounded to BF16. "auto": "float32" for
             a dtype that the CPU has no instructions for (native kernels take up to 50 times as long there), else
             "native". "scaled_mm": "native", with torch's own FP8 product for the fp8 list, as a reference; otherwise
-            FP8 codes are multiplied in BF16, or under "float32" in FP32. Other devices, ``out=``, in-place ops, tensor
-            subclasses and `disable_casts()` always use native kernels.
+            FP8 codes are multiplied in BF16, or under "float32" in FP32. An NVIDIA GPU with FP8 tensor cores (sm_89 and
+            later) multiplies codes on them, whatever is said here; an older GPU in BF16, which is logged at INFO. Other
+            devices, ``out=``, in-place ops, tensor subclasses and `disable_casts()` always use native kernels.
         where: "everywhere" casts each call of a listed op, whoever makes it, as HMP did. "model" casts the ops of
             models: those called while a module's forward runs in this thread; those with a tensor that requires a
             gradient, while grad mode is on; and losses (ops with a `reduction`). What else a program computes (data,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.bench import casts, launches, train, updates
+from hmpx.bench import casts, fp8, launches, train, updates
 from hmpx.bench.measure import Bench
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
@@ -52,6 +52,10 @@ EXPECTED = (
     Expected("rounding", "hmpx Triton kernel", "ratio", 1 / 0.85, "stochastic rounding / torch's copy_, same bytes"),
     Expected("step", "hmpx fused, BF16 states", "ratio", 0.9, "fused AdamW with BF16 state / torch's fused FP32 step"),
 )
+EXPECTED_OF_FP8 = (
+    Expected("fp8", "4096 wide, 4 blocks eager, hmpx tensorwise", "ratio", 1 / 1.1, "eager tensorwise FP8 / BF16"),
+    Expected("fp8", "1024 wide, 4 blocks eager, hmpx tensorwise", "ratio", 1.0, "the same, 1024 wide"),
+)
 
 
 def tables_on(device: torch.device, repeat: int) -> Tables:
@@ -72,9 +76,25 @@ def run(folder: Path, repeat: int, say: Callable[[str], object]) -> list[str]:
     Raises:
         HmpxError: torch sees no GPU.
     """
+    device = _gpu()
+    return report(folder, surroundings(), tables_on(device, repeat), tests(), say)
+
+
+def run_fp8(repeat: int, say: Callable[[str], object]) -> list[str]:
+    """Measure FP8 alone, and return what fell short.
+
+    Raises:
+        HmpxError: torch sees no GPU.
+    """
+    tables = {"fp8": fp8.run(repeat, _gpu())}
+    say(str(tables["fp8"]))
+    return [*filter(None, [each.missed(tables) for each in EXPECTED_OF_FP8])]
+
+
+def _gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise HmpxError(f"bench gpu wants a GPU, and torch {torch.__version__} sees none: run it where it does")
-    return report(folder, surroundings(), tables_on(torch.device("cuda"), repeat), tests(), say)
+    return torch.device("cuda")
 
 
 def report(

@@ -47,7 +47,7 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
 def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
     held = {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
     steps = {f"{device}, MiB": each.transient(params, device) / 2**20 for device in ("cpu", "cuda")}
-    return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, **steps}
+    return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, "FP8 codes": each.codes, **steps}
 
 
 def _notes(ways: Mapping[str, Recipe]) -> Iterator[str]:

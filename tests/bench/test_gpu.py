@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 
-from hmpx.bench import gpu, updates
+from hmpx.bench import fp8, gpu, updates
 from hmpx.bench.measure import Bench, Line
 from hmpx.shell.main import main
 
@@ -18,6 +19,27 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == 1 and "wants a GPU" in said.err
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp8_alone_wants_a_gpu_too(capsys):
+    assert main(["bench", "gpu", "fp8"]) == 2
+    assert "bench gpu wants a GPU" in capsys.readouterr().err
+
+
+def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
+    """On a CPU, where nothing is compiled; a way that fails is a note."""
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    ways = fp8.ways()
+    broken = contextlib.nullcontext, lambda model: 1 / 0
+    monkeypatch.setattr(fp8, "ways", lambda: {"BF16": ways["BF16"], "hmpx rowwise": ways["hmpx rowwise"], "x": broken})
+    found = fp8.run(1, torch.device("cpu"), (64,), 32, 2)
+    whats = "2 blocks eager", "one block compiled"
+    names = [f"64 wide, {what}, {way}" for what in whats for way in ("BF16", "hmpx rowwise")]
+    assert [row.name for row in found.rows] == names and all(row.figures["ratio"] > 0 for row in found.rows)
+    assert found.notes[-1] == "64 wide, one block compiled, x: ZeroDivisionError: division by zero"
+    for each in gpu.EXPECTED_OF_FP8:
+        assert each.missed({}).endswith("not measured") and each.row.split(", ")[-1] in ways
 
 
 def table(name, ratio):
