@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import hmpx
+from hmpx.ops.computing import matrix_products
 from hmpx.rounding import native, triton
 from hmpx.updates.holding.stores import WAYS
 from tests.support.numbers import special_values
@@ -89,3 +92,31 @@ def test_a_step_in_a_graph_is_an_error_with_the_way_out():
     with pytest.raises(hmpx.HmpxError, match="make_graphed_callables"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
     assert p.eq(1).all()
+
+
+@pytest.mark.parametrize("shape", [(130, 256), (1, 16), (300, 4096)], ids=str)
+def test_kernels_cast_to_fp8_as_aten_does(shape):
+    """Codes and scales on the device, twice: what is compiled is launched directly then."""
+    checks = pytest.importorskip("tests.support.fp8_checks")
+    if not matrix_products._has_scaled_mm(torch.device("cuda", 0)):
+        pytest.skip("no FP8 tensor cores")
+    for form in checks.FORMS.values():
+        for name in ("e4m3", "e5m2"):
+            for _ in range(2):
+                checks.assert_cast(checks.numbers(*shape).cuda(), form, name, square=form.scaling == "blockwise")
+
+
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise", "blockwise"])
+def test_a_layer_in_fp8_is_near_that_of_a_cpu(form):
+    """Fast accumulation keeps about 14 bits of a sum; a wrong layout of codes or scales would be off by far more."""
+    torch.manual_seed(0)
+    layer, x, g = nn.Linear(512, 1024), torch.randn(256, 512), torch.randn(256, 1024)
+    found = []
+    for device in ("cpu", "cuda"):
+        own, given = copy.deepcopy(layer).to(device), x.to(device).requires_grad_()
+        with hmpx.convert(fp8=["linear"], fp8_format=form):
+            y = own(given)
+            y.backward(g.to(y))
+        found.append([each.detach().cpu().float() for each in (y, given.grad, own.weight.grad, own.bias.grad)])
+    for cpu, cuda in zip(*found, strict=True):
+        assert (cpu - cuda).norm() < 5e-3 * cpu.norm()
