@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
@@ -252,4 +252,4 @@ COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)
 
 if TYPE_CHECKING:
-    Kernel = Fp32Kernel | Fp8Kernel | WideKernel
+    Kernel: TypeAlias = Fp32Kernel | Fp8Kernel | WideKernel
