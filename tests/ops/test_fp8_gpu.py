@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import hmpx
 from hmpx.ops.computing import matrix_products
 from tests.downstream.test_triton import run
 
@@ -45,6 +48,27 @@ def test_compiled_for_gpus(tmp_path):
         if "encode" in name:
             assert any(re.fullmatch(r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32", each) for each in instructions), name
             assert {"st.global.v4.b32"} <= set(instructions), name
+
+
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
+def test_compiled_for_a_gpu_the_casts_are_ops_that_a_compiler_sees(form, monkeypatch):
+    """With tensors that say that they are on a GPU, and have no numbers."""
+    monkeypatch.setattr(matrix_products, "_has_scaled_mm", lambda device: True)
+    mode, graphs = FakeTensorMode(), []
+    x, w = (
+        FakeTensor(mode, torch.empty(*shape, dtype=torch.bfloat16, device="meta"), torch.device("cuda", 0))
+        for shape in ((32, 64), (48, 64))
+    )
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: (args[0],)
+
+    with hmpx.convert(fp8=["linear"], fp8_format=form), torch.no_grad(), mode:
+        torch.compile(lambda x, w: F.linear(x, w), backend=backend, fullgraph=True)(x, w)
+    (graph,) = graphs
+    names = [str(each.target) for each in graph.graph.nodes]
+    assert names.count("aten._scaled_mm") == 1 and names.count("aten.amax") == 2
 
 
 def test_an_older_gpu_says_once_that_codes_are_multiplied_in_bf16(monkeypatch, caplog):
