@@ -44,6 +44,8 @@ from hmpx.updates.attach import detach
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
 _ROUNDED = Attribute(process_state, "gradients_rounded", "the counts of rounded gradients")
+_MODELS = Attribute(process_state, "models", "the models that were called")
+_AVERAGES = Attribute(process_state, "averages", "the modules that keep an average")
 _SAID = Attribute(process_state, "said", "the messages that are logged once")
 logger = logging.getLogger("hmpx")
 
@@ -193,6 +195,9 @@ class Conversion(Installation):
         changes.put(_LEARN, self._learn)
         changes.put(_ROUNDED, self._rounded)
         changes.put(_SAID, self._said)
+        for noted in (_MODELS, _AVERAGES):
+            changes.put(noted, modules := dict[int, Any]())
+            changes.callback(modules.clear)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None

@@ -54,6 +54,11 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
+# The outermost modules that have been called, by identity, each by a weak reference (ops.wrapping.models): models, and
+# those that keep an average. A new one with each conversion.
+models: dict[int, Any] = {}
+averages: dict[int, Any] = {}
+
 # Who observes the calls of ops under the conversion that is in force (ops.wrapping.observing). `observers` are those
 # that conversions to come take over.
 observer: Any = None

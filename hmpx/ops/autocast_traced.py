@@ -21,7 +21,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.ops.autocast_regions import asked_for, governs, in_enabled_region
 from hmpx.ops.module_rules import lowering_rule
 from hmpx.ops.policies.policy import LOW_RULES
-from hmpx.ops.wrapping.switch import in_forward
+from hmpx.ops.wrapping.switch import in_method
 
 _CTX_MANAGER = "torch._dynamo.variables.ctx_manager"
 _VARIABLE = f"{_CTX_MANAGER}.AutocastModeVariable"
@@ -45,7 +45,7 @@ def _exchange(changes: Changes, ctx_manager: ModuleType) -> None:
         inside = list(_modules(tx))
         casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(inside[0]))
         opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts
-        in_model = casts or inside or any(opened) or in_enabled_region() or in_forward(sys._getframe(), any_method=True)
+        in_model = casts or inside or any(opened) or in_enabled_region() or in_method(sys._getframe())
         opened.append(casts)
         self.hmpx_region = _aside(tx, region_state.enter_autocast, casts, bool(in_model))
         return _inlined(tx, _nothing)

@@ -31,7 +31,7 @@ class BesideModel:
     """Makes these patches for one conversion: one wrapper for each function, whatever number of names it has."""
 
     def __init__(self, switch: Switch) -> None:
-        self._switch, self._places = switch, places(switch.everywhere)
+        self._switch, self._places = switch, places()
         self._wrappers: dict[int, Callable] = {}
 
     def patches(self) -> Iterator[Patch]:
@@ -113,13 +113,10 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
 
 
 @functools.cache
-def places(everywhere: bool) -> dict[str, list[str]]:
-    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions.
-
-    everywhere: those beside the model too, where every call is cast.
-    """
+def places() -> dict[str, list[str]]:
+    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions."""
     found: dict[str, list[str]] = {}
-    for place in (*op_facts.INSIDE_THE_MODEL, *(op_facts.BESIDE_THE_MODEL if everywhere else ())):
+    for place in (*op_facts.INSIDE_THE_MODEL, *op_facts.BESIDE_THE_MODEL):
         module, _, name = place.partition(":")
         found.setdefault(module, []).append(name)
     return found

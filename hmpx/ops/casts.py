@@ -76,6 +76,7 @@ class Casts:
         self._put(self._table, changes)
         if not self._table.switch.everywhere:
             model_calls.tell_dynamo(changes)
+        model_calls.mark_functions(changes)
         forget_compiled()
         self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
         if self._table.mapping:

@@ -217,7 +217,7 @@ def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _initialisers() -> Iterator[str]:
     """Yield the public functions of torch.nn.init that write to their argument."""
-    for _, attribute, path in functions_in("torch.nn.init", places(everywhere=True)):
+    for _, attribute, path in functions_in("torch.nn.init", places()):
         if attribute.endswith("_") and not attribute.startswith("_"):
             yield path
 

@@ -12,17 +12,20 @@ nobody has patched `Module.__call__`.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes
-from hmpx.ops.wrapping.switch import Switch
+from hmpx.ops.wrapping.models import is_model, run_first
+from hmpx.ops.wrapping.switch import CASTS, Switch, in_forward
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 _BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
@@ -57,6 +60,7 @@ def _calling(switch: Switch, original: Callable) -> Callable:
     It takes the place of torch's own function, whose two ways on it knows: a frame more would cost a fifth of a call.
     """
     nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
+    models = process_state.models  # of this conversion; emptied when it ends
     is_torchs, leave = original is torch.nn.Module._wrapped_call_impl, run_in_region.leave_forward
 
     @functools.wraps(original)
@@ -64,10 +68,8 @@ def _calling(switch: Switch, original: Callable) -> Callable:
         here = nowhere.here
         if is_torchs and here.casting:
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
-        if switch.retired:
-            return original(self, *args, **kwargs)
-        if here is not nowhere or not (is_torchs and process_state.enabled):
-            return run_in_region.run_forward(original, (self, *args), kwargs)
+        if here is not nowhere or id(self) not in models or not (is_torchs and process_state.enabled):
+            return _call_elsewhere(switch, original, self, args, kwargs)
         try:
             try:
                 enter(in_forward)
@@ -82,6 +84,30 @@ def _calling(switch: Switch, original: Callable) -> Callable:
             raise
 
     return call
+
+
+def _call_elsewhere(switch: Switch, original: Callable, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a module in some region, or for the first time, or one that is no model."""
+    run = run_in_region.run_forward
+    if switch.retired or is_dynamo_compiling() or region_state.acts() is not None or not is_model(module):
+        return original(module, *args, **kwargs)
+    if id(module) in process_state.models:
+        return run(original, (module, *args), kwargs)
+    return run_first(module, original, run, args, kwargs)
+
+
+def mark_functions(changes: Changes) -> None:
+    """Have each node of a `torch.autograd.Function` know whether ops were cast where its forward was called.
+
+    None: outside of a model.
+    """
+
+    def begin(node, *args, **kwargs):
+        acts = region_state.acts()
+        setattr(node, CASTS, acts if acts is not None or not in_forward(sys._getframe(1)) else True)
+
+    label = "torch.autograd.function.BackwardCFunction.__init__"
+    changes.put(Attribute(BackwardCFunction, "__init__", label), begin)
 
 
 def _running(run: Callable, switch: Switch, original: Callable) -> Callable:

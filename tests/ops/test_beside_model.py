@@ -173,8 +173,10 @@ def test_a_module_that_is_imported_later_is_patched_then():
 
 
 def test_every_place_of_the_table_exists():
-    places = beside_model.places(everywhere=True)
+    places = beside_model.places()
     for module, names in places.items():
+        if not module.startswith("torch."):
+            continue  # tests/downstream has it
         __import__(module)
         for name in names:
             assert list(beside_model.functions_in(module, places)), (module, name)

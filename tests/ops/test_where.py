@@ -1,6 +1,8 @@
 """Where casts belong to the model, whatever else a program computes is torch's, to the bit; the oracle is torch."""
 
 import asyncio
+import contextlib
+import copy
 import threading
 from typing import ClassVar
 
@@ -159,11 +161,184 @@ class Scaled(torch.autograd.Function):
         return gradient * 3
 
 
-def test_a_function_with_a_backward_of_its_own_is_a_models(model):
-    Scaled.dtypes.clear()
-    y = model(torch.randn(4, 8))
-    Scaled.apply(y).float().sum().backward()
-    assert Scaled.dtypes == [BF16]
+def test_the_backward_of_a_function_of_ones_own_follows_its_forward(model):
+    """Cast if that was called in a model; outside of one, on an island and in `disable_casts` it is torch's."""
+
+    class Inside(nn.Module):
+        def __init__(self, region):
+            super().__init__()
+            self.weight, self.region = nn.Parameter(torch.ones(8)), region
+
+        def forward(self, x):
+            with self.region():
+                return Scaled.apply(x * self.weight)
+
+    cases = {
+        "in a model": (Inside(contextlib.nullcontext), BF16),
+        "called by hand": (Inside(contextlib.nullcontext).forward, BF16),
+        "on an island": (Inside(lambda: torch.autocast("cpu", enabled=False)), FP32),
+        "without casts": (Inside(hmpx.disable_casts), FP32),
+        "outside": (lambda x: Scaled.apply(model(x)), FP32),
+    }
+    for name, (run, dtype) in cases.items():
+        Scaled.dtypes.clear()
+        run(torch.randn(4, 8, requires_grad=True)).float().sum().backward()
+        assert Scaled.dtypes == [dtype], name
+    with hmpx.convert(**LISTS):
+        Scaled.dtypes.clear()
+        Scaled.apply(torch.randn(4, 8, requires_grad=True)).float().sum().backward()
+    assert Scaled.dtypes == [BF16], "everywhere"
+
+
+def raised(function):
+    """What a function makes of FP32 copies of its BF16 tensors, without casts."""
+    return lambda *values: function(*[each.float() if each.is_floating_point() else each for each in values])
+
+
+UP = {
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "distribution": lambda x: torch.distributions.Categorical(logits=x).log_prob(torch.arange(len(x))),
+    "logsumexp": lambda x: x[:, 0] - x.logsumexp(-1),
+    "ctc_loss": lambda x: F.ctc_loss(
+        x.log_softmax(-1)[:, None], torch.ones(1, 2, dtype=torch.long), torch.tensor([len(x)]), torch.tensor([2])
+    ),
+    "numpy": lambda x: torch.from_numpy(x.detach().softmax(-1).numpy()),
+    "quantile": lambda x: x.exp().quantile(0.5),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+}
+
+
+@pytest.mark.parametrize("recipe", ["autocast-cuda", "bf16-sr"])
+def test_an_op_of_the_fp32_list_computes_in_fp32_wherever_low_precision_comes(recipe):
+    """With gradients, without, and of a frozen copy; the oracle is the same line in FP32."""
+    x = torch.randn(6, 8)
+    for name, line in UP.items():
+        model = nn.Linear(8, 8)
+        with hmpx.activate(recipe):
+            frozen = copy.deepcopy(model).requires_grad_(False)
+            with torch.no_grad():
+                without = line(model(x))
+                logits = model(x)
+            found = {"gradients": line(model(x)), "no_grad": without, "frozen": line(frozen(x))}
+            with hmpx.disable_casts():
+                expected = raised(line)(logits)
+        assert logits.dtype is BF16
+        for how, result in found.items():
+            assert result.dtype is FP32 and torch.equal(result, expected), (name, how)
+
+
+def test_where_low_precision_is_not_raised():
+    """In `disable_casts()`, on an island, in a hook, in a step, and where data is loaded."""
+    low, found = torch.randn(4, 4).bfloat16(), {}
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, i):
+            return low.softmax(-1)
+
+    class Softened(torch.optim.SGD):
+        def step(self, closure=None):
+            found["step"] = low.softmax(-1)
+
+    with hmpx.convert(where="model", **LISTS):
+        assert low.softmax(-1).dtype is FP32
+        with hmpx.disable_casts():
+            found["off"] = low.softmax(-1)
+        with torch.autocast("cpu", enabled=False):
+            found["island"] = low.softmax(-1)
+        x = low.clone().requires_grad_()
+        x.register_hook(lambda g: found.setdefault("hook", g / 3))
+        x.sum().backward()
+        Softened([nn.Parameter(torch.ones(1))], lr=0.1).step()
+        found["data"] = next(iter(torch.utils.data.DataLoader(Data())))[0]
+    assert {name: each.dtype for name, each in found.items()} == dict.fromkeys(found, BF16) and len(found) == 5
+
+
+class Similarity(nn.Module):
+    """A difference of large numbers, as in SSIM; a metric has no parameters."""
+
+    def forward(self, a, b):
+        return self.update(a, b)
+
+    def update(self, a, b):
+        return a @ b.t() - a.mean() * b.mean()
+
+
+class Average(nn.Module):
+    """It writes its parameter when it is called; `how` is what people write there."""
+
+    def __init__(self, how, trainable):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.zeros(8), requires_grad=trainable)
+
+    @torch.no_grad()
+    def forward(self, model):
+        weight = model if isinstance(model, torch.Tensor) else model.weight[0]
+        self.how(self.weight, weight)
+
+
+AVERAGES = {
+    "copy_": lambda own, weight: own.copy_(own * 0.999 + weight * (1 - 0.999)),
+    "data": lambda own, weight: own.data.copy_((own - (own - weight) * 0.001).data),
+    "add_": lambda own, weight: own.add_((weight - own) * 0.001),
+}
+
+
+def test_a_module_without_parameters_that_is_outermost_is_no_model():
+    a = torch.rand(6, 8) * 0.05 + 100
+    with hmpx.disable_casts():
+        exact = Similarity()(a, a)
+    outer = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+    metric = Similarity()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.metric = nn.Linear(8, 8), metric
+
+        def forward(self, x):
+            return self.metric(x, x)
+
+    with hmpx.convert(where="model", **LISTS):
+        for x in (a, a.clone().requires_grad_()):
+            for way in (metric, metric.forward, metric.update):
+                assert torch.equal(way(x, x), exact), way
+        assert Model()(a).dtype is BF16, "a part of the model"
+        assert outer(a).dtype is BF16 and (nn.Linear(8, 8)(a)).dtype is BF16
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_module_that_writes_its_own_parameters_when_it_is_called_is_no_model(trainable):
+    for name, how in AVERAGES.items():
+        found = []
+        for around in (contextlib.nullcontext, lambda: hmpx.convert(where="model", **LISTS)):
+            torch.manual_seed(0)
+            model, average = nn.Linear(8, 8), Average(how, trainable)
+            with around():
+                for _ in range(20):
+                    average(model)
+            found.append(average.weight.detach())
+        assert torch.equal(*found), name
+
+
+def test_a_module_whose_forward_writes_a_part_of_it_is_a_model_where_it_is_trained():
+    """A code book that is an average, in a model with weights."""
+
+    class Coded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.book = nn.Linear(8, 8), nn.Parameter(torch.zeros(8), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.book.mul_(0.9)
+            return self.linear(x)
+
+    model = Coded()
+    with hmpx.convert(where="model", **LISTS):
+        assert {model(torch.randn(4, 8)).dtype for _ in range(3)} == {BF16}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -280,14 +455,14 @@ def test_threads_and_tasks_do_not_see_each_others_forwards(model):
     """While one is inside a forward, another's arithmetic stays torch's."""
     entered, found = threading.Event(), []
 
-    class Waiting(nn.Module):
+    class Waiting(nn.Linear):
         def forward(self, x):
             entered.set()
             done.wait(20)
             return x * 2
 
     def forward():
-        found.append(Waiting()(torch.rand(3)).dtype)
+        found.append(Waiting(1, 1)(torch.rand(3)).dtype)
 
     done = threading.Event()
     thread = threading.Thread(target=forward)

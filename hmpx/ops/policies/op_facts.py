@@ -229,7 +229,7 @@ INSIDE_THE_MODEL = (
     "torch._higher_order_ops.flex_attention:FlexAttentionHOP.__call__",
     "torch._higher_order_ops.flex_attention:FlexAttentionBackwardHOP.__call__",
 )  # fmt: skip
-# What runs beside it, where every call is cast (``where="everywhere"``). `updates.step_hooks` watches optimizer steps.
+# What runs beside it. `updates.step_hooks` watches optimizer steps.
 BESIDE_THE_MODEL = (
     # learning rates, and averages of weights
     "torch.optim.lr_scheduler", "torch.optim.lr_scheduler:LRScheduler",
@@ -245,6 +245,9 @@ BESIDE_THE_MODEL = (
     "torch.ao.quantization.quantize", "torch.ao.quantization.utils", "torch.ao.quantization.fuse_modules",
     # data: `__getitem__` of a data set and the collate function, in workers too
     "torch.utils.data._utils.fetch:_BaseDatasetFetcher", "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    # weights to which an adapter is added
+    "peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
+    "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
 )  # fmt: skip
 IN_THE_MODEL = frozenset({"torch.nn.utils.parametrize.cached"})  # a region, not a call
 

@@ -19,7 +19,7 @@ that casts are off in some thread or task, `_traced.inside` that Dynamo traces a
                 other_dtype = other.dtype
                 if input_dtype is _target and other_dtype is _target and not (_traced.inside or _off.any or kwargs):
                     return _run(input, other, *args) if args else _run(input, other)
-                left = (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs)
+                left = (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs, _rule)
                 if left or (kwargs and _is_stated(kwargs)):
                     return (_widened if left == "widen" else _original)(input, other, *args, **kwargs)
                 input_cast = input
@@ -106,7 +106,7 @@ def _unusual(
     while not args and len(given) > len(signature.lead or ()) and given[-1] is parameters[len(given) - 1].default:
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
-    left = switch.casts_off(signature, args, kwargs)
+    left = switch.casts_off(signature, args, kwargs, rule)
     if left or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
         return widening(original, signature)(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
     return call_cast(run, rule, signature, args, kwargs)
@@ -147,7 +147,7 @@ _RIGHT = """\
                 return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
-            left = ({off}) and _casts_off(_signature, ({names},), kwargs)
+            left = ({off}) and _casts_off(_signature, ({names},), kwargs, _rule)
             if left or (kwargs and _is_stated(kwargs){dtypes}):
                 return (_widened if left == "widen" else _original)({names}, *args, **kwargs)
 """

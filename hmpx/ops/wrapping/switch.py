@@ -30,9 +30,12 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.models import is_model
 
 WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
+CASTS = "_hmpx_casts"  # attribute of the node of a `torch.autograd.Function`: whether its forward was cast
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 _ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -56,9 +59,12 @@ class Switch:
         region_state.retire()
 
     def casts_off(
-        self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE
+        self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE, rule: Rule | None = None
     ) -> bool | Literal["widen"]:
-        """Return whether a call is left as it is, or `WIDEN`. Without a signature it counts as one of the model."""
+        """Return whether a call is left as it is, or `WIDEN`. Without a signature it counts as one of the model.
+
+        rule: of the op; one of the fp32 list acts wherever a tensor of low precision comes.
+        """
         if self.retired:
             return True
         if self.everywhere and not (region_state.traced.inside or self.off.any):
@@ -71,8 +77,10 @@ class Switch:
         if acts is not None or signature is None or is_dynamo_compiling():
             return acts is False
         frame = sys._getframe(1)
-        models = in_forward(frame) if region.island else is_models(args, kwargs, frame)
-        return not (models or _always_casts(signature, args, kwargs))
+        if region.island:
+            return not (in_forward(frame) or _always_casts(signature, args, kwargs))
+        always = _always_casts(signature, args, kwargs) or (rule is Rule.FP32 and _comes_low(args, kwargs))
+        return not (always or is_models(args, kwargs, frame))
 
 
 def is_outside(op: str, args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
@@ -90,10 +98,32 @@ def _is_loss(op: str) -> bool:
 def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
     """Return whether an op with these arguments, called in `frame`, is a model's."""
     if _current_graph_task_id() != -1:  # in a backward pass: forwards that are computed again have opened a region
-        return isinstance(_current_autograd_node(), BackwardCFunction)  # not a hook
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values()))):
-        return True
-    return in_forward(frame)
+        return _is_cast_backward() is True
+    in_another = False
+    while frame is not None:
+        module = _module_of(frame)
+        if module is not None:
+            if not is_model(module):
+                in_another = True  # a metric, say, unless a model has called it
+            elif frame.f_code.co_name == "forward":
+                return True
+        frame = frame.f_back
+    if in_another or not torch.is_grad_enabled():
+        return False
+    return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
+
+
+def _is_cast_backward() -> bool | None:
+    """Return whether the `backward` of a function runs whose forward was cast; None if that was outside of a model."""
+    node = _current_autograd_node()
+    return isinstance(node, BackwardCFunction) and getattr(node, CASTS, True)  # else a hook
+
+
+def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether low precision comes to a call; a hook of a gradient may not return another dtype."""
+    if _current_graph_task_id() != -1 and _is_cast_backward() is False:
+        return False
+    return any(tensor.dtype in LOW_RULES for tensor in _tensors((*args, *kwargs.values())))
 
 
 def is_in_model(frame: types.FrameType) -> bool:
@@ -101,8 +131,8 @@ def is_in_model(frame: types.FrameType) -> bool:
     if region_state.casting() is not None:  # that of a forward, or one that somebody has opened on purpose
         return True
     if _current_graph_task_id() != -1:
-        return isinstance(_current_autograd_node(), BackwardCFunction)
-    return in_forward(frame, any_method=True)
+        return _is_cast_backward() is not False
+    return in_method(frame)
 
 
 def _is_refused(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -138,19 +168,34 @@ def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) 
     return signature.loss or len(dtypes) > 1
 
 
-def in_forward(frame: types.FrameType | None, any_method: bool = False) -> bool:
-    """Return whether a module's `forward` is among the callers: one that was called by hand opens no region.
-
-    any_method: or another of its methods.
-    """
+def in_forward(frame: types.FrameType | None) -> bool:
+    """Return whether the forward of a model is among the callers: one that was called by hand opens no region."""
     while frame is not None:
-        code = frame.f_code
-        is_method = any_method and code.co_varnames[:1] == ("self",)  # and not `def train(model, ...)`
-        looks = code.co_argcount and (is_method or code.co_name == "forward")
-        if looks and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+        if frame.f_code.co_name == "forward":
+            module = _module_of(frame)
+            if module is not None and is_model(module):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def in_method(frame: types.FrameType | None) -> bool:
+    """Return whether a method of a module is among the callers."""
+    while frame is not None:
+        if _module_of(frame) is not None:
             return True
         frame = frame.f_back
     return False
+
+
+def _module_of(frame: types.FrameType) -> torch.nn.Module | None:
+    """Return the module whose `forward`, or another method with a `self`, runs in a frame."""
+    code = frame.f_code
+    if code.co_argcount and (code.co_name == "forward" or code.co_varnames[0] == "self"):  # no `train(model, ...)`
+        module = frame.f_locals.get(code.co_varnames[0])
+        if isinstance(module, torch.nn.Module):
+            return module
+    return None
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -145,18 +145,16 @@ def build_choice(
     if len(cases) == 1:
         return build(cases[0])
     runs = {case.rule: build(case) for case in reversed(cases)}
-    choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
-    otherwise = next(runs[case.rule] for case in cases if case.when is None)
+    choices = tuple((case.when, case.rule, runs[case.rule]) for case in cases if case.when is not None)
+    otherwise = next((case.rule, runs[case.rule]) for case in cases if case.when is None)
     signature, widened = entry.signature, widening(original, entry.signature)
 
     def choice(*args, **kwargs):
-        left = observer is None and switch.casts_off(signature, args, kwargs)
+        rule, run = next(((rule, run) for when, rule, run in choices if _accepts(when, args, kwargs)), otherwise)
+        left = observer is None and switch.casts_off(signature, args, kwargs, rule)
         if left or called_by_torch(args, kwargs, 1):
             return widened(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
-        for when, run in choices:
-            if _accepts(when, args, kwargs):
-                return run(*args, **kwargs)
-        return otherwise(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return named_like(choice, entry.label, original)
 
@@ -215,7 +213,7 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
     widened = widening(original, signature)
 
     def wrapper(*args, **kwargs):
-        left = switch.casts_off(signature, args, kwargs)
+        left = switch.casts_off(signature, args, kwargs, rule)
         if left or called_by_torch(args, kwargs, 1):
             return widened(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
         if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
