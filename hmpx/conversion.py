@@ -273,11 +273,12 @@ def convert(
             later) multiplies codes on them, whatever is said here; an older GPU in BF16, which is logged at INFO. Other
             devices, ``out=``, in-place ops, tensor subclasses and `disable_casts()` always use native kernels.
         where: "everywhere" casts each call of a listed op, whoever makes it, as HMP did. "model" casts the ops of
-            models: those called while a module's forward runs in this thread; those with a tensor that requires a
-            gradient, while grad mode is on; and losses (ops with a `reduction`). What else a program computes (data,
-            timesteps, averages of weights, metrics) is left to torch, unless torch would raise because other casts
-            have made the dtypes of its tensors differ. Hooks of gradients are left to torch either way. Regions
-            (`enable_casts`, `casts`) act wherever they stand.
+            models: those called while the forward of a module with parameters runs in this thread; those with a tensor
+            that requires a gradient, while grad mode is on; losses (ops with a `reduction`); and ops of the fp32 list
+            wherever BF16 or FP16 comes. What else a program computes (data, timesteps, averages of weights, metrics)
+            is left to torch, unless torch would raise because other casts have made the dtypes of its tensors differ.
+            Hooks of gradients and data loading are left to torch either way. Regions (`enable_casts`, `casts`) act
+            wherever they stand.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.

@@ -18,6 +18,7 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
+from hmpx.recipes.kept_dtypes import kept_in_fp32, tell_kept, tell_narrowed
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.reading import Stated, as_recipe
@@ -258,10 +259,11 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
     """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
 
     A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost. So
-    does a frozen one that is quantized, or another shell around tensors, which cannot be cast.
+    does a frozen one that is quantized, or another shell around tensors, which cannot be cast. FP32 that stands there
+    on purpose stays, and FP64 under a recipe of FP32 weights (`kept_dtypes`).
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
-    mapped = recipe.mapped()
+    mapped, on_purpose, kept, narrowed = recipe.mapped(), kept_in_fp32(model), [], []
     for module_name, module in zip(module_names(model), model.modules(), strict=True):
         for name, p in module.named_parameters(recurse=False):
             dtype = mapped.get(p.dtype, p.dtype)
@@ -271,7 +273,17 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
             if not p.requires_grad and (stays or is_shell(p)):
                 dtype = p.dtype
             whole = f"{module_name}.{name}" if module_name else name
-            found.setdefault(p, dtype_of(whole, recipe.parameters, recipe.module_dtypes) or dtype)
+            stated = dtype_of(whole, recipe.parameters, recipe.module_dtypes)
+            if stated is None and p.dtype is torch.float64 and dtype is torch.float32 and not mapped:
+                dtype = p.dtype
+            elif stated is None and p.dtype is torch.float64 and dtype is not p.dtype:
+                narrowed.append(whole)
+            elif stated is None and p in on_purpose and dtype in LOW_DTYPES.values() and not mapped:
+                kept.append(whole)
+                dtype = p.dtype
+            found.setdefault(p, stated or dtype)
+    tell_kept(kept, torch.float32, torch.bfloat16)
+    tell_narrowed(narrowed, torch.bfloat16 if not mapped else mapped[torch.float64])
     return found
 
 

@@ -1,10 +1,11 @@
 """Decides whether a wrapper casts here, now: the regions that are open, and whether the op is a model's.
 
-Under ``where="model"`` an op is a model's where the forward of a module runs in this thread, or where grad mode is on
-and one of its tensors requires a gradient. Four more are counted as a model's wherever they stand:
+Under ``where="model"`` an op is a model's where the forward of a model runs in this thread (`models`), or where grad
+mode is on and one of its tensors requires a gradient. Five more are cast wherever they stand:
 
-- what the `backward` of a `torch.autograd.Function` calls;
+- what the `backward` of a `torch.autograd.Function` calls whose forward was cast;
 - a loss (an op with a `reduction`), so that a loss under `no_grad` is computed like that of training;
+- an op of the fp32 list to which low precision comes;
 - an op whose tensors differ in dtype where torch would raise, as it raises because of other casts;
 - what compiled code calls: Dynamo traces a model.
 
