@@ -54,6 +54,9 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
+# The models that `hmpx.prepare` was given (recipes.prepare), as long as they live.
+prepared: WeakSet[Any] = WeakSet()
+
 # The outermost modules that have been called, by identity, each by a weak reference (ops.wrapping.models): models, and
 # those that keep an average. A new one with each conversion.
 models: dict[int, Any] = {}

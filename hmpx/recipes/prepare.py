@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from hmpx import conversion
+from hmpx.base import process_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError, kind_of
@@ -100,6 +101,7 @@ def prepare(
                 attachment = attach(each, model=model, process_group=process_group, **vars(asked))
                 if attachment is not before:
                     undo.callback(attachment.abandon)
+        _tell_replaced(model, whole, policy)
         convert(whole, policy, rules=[*_of_other_models(model), *rules])
         undo.pop_all()
     logger.info("hmpx: prepared by this recipe:\n%s", whole)
@@ -164,6 +166,23 @@ def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:
     """Return the rules of models that were prepared before this one."""
     before, own = conversion.installed(), set(model.modules())
     return [rule for rule in before.rules if own.isdisjoint(rule.modules())] if before else []
+
+
+def _tell_replaced(model: torch.nn.Module, whole: Recipe, policy: Policy | None) -> None:
+    """Warn where another model that was prepared before, and is alive, has had other lists, or has some now."""
+    before = conversion.installed()
+    prepared = process_state.prepared
+    others = [each for each in prepared if each is not model and set(each.modules()).isdisjoint(model.modules())]
+    if before is not None and others and (before.policy, before.where) != (policy, whole.where):
+        logger.warning(
+            "hmpx: %s was prepared by another recipe, and %s: one set of op lists is in force at a time. Prepare both "
+            "models by one recipe, and say what differs by `modules` and hmpx.policy_for",
+            f"another model ({type(others[0]).__name__})",
+            "its ops are cast by this one's lists from now on"
+            if policy is not None
+            else "this one, whose recipe has no lists, is cast by its lists",
+        )
+    prepared.add(model)
 
 
 def convert(
