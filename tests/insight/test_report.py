@@ -155,7 +155,7 @@ def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
     assert 'class="more" hidden' not in dom and "called as " in dom and html.escape(browser.HOSTILE, quote=False) in dom
 
 
-def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored):
+def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored, tmp_path):
     """The line of `exp` moved and `cat` took longer: neither is a difference. Equal blocks share a row."""
     monkeypatch.setenv("COLUMNS", "80")
     blocks = [site(module=f"layers.{i}.up", where="m.py:20") for i in range(30)]
@@ -168,6 +168,14 @@ def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored):
     assert ([each.op for each in found.new], found.same, len(found.changed)) == (["gelu"], 2, 30)
     assert found and not log_of(*before).diff(log_of(*before))
     stored("diff", str(found))
+    found.html(tmp_path / "diff.html")
+    tables = browser.shown_in((tmp_path / "diff.html").read_text())["sections"]
+    assert [(each["head"], len(each["rows"])) for each in tables] == [
+        *(("other rules or dtypes: 30 sites", 1), ("new: 1 site", 1), ("gone: 26 sites", 26)),
+    ]
+    found.json(tmp_path / "diff.json")
+    saved = json.loads((tmp_path / "diff.json").read_text())
+    assert saved["same"] == 2 and [len(saved[each]) for each in ("new", "gone", "changed")] == [1, 26, 30]
 
 
 def test_of_a_device_only_a_call_that_was_not_finite_before_the_known_one_counts():

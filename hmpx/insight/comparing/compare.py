@@ -225,7 +225,7 @@ class _Comparing:
         """Return the sites that must be in FP32, and the error of the lists then; none where that does not help."""
 
         def measure(unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
-            return Effect(math.inf) if self._is_spent else self._measure(unit, batches, enough)
+            return Effect(math.inf) if self._is_spent else self._measure(unit, batches, min(enough, FELT))
 
         search = Search(measure, self._numbers, FELT, Effect())
         every, kept = Unit().union(*names), search.run(names)

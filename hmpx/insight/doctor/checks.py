@@ -94,7 +94,7 @@ def _positions(op: OpCall, notes: Notes) -> str | None:
 
 
 def _angles(op: OpCall, notes: Notes) -> str | None:
-    """Angles that are farther apart than a turn takes."""
+    """Angles so large that the next number of their dtype is more than half a radian away."""
     angles = op.given[0]
     largest = float(angles.abs().max()) if angles.dtype in LOW and angles.numel() > 1 else 0.0
     least = 256  # where BF16 numbers are 2 apart
@@ -105,7 +105,7 @@ def _angles(op: OpCall, notes: Notes) -> str | None:
 
 
 def _indices(op: OpCall, notes: Notes) -> str | None:
-    """Integers of numbers that came through low precision, and so miss every other one."""
+    """Integers made of numbers in low precision: above 256, every other one never occurs in BF16."""
     given = op.given[0]
     if given.numel() < 2:
         return None
@@ -120,7 +120,7 @@ def _indices(op: OpCall, notes: Notes) -> str | None:
 
 
 def _mask(op: OpCall, notes: Notes) -> str | None:
-    """Infs in low precision alone, which come from a number that was meant to be out of reach."""
+    """A constant that is finite as it is written, and inf in low precision."""
     if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
         return None
     largest = max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
@@ -128,7 +128,7 @@ def _mask(op: OpCall, notes: Notes) -> str | None:
 
 
 def _unchosen(op: OpCall, notes: Notes) -> str | None:
-    """What `record` lists as a dtype that nobody chose, where a parameter or a buffer does it."""
+    """A dtype that nobody chose, in the words of `record`, if a parameter or a buffer is the cause."""
     if op.out.dtype is not torch.float32 or len(op.given) < 2:
         return None
     said = unchosen(notes.names, op.frame, op.given, op.results)
@@ -150,7 +150,7 @@ CHECKS = [
     ),
     Check("softmax", False, "softmax of inputs in low precision", _IN_FP32, 0.1, ("_softmax",), _low, "list"),
     Check(
-        "cumulative sum", True, "a cumulative sum in low precision, to which its last elements add nothing",
+        "cumulative sum", True, "a cumulative sum in low precision: the last elements add nothing to it",
         _IN_FP32, 0.5, ("cumsum", "cumprod", "logcumsumexp"), _cumulative, "list",
     ),
     Check(
@@ -159,7 +159,7 @@ CHECKS = [
     ),
     Check(
         "variance by difference", True,
-        "a variance in low precision, as the difference of a mean of squares and a squared mean, cancels its digits",
+        "a variance is the difference of a mean of squares and a squared mean in low precision: its digits cancel",
         "x.float().var()", 0.55, ("sub",), _difference, "module", _MOMENTS,
     ),
     Check(
@@ -182,7 +182,7 @@ CHECKS = [
         "draw and multiply them in float32 or as integers: torch.randint, x.float()", 0.66, ("_to_copy",), _indices,
     ),
     Check(
-        "mask", True, "a finite mask value becomes -inf in low precision, and a row in which all is masked NaN",
+        "mask", True, "a finite mask value becomes -inf in low precision, and a wholly masked row becomes NaN",
         "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, _CONSTANTS, _mask, "place",
     ),
     Check(

@@ -123,7 +123,7 @@ class OpWatch(DispatchWatch):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values can be read: no fake tensor, no part of a bunch, no subclass, nothing that is captured."""
+    """Whether the values can be read: a plain strided tensor, not on meta, while no CUDA graph is captured."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -141,7 +141,7 @@ def few(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
-    """Compute for the doctor alone: no op in here is looked at or cast, and what fails harms nobody and is told.
+    """Compute for doctor alone: no op in here is looked at or cast; an error is noted and does not reach the program.
 
     is_whole: whether classes of tensors have their own ops in here; an `OpWatch` is to be paused then.
     """
@@ -150,7 +150,7 @@ def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     try:
         with torch.no_grad(), hidden, uncast:
             yield
-    except Exception as error:  # of a kind of tensor that nobody has thought of
+    except Exception as error:  # doctor meets kinds of tensors that it does not know
         if not trouble:
             trouble.append(f"{type(error).__name__}: {error}")
 
@@ -166,7 +166,7 @@ class Iterations:
     """Counts iterations, and says before each whether its ops are to be looked at.
 
     Attributes:
-        count: how many are over. watched: those whose ops were looked at. is_due: whether the next one's are to be.
+        count: how many are over. watched: the iterations whose ops were looked at. is_due: whether the next one is too.
     """
 
     def __init__(self, at: Collection[int]) -> None:

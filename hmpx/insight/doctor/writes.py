@@ -20,8 +20,8 @@ from hmpx.insight.doctor.op_watch import INDEXED, NORMS, few, memory
 from hmpx.insight.tensors import LOW, Tensor
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
-_LOST = 0.5  # of an average: below it, it does not follow
-_HARMLESS = 2e-5  # a decay by less than this is seen by nobody
+_LOST = 0.5  # the *kept* below which an average does not follow
+_HARMLESS = 2e-5  # a factor that is nearer to 1 changes nothing that matters
 _SETTLES = 5  # in last digits: with a larger share, running statistics stop within a tenth of where they belong
 
 
