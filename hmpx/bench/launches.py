@@ -115,7 +115,7 @@ def bytes_of(kind: int) -> float:
     """Return bytes an element of a tensor of a kind of the kernels, with what is beside it."""
     stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
     forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
-    forms |= {native.FP8: "fp8", native.FOURS: "4bit"}
+    forms |= {native.FP8: "fp8", native.FOUR: "4bit"}
     return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
 
 

@@ -73,8 +73,8 @@ class StateCode(ABC):
 
     Attributes:
         name: the value of `state_dtype`.
-        kinds: the numbers by which kernels know it, with one element in a byte, and with as many as fit.
-        zero: a code and a scale that are 0 together.
+        kind: the number by which kernels know it.
+        zero: a byte of codes and a scale that are 0 together.
         prefix: before the optimizer's own name of a state tensor, the name of its codes.
         bits: of an element, 8 or less.
         is_stable: whether what was rounded stays itself when it is rounded again, with the scale that it then gets.
@@ -82,12 +82,17 @@ class StateCode(ABC):
     """
 
     name: CodeName
-    kinds: tuple[int, int]
+    kind: int
     zero: tuple[int, float] = 0, 1.0
     prefix: str
     bits: int = 8
     is_stable: bool = True
     has_infinity: bool = True
+
+    @property
+    def per_byte(self) -> int:
+        """The number of elements in a byte."""
+        return 8 // self.bits
 
     @abstractmethod
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
@@ -143,11 +148,11 @@ class StateCode(ABC):
             return
         kernels = self._kernels(held, x)
         if kernels is not None and all(span.has_one_key for span in spans):
-            kernels.encode_codes(self._kind(held, x), held, x, spans, derive_key(*keys), given)
+            kernels.encode_codes(self.kind, held, x, spans, derive_key(*keys), given)
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
-        numbers, per_byte = random_numbers(x, spans, keys), x.numel() // codes.numel()
+        numbers, per_byte = random_numbers(x, spans, keys), self.per_byte
         for sheet in _sheets(start, x, rows):
             scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
             values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
@@ -161,9 +166,9 @@ class StateCode(ABC):
         codes, scales, rows, start = held
         kernels = self._kernels(held, out)
         if kernels is not None:
-            kernels.decode_codes(self._kind(held, out), held, out)
+            kernels.decode_codes(self.kind, held, out)
             return
-        per_byte = out.numel() // max(codes.numel(), 1)
+        per_byte = self.per_byte
         for sheet in _sheets(start, out, rows):
             scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
             code = codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte].to(torch.int32)
@@ -178,6 +183,3 @@ class StateCode(ABC):
             return None  # scales have a shape of their own, and codes may have
         kernels = kernels_for(x)
         return kernels if kernels is not None and kernels.can_read(held.codes) else None
-
-    def _kind(self, held: BlockCodes, x: Tensor) -> int:
-        return self.kinds[held.codes.numel() < x.numel()]

@@ -82,7 +82,7 @@ class FloatCode(StateCode):
         self, name: CodeName, kind: int, prefix: str, *, mantissa: int, ones: tuple[int, int], last: int, has_inf: bool
     ) -> None:
         self.name, self.prefix, self._last, self._nan = name, prefix, last, last + 1 + has_inf
-        self.kinds = kind, kind
+        self.kind = kind
         self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code has not
         self._unsigned, self._signed = ones
 

@@ -7,8 +7,8 @@ which of two lists the block has. A code is a position in it, and means that num
     scale < 0   others                     -.8875 -.6625 -.4375 -.2125 -.0775 -.0325 -.0055
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
-Two codes share a byte, the first in the upper half; where a rank holds a part of a byte, each has its own. Rows have
-a multiple of 16 elements: state of other tensors is in 8 bits (`hmpx.updates.holding.state_blocks`).
+Two codes share a byte, the first in the upper half. Rows have a multiple of 16 elements: state of other tensors is in
+8 bits (`hmpx.updates.holding.state_blocks`).
 
 The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. A negative one
 has an odd last bit where no element is negative, else an even one. A block with an inf or a NaN becomes NaN as a whole.
@@ -52,7 +52,7 @@ import torch
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
 from hmpx.rounding.four_bit_lists import ABOVE_ZERO, SIGNED, STRETCHED
-from hmpx.rounding.native import FOUR, FOURS
+from hmpx.rounding.native import FOUR
 
 Tensor = torch.Tensor
 
@@ -64,7 +64,7 @@ class FourBits(StateCode):
     """The code at the head of this file."""
 
     name, prefix, bits, is_stable, has_infinity = "4bit", "hmpx_4bit_", 4, False, False
-    kinds, zero = (FOUR, FOURS), (_ZERO, -1.0)
+    kind, zero = FOUR, (_ZERO * 17, -1.0)
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
         below = reinterpreted((not_positive - 1).clamp(min=0), torch.float32) * STRETCHED

@@ -16,7 +16,7 @@ from hmpx.rounding.native_library import library
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
-FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS = range(1, 11)  # kinds, of `native_stored.c`
+FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
 _STORED = 4  # words of a tensor that is held in some way
@@ -59,7 +59,7 @@ class StoredTensor(NamedTuple):
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.tensor.numel() * (2 if self.kind == FOURS else 1)
+        return self.tensor.numel() * (2 if self.kind == FOUR else 1)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: int = 0) -> StoredTensor:
@@ -170,7 +170,7 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
 def encode_codes(kind: int, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `StateCode.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     codes, scales, rows, start = held
-    each = 2 if kind == FOURS else 1
+    each = 2 if kind == FOUR else 1
     for first, last, offset, width, stride in spans:
         pointers = x[first:last].data_ptr(), codes[first // each : last // each].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows

@@ -177,20 +177,18 @@ LOOP void encode_four_as(const float *restrict x, uint8_t *restrict codes, int64
 }
 
 static __attribute__((noinline)) void encode_four(const float *restrict x, uint8_t *restrict to, int64_t count,
-                                                  uint16_t scale, const uint16_t *restrict r, int per_byte) {
+                                                  uint16_t scale, const uint16_t *restrict r) {
   uint8_t codes[CODES];
   float magnitude = from_bf16(scale & 0x7FFF);
   if (magnitude != magnitude) memset(codes, 0, sizeof codes);
   else if (scale >> 15) encode_four_as(x, codes, count, magnitude, r, 1, scale & 1 ? 8 : 0); /* 8: above 0 */
   else encode_four_as(x, codes, count, magnitude, r, 0, 0);
-  if (per_byte == 1) memcpy(to, codes, (size_t)count);
-  else for (int64_t j = 0; j < count / 2; j++) to[j] = (uint8_t)(codes[2 * j] << 4 | codes[2 * j + 1]);
+  for (int64_t j = 0; j < count / 2; j++) to[j] = (uint8_t)(codes[2 * j] << 4 | codes[2 * j + 1]);
 }
 
 static __attribute__((noinline)) void decode_four(const uint8_t *restrict from, float *restrict x, int64_t count,
-                                                  uint16_t scale, int per_byte) {
+                                                  uint16_t scale) {
   float numbers[16], magnitude = from_bf16(scale & 0x7FFF);
   for (int k = 0; k < 16; k++) numbers[k] = (scale >> 15 ? SIXTEEN[k] : (float)(k + 1) * 0.0625f) * magnitude;
-  if (per_byte == 1) for (int64_t j = 0; j < count; j++) x[j] = numbers[from[j] & 15];
-  else for (int64_t j = 0; j < count / 2; j++) x[2 * j] = numbers[from[j] >> 4], x[2 * j + 1] = numbers[from[j] & 15];
+  for (int64_t j = 0; j < count / 2; j++) x[2 * j] = numbers[from[j] >> 4], x[2 * j + 1] = numbers[from[j] & 15];
 }

@@ -12,8 +12,9 @@
    MASTER   as NEAREST; `beside` has FP32 numbers
    SPLIT    BF16, `beside` has the lower halves of 16 bits
    SPLIT8   the same with 8 bits, by stochastic rounding
-   FP8, FOUR, FOURS  as CODED: numbers of e4m3; codes of 4 bits; two of these in a byte */
-enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR, FOURS };
+   FP8      as CODED, numbers of e4m3
+   FOUR     as CODED, in 4 bits: two elements in a byte */
+enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR };
 typedef struct { uint64_t at, kind, name, beside; } Stored;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
@@ -38,7 +39,7 @@ typedef struct { uint64_t at, kind, name, beside; } Stored;
 /* The n elements from `at` on of a tensor in another code than that of 8 bits, which share a scale. */
 static void decode_other(int kind, const uint8_t *codes, int64_t at, float *x, int64_t n, uint16_t scale) {
   if (kind == FP8) decode_float(codes + at, x, n, scale, E4M3);
-  else decode_four(codes + (kind == FOURS ? at / 2 : at), x, n, scale, kind == FOURS ? 2 : 1);
+  else decode_four(codes + at / 2, x, n, scale);
 }
 
 /* r: the random numbers of the elements. is_given: whether the scale is there. */
@@ -50,7 +51,7 @@ static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, i
     encode_float(x, codes + at, n, *scale, r, largest.magnitude, E4M3);
   } else {
     if (!is_given) *scale = scale_of_four(x, n);
-    encode_four(x, codes + (kind == FOURS ? at / 2 : at), n, *scale, r, kind == FOURS ? 2 : 1);
+    encode_four(x, codes + at / 2, n, *scale, r);
   }
 }
 

@@ -17,13 +17,13 @@ import torch
 from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
-from hmpx.rounding.native import BF16, CODED, FOUR, FOURS, FP8, FP32, Rounding, StepArguments, StoredTensor, is_plain
+from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, Rounding, StepArguments, StoredTensor, is_plain
 
 KERNELS = native.KERNELS
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
-_ABSENT, _CODED = 0, (CODED, FP8, FOUR, FOURS)
+_ABSENT, _CODED = 0, (CODED, FP8, FOUR)
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 def encode_codes(kind: int, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `native.encode_codes` does."""
     codes, scales, (row, column, whole), start = held
-    parts, each = [], 2 if kind == FOURS else 1
+    parts, each = [], 2 if kind == FOUR else 1
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
         part = StoredTensor(codes[first // each : last // each], -kind if given else kind, beside=scales)
@@ -215,7 +215,7 @@ class Move(NamedTuple):
         """Return these elements alone; scales of codes stay those of the whole tensor."""
         held, own = self.held, slice(self.start, self.start + self.size)
         beside = held.beside if held.beside is None or held.kind in _CODED else held.beside.view(-1)[own]
-        own = slice(own.start // 2, own.stop // 2) if held.kind == FOURS else own
+        own = slice(own.start // 2, own.stop // 2) if held.kind == FOUR else own
         return held._replace(tensor=held.tensor.view(-1)[own], beside=beside)
 
 

@@ -33,11 +33,11 @@ TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
 
-# Kinds, of `native_stored.c`; none at all; other codes, in FOURS two in a byte. Below 0: codes whose scales are there.
+# Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte. Below 0: codes whose scales are there.
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
 NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
 SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
-ABSENT, FP8, FOUR, FOURS = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR, native.FOURS))
+ABSENT, FP8, FOUR = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR))
 
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
 # counts that are multiples of 16.
@@ -127,10 +127,10 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
     elif KIND == FP32:
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
     elif (KIND == CODED) | (KIND >= FP8):
-        place = at // 2 if KIND == FOURS else at
+        place = at // 2 if KIND == FOUR else at
         code = tl.load(pointer(held, AT, tl.uint8, LIE) + place, mask=inside, other=0).to(tl.int32)
         scale = scales_at(held, block, has_block, LIE)
-        if KIND == FOURS:
+        if KIND == FOUR:
             code = tl.where(at % 2 == 0, code >> 4, code & 15)
         if KIND == CODED:
             x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, False)
@@ -169,7 +169,7 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
     elif (KIND == CODED) | (KIND >= FP8) | (KIND < 0):
         CODE: tl.constexpr = KIND if KIND > 0 else -KIND
         if KIND > 0:
-            if CODE >= FOUR:
+            if CODE == FOUR:
                 scale = scale_of_four(x, inside)
             else:
                 exponent, signed = scale_of(x, inside, CODE == FP8)
@@ -178,11 +178,11 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
             scale = scale[:, None]
         else:
             scale = scales_at(held, block, has_block, LIE)
-        if CODE >= FOUR:
+        if CODE == FOUR:
             code = encoded_in_four(x, drawn(tile, held, LIE), scale)
         else:
             code = encoded(x, drawn(tile, held, LIE), (scale >> 7) & 0xFF, scale >> 15, CODE == FP8)
-        if CODE == FOURS:
+        if CODE == FOUR:
             first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))
             at, _ = tl.split(tl.reshape(at, [TILE, CODES // 2, 2]))
             inside, _ = tl.split(tl.reshape(inside.to(tl.int32), [TILE, CODES // 2, 2]))

@@ -94,9 +94,9 @@ def in_code(x, code="8bit", *, seed, step, name):
 
 
 def _packed(codes, shape, code):
-    """Two of 4 bits in a byte, where rows have an even number of elements and there is more than one dimension."""
+    """Two of 4 bits in a byte."""
     row, outer = row_length(shape), len(shape) - 1
-    if code != "4bit" or len(shape) < 2 or row % 2:
+    if code != "4bit":
         return codes.view(shape)
     while math.prod(shape[outer:]) != row:
         outer -= 1

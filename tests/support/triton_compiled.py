@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hmpx.rounding import triton_kernels as kernels
-from hmpx.rounding.native import BF16, CODED, FOUR, FOURS, FP8, FP32, KERNELS, MASTER, SPLIT8
+from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, KERNELS, MASTER, SPLIT8
 
 TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -30,15 +30,14 @@ MOVES = {
     "encode, aligned": (FP32, CODED, 0, ALIGNED),
     "decode, aligned": (CODED, FP32, 0, ALIGNED),
     "encode FP8, aligned": (FP32, FP8, 0, ALIGNED),
-    "encode 4 bits, uneven": (FP32, FOUR, 0, UNEVEN),
-    "encode 4 bits in pairs, aligned": (FP32, FOURS, 0, ALIGNED),
-    "decode 4 bits in pairs, aligned": (FOURS, FP32, 0, ALIGNED),
+    "encode 4 bits, aligned": (FP32, FOUR, 0, ALIGNED),
+    "decode 4 bits, aligned": (FOUR, FP32, 0, ALIGNED),
     "halves to FP32, aligned": (SPLIT8, FP32, 32, ALIGNED),
 }
 STEPS = {
     "AdamW with BF16 state, aligned": ("adam", BF16, BF16, BF16, BF16, ABSENT, 0, ALIGNED),
     "AdamW in 8 bits, aligned": ("adam", BF16, BF16, CODED, CODED, ABSENT, 0, ALIGNED),
-    "AdamW in 4 bits, aligned": ("adam", BF16, BF16, FOURS, FOURS, ABSENT, 0, ALIGNED),
+    "AdamW in 4 bits, aligned": ("adam", BF16, BF16, FOUR, FOUR, ABSENT, 0, ALIGNED),
     "AdamW in halves and 8 bits, aligned": ("adam", SPLIT8, BF16, CODED, CODED, ABSENT, 32, ALIGNED),
     "Lion in 8 bits, uneven, masters": ("lion", MASTER, FP32, CODED, ABSENT, ABSENT, 0, UNEVEN),
     "RMSprop in halves, aligned": ("rmsprop", SPLIT8, BF16, FP32, BF16, CODED, 32, ALIGNED),

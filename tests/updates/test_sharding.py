@@ -57,7 +57,6 @@ def train(case, place=lambda tensor: tensor):
         optimizer.step()
         assert all(p._version > before for p, before in versions.items())  # by which autograd knows of the write
     state = {f"{n}.{k}": v for n, p in params.items() for k, v in held_states(optimizer.state[p], p).items()}
-    # Codes of 4 bits share a byte on some ranks, and on others they do not: their numbers are compared.
     state = {key: value.whole() if isinstance(value, HeldState) else value for key, value in state.items()}
     handle.detach()
     return digest(params), digest(state)
@@ -138,6 +137,26 @@ def test_rows_of_8_bit_state_that_ranks_share_are_stepped_whole():
     cases = [case for case in ELEMENT if case[-1] is WIDE]
     expected = [[train(case)] * 3 for case in cases]
     assert ranks.run(2, _in_small_slices, cases) == [expected] * 2
+
+
+def _half_bytes(rank):
+    mesh, said = init_device_mesh("cpu", (3,)), []
+    for dim, parameters in ((2, {}), (1, {}), (2, {"w": {"state_dtype": "8bit"}}), (0, {})):
+        p = nn.Parameter(distribute_tensor(torch.ones(3, 2, 16, dtype=BF16), mesh, [Shard(dim)]))
+        try:
+            hmpx.attach(optim.AdamW([("w", p)]), state_dtype="4bit", parameters=parameters)
+        except hmpx.HmpxError as error:
+            said.append(str(error))
+    return said
+
+
+def test_rows_that_are_cut_in_half_bytes_want_8_bits():
+    """Along a dimension inside of a row, and in three parts of 16, 16 and 0 elements."""
+    for said in ranks.run(3, _half_bytes):
+        assert said == 2 * [
+            "the rows of parameter 'w', (3, 2, 16), are sharded so that a rank would hold half a byte of its state in "
+            "4 bits: give it 8 bits, by parameters={'w': {'state_dtype': '8bit'}}"
+        ]
 
 
 def test_a_box_knows_where_its_elements_stand():

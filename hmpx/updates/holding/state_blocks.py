@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hmpx.errors import HmpxError
 from hmpx.rounding.blocks import BLOCK, Rows
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.eight_bits import EIGHT_BITS
@@ -30,7 +31,7 @@ class StateBlocks(NamedTuple):
         folded: the first dimension that belongs to a row.
         cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
         is_scattered: whether this rank's elements of a row have gaps between them in that row: the row is cut along
-            another dimension than `folded`. Such state is gathered to be read and written.
+            another dimension than `folded`. Such state is gathered to be read and written, and is in 8 bits.
     """
 
     rows: Rows
@@ -58,27 +59,34 @@ class StateBlocks(NamedTuple):
         scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
-    def code_for(self, code: StateCode, shape: torch.Size) -> StateCode:
+    def code_for(self, code: StateCode, shape: torch.Size, name: str | int = "") -> StateCode:
         """Return the code of a tensor of this shape, of all ranks, where `code` is asked for.
 
         Codes that share bytes want rows of whole bytes on any ranks. So 8 bits take the place of fewer for rows whose
-        length is no multiple of `_SHARED`, and for one dimension, which is cut anyhow: they take as many bytes.
+        length is no multiple of `_SHARED`, and for one dimension, which is cut anyhow.
+
+        name: of the parameter, or its position, for the error; "" where nobody knows.
+
+        Raises:
+            HmpxError: rows are cut so that a rank would hold a part of a byte.
         """
-        is_shared = self.folded > 0 and math.prod(shape[self.folded :]) % _SHARED == 0
-        return code if code.bits == 8 or is_shared else EIGHT_BITS
-
-    def per_byte(self, code: StateCode, tensor: Tensor) -> int:
-        """Return how many codes of a tensor with this layout share a byte: one, if this rank had a part of some."""
-        each, length = 8 // code.bits, math.prod(tensor.shape[self.folded :])
-        if each == 1 or not self.folded or self.is_scattered:
-            return 1
+        length = math.prod(shape[self.folded :])
+        if code.bits == 8 or not self.folded or length % _SHARED:
+            return code if code.bits == 8 else EIGHT_BITS
         ranks = math.prod(dist.get_world_size(group) for group in self.cut)
-        return each if tensor.shape[self.folded] % ranks == 0 and length % (each * ranks) == 0 else 1
+        if self.is_scattered or shape[self.folded] % ranks or length // ranks % code.per_byte:
+            raise HmpxError(
+                f"the rows of {'a parameter' if name == '' else f'parameter {name!r}'}, {tuple(shape)}, are sharded so "
+                f"that a rank would hold half a byte of its state in {code.bits} bits: give it 8 bits, by "
+                f"parameters={{{name or 'its name'!r}: {{'state_dtype': '8bit'}}}}",
+                key=("state_dtype",),
+            )
+        return code
 
-    def of_codes(self, shape: torch.Size, per_byte: int) -> torch.Size:
+    def of_codes(self, code: StateCode, shape: torch.Size) -> torch.Size:
         """Return the shape of the codes of a tensor, or of a rank's part, of this shape."""
-        row = math.prod(shape[self.folded :]) // per_byte
-        return shape if per_byte == 1 else torch.Size((*shape[: self.folded], row))
+        row = math.prod(shape[self.folded :]) // code.per_byte
+        return shape if code.per_byte == 1 else torch.Size((*shape[: self.folded], row))
 
     def of_all(self, tensor: Tensor) -> torch.Size:
         """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""

@@ -51,6 +51,9 @@ class StateForm:
     bytes_each: float = 4.0
     as_left: bool = True
 
+    def check(self, param: Tensor, name: str) -> None:
+        """Raise an `HmpxError` where the state of a parameter that is sharded like this cannot have this form."""
+
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         """Before a step, bring the state of a parameter, which may be held in another form, to this one.
 
@@ -138,10 +141,12 @@ class InCodes(StateForm):
 
     def zeros(self, param: Tensor) -> HeldState:
         made = HeldCodes.new(self._code_for(param), param)
-        code, scale = made.code.zero
-        made.tensor.fill_(code if made.tensor.shape == param.shape else code * 17)  # two in a byte
-        made.scales.fill_(scale)
+        for tensor, zero in zip((made.tensor, made.scales), made.code.zero, strict=True):
+            tensor.fill_(zero)
         return made
+
+    def check(self, param: Tensor, name: str) -> None:
+        StateBlocks.of(param).code_for(self._code, param.shape, name)
 
     def _code_for(self, param: Tensor) -> StateCode:
         return StateBlocks.of(param).code_for(self._code, param.shape)

@@ -73,13 +73,12 @@ class HeldCodes(HeldState):
         self.code, self.scales, self._param, self._layout = code, scales, param, StateBlocks.of(param)
 
     @classmethod
-    def new(cls, code: StateCode, param: Tensor, per_byte: int | None = None) -> HeldCodes:
+    def new(cls, code: StateCode, param: Tensor) -> HeldCodes:
         """Uninitialised memory for the state of a parameter."""
         held, layout = local(param), StateBlocks.of(param)
-        per_byte = layout.per_byte(code, param) if per_byte is None else per_byte
-        codes = torch.empty(layout.of_codes(held.shape, per_byte), dtype=torch.uint8, device=held.device)
+        codes = torch.empty(layout.of_codes(code, held.shape), dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
-        codes = sharded_as(codes, param, layout.of_codes(param.shape, per_byte), param.dim())
+        codes = sharded_as(codes, param, layout.of_codes(code, param.shape), param.dim())
         return cls(code, codes, sharded_as(scales, param, layout.of_all(param), layout.folded), param)
 
     @property
@@ -87,8 +86,7 @@ class HeldCodes(HeldState):
         return torch.empty(local(self._param).shape, device="meta")
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        kind = self.code.kinds[self._per_byte > 1]
-        return native.StoredTensor(self.tensor, kind, name, self.scales, row=self._layout.rows.width)
+        return native.StoredTensor(self.tensor, self.code.kind, name, self.scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._layout.is_scattered:  # a part is all that this rank holds
@@ -104,7 +102,7 @@ class HeldCodes(HeldState):
         if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
             if value.shape != self._param.shape or is_sharded(value):
                 value = like(cast("DTensor", self._param), local(value).view(local(self._param).shape)).full_tensor()
-            whole = HeldCodes.new(self.code, value, self._per_byte)
+            whole = HeldCodes.new(self.code, value)
             whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
             local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
             local(self.scales).copy_(held_part(self.scales, whole.scales))
@@ -116,15 +114,11 @@ class HeldCodes(HeldState):
         numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
         self.code.encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
 
-    @property
-    def _per_byte(self) -> int:
-        return 1 if self.tensor.shape == self._param.shape else 8 // self.code.bits
-
     def _codes(self, segment: Segment | None = None) -> BlockCodes:
         """Return the codes of a segment, or of all that this rank holds."""
         codes, scales, rows = local(self.tensor).view(-1), local(self.scales), self._layout.rows
         if segment is not None and segment.start is not None and segment.stop is not None:
-            each = self._per_byte
+            each = self.code.per_byte
             return BlockCodes(codes[segment.start // each : segment.stop // each], scales, rows, segment.start)
         return BlockCodes(codes, scales, rows)
 
@@ -160,14 +154,13 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
         kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
-        if layout.code_for(code, param.shape) is not code:
+        if layout.code_for(code, param.shape, name) is not code:
             raise HmpxError(
                 f"{own!r} of {of} is in {code.bits} bits for another shape: {tuple(codes.shape)} with scales "
                 f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with {tuple(layout.of_all(param))}, "
                 "in 8 bits"
             )
-        per_byte = layout.per_byte(code, param)
-        whole, here = (tuple(layout.of_codes(each.shape, per_byte)) for each in (param, local(param)))
+        whole, here = (tuple(layout.of_codes(code, each.shape)) for each in (param, local(param)))
         fits = whole, tuple(layout.of_all(param)), here, layout.shape
         if kept != fits:
             raise HmpxError(

@@ -22,6 +22,7 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell
 from hmpx.updates.stepping.optimizer_scope import wants_bf16
 
@@ -233,7 +234,9 @@ class BF16Parameters:
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
                 "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
             )
-        return Segment(p, name, box=box_of(p, name), way=self._way(optimizer, name))
+        segment = Segment(p, name, box=box_of(p, name), way=self._way(optimizer, name))
+        form_of(segment).check(p, name)
+        return segment
 
 
 def _refuse_overlaps(named: list[tuple[str, Parameter]]) -> None:
