@@ -30,7 +30,7 @@ def islands(model: torch.nn.Module) -> dict[str, list[str]]:
 
 @functools.cache
 def _lines(cls: type) -> tuple[str, ...]:
-    found = []
+    found: list[str] = []
     for function in {id(each): each for each in map(inspect.unwrap, filter(callable, vars(cls).values()))}.values():
         if inspect.isfunction(function):
             found += _in_function(function)

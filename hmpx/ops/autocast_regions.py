@@ -86,7 +86,7 @@ class AutocastRegions:
         @functools.wraps(enter)
         def entering(region):
             frame = sys._getframe(1)
-            while frame.f_globals.get("__name__") in _SUBCLASSES:
+            while frame.f_back is not None and frame.f_globals.get("__name__") in _SUBCLASSES:
                 frame = frame.f_back
             if not (is_for_a_model(frame) and governs()):
                 return enter(region)

@@ -15,12 +15,12 @@ from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
-from hmpx.updates.known_elsewhere import refuse_lookups
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
+from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.stepping.step import WeightUpdates

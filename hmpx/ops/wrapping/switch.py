@@ -96,7 +96,7 @@ def _is_loss(op: str) -> bool:
     return op in catalog() and any(entry.signature.loss for entry in catalog()[op].entries)
 
 
-def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
+def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | None) -> bool:
     """Return whether an op with these arguments, called in `frame`, is a model's."""
     if _current_graph_task_id() != -1:  # in a backward pass: forwards that are computed again have opened a region
         return _is_cast_backward() is True

@@ -88,7 +88,7 @@ def _here(key: str, rank: int) -> str:
 
 
 def _wait(store: dist.Store, key: str, part: str, what: str, ranks: tuple[int, ...]) -> None:
-    patience = min(_PATIENCE, store.timeout)
+    patience = min(_PATIENCE, getattr(store, "timeout", _PATIENCE))
     try:
         store.wait([key + part], patience)
     except RuntimeError:  # torch's DistStoreError is one

@@ -19,10 +19,10 @@ from hmpx.updates.holding.segment import USUAL, Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
-from hmpx.updates.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
+from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.released import finish
@@ -174,7 +174,8 @@ class WeightUpdates:
 
     def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
-        refuse_foreign_state(optimizer, segments)
+        made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
+        refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
         if adopt_states(optimizer, segments, key) and key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, or it was saved so, and this "

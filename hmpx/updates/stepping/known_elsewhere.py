@@ -75,12 +75,14 @@ def refuse_foreign_state(optimizer: Optimizer, segments: list[Segment]) -> None:
     """
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return
+    cls: type = type(optimizer)
+    words = _words(cls)
     for segment in segments:
         state = optimizer.state.get(segment.param)
         for key, value in state.items() if isinstance(state, dict) else ():
             if not isinstance(value, torch.Tensor) or value.dtype is not torch.bfloat16 or key.startswith("hmpx_"):
                 continue
-            if value.shape == segment.param.shape and key not in _words(type(optimizer)):
+            if value.shape == segment.param.shape and key not in words:
                 raise HmpxError(
                     f"{type(optimizer).__name__} has state {key!r} of parameter {segment.name!r}, which this class "
                     "does not make: who put it there moves weights outside of step(), where they are not rounded "
