@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
+from hmpx.base.files import write
 from hmpx.insight.text_table import Column, number, table, terminal_width
 
 _ROWS, _LINES = 20, 8  # that a terminal shows of a table, and under a heading
@@ -171,11 +171,11 @@ class Report:
 
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save `as_json()`, by the names of the attributes."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        write(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Save as one HTML page that needs no network and no other file."""
-        Path(path).write_text(self._page(), encoding="utf-8")
+        write(path, self._page())
 
     def _page(self) -> str:
         name, title = self._title()

@@ -16,7 +16,7 @@ from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
 from hmpx.shell.options import keys_asked
-from hmpx.shell.outputs import add_force, check_outputs, of_rank
+from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
 _STEPS = 50
@@ -70,22 +70,20 @@ def _doctor(options: argparse.Namespace) -> int:
             print(end.code, file=sys.stderr)
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
-        _show(found, outputs, started)
-    return status or (found.status if is_first_rank() else 0)
+        are_all = _show(found, outputs, started)
+    return status or (found.status if is_first_rank() else 0) or 2 * (not are_all)
 
 
-def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
-    """Write the files, and print what was found beneath all that the script has printed."""
-    written = []
-    for kind, path in outputs.items():
-        if kind == "fix" and found.recipe is None:
-            written.append(f"hmpx: {found.unfixed}, so no recipe was written")
-        elif kind != "fix" or is_first_rank():
-            getattr(found, kind)(path)
-            written.append(f"hmpx: wrote {path}")
+def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> bool:
+    """Write the files, and print what was found beneath all that the script has printed; whether all were written."""
+    own = {kind: path for kind, path in outputs.items() if kind != "fix" or (found.recipe and is_first_rank())}
+    written, are_all = save(found, own)
+    if "fix" in outputs and found.recipe is None:
+        written.append(f"hmpx: {found.unfixed}, so no recipe was written")
     if is_first_rank():
         sys.stdout.flush()
         if started:
             names = ", ".join(f"{name} ({number})" for name, number in started.items())
             written.append(f"hmpx: the script started processes, which were not looked at: {names}")
         print("", *written, found, sep="\n", file=sys.stderr)
+    return are_all

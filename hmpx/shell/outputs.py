@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hmpx.base.files import WriteError
 from hmpx.errors import HmpxError
 
 
@@ -22,6 +23,22 @@ def of_rank(path: str) -> Path:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return whole.with_name(f"{whole.stem}.{os.environ.get('RANK', '0')}{whole.suffix}")
     return whole
+
+
+def save(found: Any, outputs: Mapping[str, Path]) -> tuple[list[str], bool]:
+    """Write files by the methods of their names; return a line for each, and whether all were written.
+
+    Whoever has run a script gets what was found, even if the disk is full.
+    """
+    lines, are_all = [], True
+    for kind, path in outputs.items():
+        try:
+            getattr(found, kind)(path)
+            lines.append(f"hmpx: wrote {path}")
+        except WriteError as error:
+            lines.append(f"hmpx: {error}")
+            are_all = False
+    return lines, are_all
 
 
 def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> None:

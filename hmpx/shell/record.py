@@ -11,7 +11,7 @@ from pathlib import Path
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.shell import run_script
-from hmpx.shell.outputs import add_force, check_outputs, of_rank
+from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
 
@@ -54,15 +54,15 @@ def _record(options: argparse.Namespace) -> int:
     check_outputs(options, outputs)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
-    log, started = Log(), Counter[str]()
+    log, started, are_all = Log(), Counter[str](), True
     try:
         with started_processes() as started, record() as log:
             run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     finally:
         if log.about:  # the record was opened
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
-            _show(log, outputs, started, "" if log.policy else by_recipe)
-    return 0
+            are_all = _show(log, outputs, started, "" if log.policy else by_recipe)
+    return 0 if are_all else 2
 
 
 _UNCONVERTED = (
@@ -71,17 +71,20 @@ _UNCONVERTED = (
 )
 
 
-def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> None:
-    """Write the files, and print the table beneath the script's own output, with the processes that it lacks."""
-    for kind, path in outputs.items():
-        getattr(log, kind)(path)
+def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> bool:
+    """Write the files, and print the table beneath the script's own output, with the processes that it lacks.
+
+    Returns:
+        Whether all files were written.
+    """
+    written, are_all = save(log, outputs)
     if is_first_rank():
         sys.stdout.flush()
-        written = [f"hmpx: wrote {path}" for path in outputs.values()]
         if started:
             names = ", ".join(f"{name} ({number})" for name, number in started.items())
             written.append(f"hmpx: the script started processes, which are not in this record: {names}")
         print("", instead or log, *written, sep="\n", file=sys.stderr)
+    return are_all
 
 
 def _report(options: argparse.Namespace) -> int:

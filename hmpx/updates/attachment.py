@@ -110,17 +110,19 @@ class Attachment:
     def abandon(self) -> None:
         """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""
         optimizer = self._alive
-        self._remove()
+        self._put_back()
         step_count.remove(optimizer)
         if self._counted:
             step_count.keep(optimizer, **self._counted)
+        self._leave()
 
     def detach_from(self, optimizer: Optimizer) -> None:
         """Detach and make `optimizer` a plain one: this handle's own, or a copy with every attribute of it."""
         self.cast_state_along()
-        self._remove()
+        self._put_back()
         release_state(optimizer)
         step_count.remove(optimizer)
+        self._leave()
 
     @property
     def _alive(self) -> Optimizer:
@@ -176,14 +178,20 @@ class Attachment:
             self.abandon()
             raise
 
-    def _remove(self) -> None:
+    def _put_back(self) -> None:
+        """Undo `install`, all of it again where an interrupt has come in the middle."""
         self.look_again()
-        self._gone.detach()
+        _forget(self._dtypes, self._released)
+        self._claim.end()
         self._undo.close()
-        vars(self.optimizer).pop(ATTRIBUTE, None)
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
+
+    def _leave(self) -> None:
+        """Be no attachment any more: until here, `detach` can be called again."""
         step_hooks.detached(self._alive)
+        self._gone.detach()
+        vars(self.optimizer).pop(ATTRIBUTE, None)
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters again: some may be new, gone or cast since."""

@@ -175,15 +175,15 @@ def _remove_ended() -> None:
     while _ended and _lock.acquire(blocking=False):
         try:
             while _ended:
-                claim, p = _ended.popleft()
+                claim, p = _ended[0]  # it stays there until it is done, where an interrupt comes
                 entry = _claimed.get(id(p))
                 claim.params.pop(id(p), None)
-                if entry is None or claim not in entry.claims:
-                    continue
-                entry.claims.remove(claim)
-                entry.update()
-                if not entry.claims:
-                    _claimed.pop(id(p))
+                if entry is not None:
+                    entry.claims[:] = [each for each in entry.claims if each is not claim]
+                    entry.update()
+                    if not entry.claims:
+                        _claimed.pop(id(p), None)
+                _ended.popleft()
         finally:
             _lock.release()
 

@@ -6,11 +6,11 @@ import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.report import Lines, Report
 from hmpx.insight.text_table import number, short_places
@@ -149,11 +149,11 @@ class Diagnosis(Report):
         """Write the smallest recipe that answers the findings, with the reasons as comments.
 
         Raises:
-            HmpxError: no recipe answers them.
+            HmpxError: no recipe answers them, or the file cannot be written and is as it was.
         """
         if self.recipe is None:
             raise HmpxError(self.unfixed)
-        Path(path).write_text(self.recipe_text, encoding="utf-8")
+        write(path, self.recipe_text)
 
 
 def merged(problems: Iterable[Problem]) -> list[Problem]:

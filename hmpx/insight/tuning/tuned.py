@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hmpx.base.files import write
 from hmpx.insight.report import Field, Grid, Lines, Report, plain
 from hmpx.insight.text_table import short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
@@ -70,7 +71,7 @@ class Tuned(Report):
         """
         path = Path(folder)
         if path.suffix in (".yaml", ".yml"):
-            path.write_text(self._recipe_text(), encoding="utf-8")
+            write(path, self._recipe_text())
             return
         path.mkdir(parents=True, exist_ok=True)
         self._save_lists(path)
@@ -145,8 +146,8 @@ class Tuned(Report):
             rest = [name for name in names if name not in reasons]
             if rest:
                 lines.append("# Not called by the batches that it was tuned on: as in the lists that it began with.")
-            (folder / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
-        (folder / "recipe.yaml").write_text(self._recipe_text(), encoding="utf-8")
+            write(folder / f"{side}.txt", "\n".join([*lines, *rest]) + "\n")
+        write(folder / "recipe.yaml", self._recipe_text())
 
     def _comments(self) -> list[str]:
         return ["# Written by `hmpx.tune`.", *(f"# {line}" for line in self._verdict())]
