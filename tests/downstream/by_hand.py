@@ -103,6 +103,16 @@ class ByHand:
         return self
 
 
+def clip_norm(params: Iterable[nn.Parameter], most: float) -> None:
+    """Clip gradients by their norm: beside BF16 weights, which hmpx rounds, it is taken in FP64."""
+    params = list(params)
+    if all(p.dtype is torch.float32 for p in params):
+        torch.nn.utils.clip_grad_norm_(params, most)
+        return
+    norm = sum(p.grad.double().square().sum() for p in params if p.grad is not None).sqrt().float()
+    torch.nn.utils.clip_grads_with_norm_(params, most, norm)
+
+
 def bits(model: nn.Module) -> dict[str, bytes]:
     """Of every parameter and buffer, with its dtype."""
     return {name: digest(tensor) for name, tensor in model.state_dict().items()}

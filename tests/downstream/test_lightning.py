@@ -10,11 +10,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 import hmpx
 from hmpx.integrations.lightning import HmpxPrecision, HPUPrecisionPlugin
-from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net
+from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, clip_norm, loader, net
 from tests.downstream.lightning_net import Net
 from tests.downstream.trainers import lightning_trainer, scheduled
 
@@ -91,7 +90,7 @@ def test_several_optimizers_by_manual_optimization():
             p.grad = None
         chosen.loss(batch).backward()
         if i % 2:
-            clip_grad_norm_(chosen.params.values(), 0.1)
+            clip_norm(chosen.params.values(), 0.1)
         chosen.step()
     assert bits(model.net) == bits(reference)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hmpx.integrations.transformers import HmpxCallback
-from tests.downstream.by_hand import ByHand, adamw
+from tests.downstream.by_hand import ByHand, adamw, clip_norm
 
 TINY = {
     "vocab_size": 40,
@@ -58,6 +57,6 @@ def by_hand(way, optimizer=adamw, accumulate=1, clip=0.0, steps=8):
     def loss_of(model, batch):  # which `train` divides by `accumulate`
         return model(input_ids=batch, labels=batch, num_items_in_batch=tokens).loss * accumulate
 
-    clips = (lambda params: clip_grad_norm_(params, clip)) if clip else (lambda params: None)
+    clips = (lambda params: clip_norm(params, clip)) if clip else (lambda params: None)
     run = ByHand(gpt2(**NO_DROPOUT), way, optimizer)
     return run.train(batches[: steps * accumulate], accumulate=accumulate, clip=clips, loss_of=loss_of).model

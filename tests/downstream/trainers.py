@@ -11,18 +11,18 @@ import accelerate
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.integrations.lightning import HmpxPrecision
 from tests.downstream import trainer
-from tests.downstream.by_hand import ByHand, adamw, batches, loader, net
+from tests.downstream.by_hand import ByHand, adamw, batches, clip_norm, loader, net
 from tests.downstream.lightning_net import Net
 
 CLIPS = {
     "": lambda params: None,
-    "norm": lambda params: clip_grad_norm_(params, 0.1),
+    "norm": lambda params: clip_norm(params, 0.1),
     "value": lambda params: clip_grad_value_(params, 0.01),
 }
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
