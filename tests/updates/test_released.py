@@ -288,6 +288,18 @@ def test_detach_and_an_optimizer_that_is_gone_end_it():
     assert clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
+def test_a_parameter_that_leaves_the_optimizer_can_have_gradients_again():
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    gone = optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gone.grad is None
+    _backward(model)
+    assert clip_grad_norm_([gone], 1.0) > 0
+
+
 def test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer():
     optimizer = optim.SGD(_net().parameters(), lr=1e-2)
     hmpx.attach(optimizer)
