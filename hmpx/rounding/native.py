@@ -13,7 +13,7 @@ from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, name_id
 from hmpx.rounding.native_library import library
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
@@ -203,6 +203,6 @@ def can_read(*tensors: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values lie one after the other at its pointer, with their own signs."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return not tensor.is_neg() and (tensor.data_ptr() != 0 or not tensor.numel())

@@ -17,7 +17,7 @@ from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.checks import compare, refuse
-from hmpx.updates.refusals import allow_plain_steps
+from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.insight.doctor.diagnosis import Problem, some
-from hmpx.updates.ranks.sharding import PLAIN
+from hmpx.rounding.native import PLAIN
 
 Parameter = torch.nn.Parameter
 _PATIENCE = timedelta(seconds=20)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW
 from hmpx.insight.text_table import size
+from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
-from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
+from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.step_hooks import own_step
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of

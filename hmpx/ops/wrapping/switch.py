@@ -34,11 +34,11 @@ from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.models import is_model
+from hmpx.ops.wrapping.rules import ELIGIBLE
 
 WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
 CASTS = "_hmpx_casts"  # attribute of the node of a `torch.autograd.Function`: whether its forward was cast
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
-_ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Switch:
@@ -145,7 +145,7 @@ def _is_refused(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) ->
 def _first_dtype(values: Any) -> torch.dtype | None:  # this and the next make no list: one would be a side effect to
     for value in values:  # Dynamo, which traces them in the bodies of higher-order ops
         if isinstance(value, torch.Tensor):
-            if value.dtype in _ELIGIBLE:
+            if value.dtype in ELIGIBLE:
                 return value.dtype
         elif isinstance(value, list | tuple) and (found := _first_dtype(value)) is not None:
             return found
@@ -155,7 +155,7 @@ def _first_dtype(values: Any) -> torch.dtype | None:  # this and the next make n
 def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.dtype is not dtype and value.dtype in _ELIGIBLE:
+            if value.dtype is not dtype and value.dtype in ELIGIBLE:
                 return True
         elif isinstance(value, list | tuple) and _has_other(value, dtype):
             return True
@@ -165,7 +165,7 @@ def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
 def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     if not signature.refuses_mixed:
         return signature.loss
-    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))} & _ELIGIBLE
+    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))} & ELIGIBLE
     return signature.loss or len(dtypes) > 1
 
 

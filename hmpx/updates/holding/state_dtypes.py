@@ -23,7 +23,7 @@ from hmpx.updates.ranks.sharding import is_sharded
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 BF16, FP32 = torch.bfloat16, torch.float32
-_PLAIN = (Tensor, FakeTensor)
+_DENSE = (Tensor, FakeTensor)
 
 # State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
 _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
@@ -169,7 +169,7 @@ def _holds(value: Any, dtype: torch.dtype) -> bool:
 
 def _is_dense(value: Any) -> bool:
     """Whether a value is a plain tensor or a DTensor. Another class may hold its values in eight bits."""
-    return type(value) in _PLAIN or is_sharded(value)
+    return type(value) in _DENSE or is_sharded(value)
 
 
 def _cast(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:

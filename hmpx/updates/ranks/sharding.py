@@ -18,13 +18,12 @@ from torch._subclasses import FakeTensor
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.keys import Span
+from hmpx.rounding.native import PLAIN
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
-
-PLAIN = (Tensor, torch.nn.Parameter)  # classes that are no DTensor's
 
 
 class Box(NamedTuple):

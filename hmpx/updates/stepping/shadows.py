@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from hmpx.rounding.devices import shows_values
+from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.segment import Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_moment
 from hmpx.updates.holding.state_forms import StateForm
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
-from hmpx.updates.ranks.sharding import PLAIN, held_part, is_sharded, like, local
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
