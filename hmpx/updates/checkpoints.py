@@ -23,12 +23,20 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
+from hmpx.version import __version__
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
 
 MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 HELD_KEY = "hmpx_masters"  # in param_groups[0] of a checkpoint that holds masters
+VERSION_KEY = "hmpx_version"  # there too: the version that has saved it; versions up to 0.2 did not say it
+_IN_HALVES = ("split", "split8")
+_BEFORE = (
+    "hmpx: %s: this checkpoint is of hmpx 0.2 or before, and goes on with the same numbers; since then 'split' and "
+    "'split8' take 2 and 1 bytes beside a weight (2.06 and 1.06 before), and the upper half of a weight that somebody "
+    "writes keeps its lower half ('master' sees each write)"
+)
 
 
 class Checkpoints:
@@ -90,6 +98,8 @@ class Checkpoints:
     @torch.no_grad()
     def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
         self._saw_state_dict = True
+        if step_count.stored(optimizer).get(STEP_KEY):
+            state_dict["param_groups"][0][VERSION_KEY] = __version__
         if not self._settings.use_master_weights_in_ckpt:
             self._warn_of_lost(optimizer)
             return
@@ -118,6 +128,8 @@ class Checkpoints:
         groups, params = state_dict["param_groups"], parameters(optimizer)
         steps = groups[0].get(STEP_KEY)
         stepped = bool(state_dict["state"] if steps is None else steps)
+        if steps and VERSION_KEY not in groups[0] and any(way.weights in _IN_HALVES for way in self._settings.ways):
+            logger.warning(_BEFORE, type(optimizer).__name__)
         self._loses = stepped and not any(HELD_KEY in group for group in groups)
         own = step_count.stored(optimizer)
         self._is_present = (
@@ -143,7 +155,7 @@ class Checkpoints:
         return {
             **state_dict,
             "state": state,
-            "param_groups": [{k: v for k, v in g.items() if k != HELD_KEY} for g in groups],
+            "param_groups": [{k: v for k, v in g.items() if k not in (HELD_KEY, VERSION_KEY)} for g in groups],
         }
 
     def _loaded(self, optimizer: Optimizer) -> None:

@@ -345,3 +345,16 @@ def test_torchs_state_dict_of_an_optimizer_whose_gradients_are_fp32(early):
     step(resumed, other)
     assert torch.equal(resumed.weight, model.weight)
     assert resumed.weight.grad.dtype is torch.float32 and resumed.weight.grad_dtype is torch.float32
+
+
+def test_a_checkpoint_of_an_earlier_version_says_what_has_changed(caplog):
+    optimizer = optim.SGD([parameter(4)], lr=0.1)
+    hmpx.attach(optimizer, "split", use_master_weights_in_ckpt=True)
+    step_by(optimizer)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["hmpx_version"] == hmpx.__version__
+    optimizer.load_state_dict(saved)
+    assert caplog.text == "" and "hmpx_version" not in optimizer.param_groups[0]
+    del saved["param_groups"][0]["hmpx_version"]
+    optimizer.load_state_dict(saved)
+    assert "SGD: this checkpoint is of hmpx 0.2 or before" in caplog.text
