@@ -29,7 +29,7 @@ converted, enabled, everywhere = False, True, True
 
 
 class Off:
-    """Whether some thread or task does not cast every op, and the regions by which, by identity."""
+    """`any`: whether some thread or task leaves some op uncast. `by`: the ids of the regions that are the cause."""
 
     __slots__ = ("any", "by")
 
@@ -40,10 +40,11 @@ class Off:
 
 off = Off()
 
-# Lists that lie over others in a module or a region (ops.overlays): `overlays` by number, `scopes` by number as the
-# scope around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
-# different lists of a program. `known_scopes`: those that the conversion in force has wrappers for; `learn` makes them
-# for more. `module_rules` that are in force (ops.module_rules); `wrap_forward` is what a conversion does for one.
+# Lists that a module or a region lays over others (ops.overlays). `overlays`: each at the index that is its number.
+# `scopes`: each nesting of overlays, at the index that is its number, as the scope around it and its innermost overlay.
+# `scope_numbers`: the number of each such pair. Number 0 is the conversion's own lists. All grow with the different
+# lists of a program. `known_scopes`: those for which the conversion in force has wrappers; `learn` makes wrappers for
+# more. `module_rules`: those in force (ops.module_rules). `wrap_forward`: what a conversion does for one of them.
 overlays: list[Any] = [None]
 scopes: list[tuple[int, int]] = [(0, 0)]
 scope_numbers: dict[tuple[int, int], int] = {}
@@ -91,8 +92,8 @@ said: set[str] = set()
 open_caches: dict[int, Any] = {}
 watching_writes = Changes()
 
-# The rule of each code that a wrapper runs (ops.wrapping.callers). By identity, because two codes that are written from
-# one source are equal. It grows with the wrappers that are written; these are kept, too.
+# Each code object that a wrapper runs, with its rule, by `id` (ops.wrapping.callers): two code objects from one source
+# are equal. It grows with the wrappers that are written; these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 

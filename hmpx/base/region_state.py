@@ -10,10 +10,10 @@ held around it comes back in a `torch.autocast` region that is enabled. The list
 number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over them
 (`ops.overlays`).
 
-torch.compile guards on the region around compiled code (`ops.compilers`). What opens inside of the code is a change of
-constants in `traced` to Dynamo, which the wrappers that it traces read back, and which is undone when the region ends:
-so a region may be in a body that is checkpointed too. The graph holds nodes besides that open and close the region
-again, for those ops that meet a wrapper when the graph runs.
+torch.compile guards on the region around compiled code (`ops.compilers`). A region that opens inside of compiled code
+sets the fields of `traced`. To Dynamo these are constants, and the wrappers that it traces read them. The end of the
+region sets them back, so that a checkpointed body may hold a region too. The graph also gets nodes that open and close
+the region: they serve those ops that meet a wrapper only when the graph runs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Region:
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. scope: which lists hold. owner: the `Opener` that has entered it, or the
     optimizer whose step it is. around: the region around it. left: whether it is closed; a generator or a task may
-    close it while a younger one is open, or from another context. island: whether it is one; with casting None it is
-    one outside of a model, in which the forwards of modules cast. under: the casting around an island. where: the
-    line of the user's that has opened it, where somebody observes the ops.
+    close it while a younger one is open, or from another context. island: whether it is one. An island with casting
+    None is outside of a model; the forwards of modules cast in it. under: the casting around an island. where: the
+    user's line that has opened it, if somebody observes the ops.
     """
 
     __slots__ = ("around", "casting", "island", "left", "maps", "owner", "rounding", "scope", "under", "where")
@@ -64,8 +64,8 @@ enter_region = _innermost.set
 class _Nowhere(Region):
     """What holds where no region is open. `here` is the innermost region, or this object.
 
-    The getter is a method in C, `ContextVar.get` with this object as the default: Dynamo calls such a property and
-    guards on what it returns, where it cannot trace a function that gets a context variable.
+    Dynamo cannot trace a Python function that reads a context variable. The getter is therefore a method in C,
+    `ContextVar.get` with this object as the default: Dynamo calls it and guards on the result.
     """
 
     __slots__ = ()
@@ -97,7 +97,7 @@ IN_FORWARD = Region(True, None, True, 0)  # of a forward with no region around i
 IN_FORWARD.around = nowhere
 traced = _Traced()
 running_graphs = _RunningGraphs()
-_DEFAULT = 0  # who turns casts off "unless a region turns them on"
+_DEFAULT = 0  # the key of ``convert(enabled=False)`` in `Off.by`, where regions have their ids
 
 
 def innermost() -> Any:
@@ -121,9 +121,9 @@ def open_regions() -> list[Region]:
 
 
 def acts() -> bool | None:
-    """Whether ops called from here, now, are cast; None: those of a model are.
+    """Whether ops called from here, now, are cast; None: only those of a model are.
 
-    In a backward pass, hooks run beside the model, whatever the default is.
+    A hook that runs in a backward pass is no part of the model: there the default is None in place of True.
     """
     region = innermost()
     if region.casting is not None:
@@ -164,7 +164,7 @@ def casting() -> bool | None:
 
 
 def usual() -> bool | None:
-    """How a region casts that takes back a `disable_casts` around it: where the conversion does."""
+    """The casting of a region that undoes a `disable_casts` around it: True for every op, None for a model's only."""
     return True if state.everywhere else None
 
 

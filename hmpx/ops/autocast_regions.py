@@ -33,8 +33,8 @@ from hmpx.ops.wrapping.callers import modules, users_line
 from hmpx.ops.wrapping.switch import in_forward, is_in_model
 
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
-# The modules of torch that ask, and open regions, for a model's sake. All others save the state and restore it:
-# checkpointing too, whose functions carry the region of their forward with them.
+# The modules of torch that read the autocast state, or open a region, for a model. Its other modules only save the
+# state and restore it. So does checkpointing: its functions carry the region of their forward with them.
 _FOR_MODELS = frozenset({"torch.amp.autocast_mode", "torch.nn.parallel.parallel_apply"})
 _NOTHING = "torch's own lists do nothing"
 _ASKED = "_hmpx_enabled"  # attribute of a region: what it was asked for, where torch turns off what no device can do
@@ -146,9 +146,9 @@ def _noting(init: Callable) -> Callable:
 
 
 def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
-    """Enter a region as one that is not enabled, and leave torch's own autocast as it was: so its exit fits.
+    """Enter a region as one that is not enabled, but leave torch's own autocast as it was, so that its exit fits.
 
-    A decorator is one region for all threads, whose own setting stays.
+    A decorator is one region object for all threads: its `_enabled` stays as it is.
     """
     other = object.__new__(type(region))
     vars(other).update(vars(region), _enabled=False)

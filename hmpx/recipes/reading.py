@@ -70,10 +70,11 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def laid_over(base: Recipe, keys: Mapping[str, Any], places: Places | None = None) -> Recipe:
-    """Return a recipe with the keys of a file, a dict or options in the place of its own.
+    """Return `base` with these keys, of a file, a dict or options, in the place of its own.
 
-    A list replaces the list of that side, whether each is a file or names. Another `opt_level` drops the lists. The
-    patterns of mappings follow those of the recipe. While all keys are about ops, parameters keep their dtype.
+    A list replaces the base's list of that side (bf16, fp32, promote, fp8), as names or as a file. Another `opt_level`
+    drops the base's lists. In a mapping, the base's patterns come first. While all keys are about ops, parameters keep
+    their dtype.
 
     Args:
         keys: with values as `check` wants them. places: of these keys and of what is in them.

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]
 
 _CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
-_SHEETS = 2  # on an accelerator, where a call costs more than its elements: parts of a tensor
+_SHEETS = 2  # parts into which a tensor is cut on an accelerator, where a call costs more than its elements
 _INFINITY = 0x7F800000  # as bits
 
 
@@ -112,10 +112,11 @@ class StateCode(ABC):
         """Return the FP32 numbers of int32 codes; the inverse of `codes_of` for what the code holds."""
 
     def largest(self, x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-        """Return the bits of the largest magnitude of each block, and those of its numbers that are not positive, flat.
+        """Return two flat int32 tensors with one number for each block.
 
-        The second ones are int32 too, one more than the bits, and 0 where all are positive. Where other ranks hold a
-        part of a block, only the own part counts; blocks between two rows that are held get 0.
+        The first has the bits of the block's largest magnitude. The second has one more than the bits of the largest
+        magnitude among its numbers <= 0; it is 0 where all are positive. Where other ranks hold a part of a block, only
+        the own part counts. Blocks between two rows that are held get 0.
 
         x: FP32 and flat, the elements from `start` on.
         """

@@ -81,11 +81,11 @@ class _ClaimedParameter:
         self.claims: list[Claim] = []
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
         self._reduced = False  # whether a DDP module has reduced the gradients
-        self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32, and whether such a module's
+        self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32; whether DDP reduces them so
         self._released = False
 
     def update(self) -> None:
-        """Put the latest claim into force, unless it is already; gradients stay as they are."""
+        """Put the latest claim into force. If it is in force already, change nothing."""
         last = self.claims[-1] if self.claims else None
         # An FP32 parameter is prepared too: it may be cast to BF16 later.
         of_fp32 = self.param.dtype is torch.float32 and not in_job()

@@ -20,7 +20,7 @@ from hmpx.insight.text_table import number, short_places
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 
-_MANY = 64  # so many integers are not even by chance
+_MANY = 64  # if so many integers are all even, that is no accident
 _HUGE = 1e4  # a larger constant was meant to be out of reach
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
@@ -34,9 +34,9 @@ class Check(NamedTuple):
     Attributes:
         ops: names at torch's dispatcher.
         evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
-        mended: by which keys of a recipe. "list": the ops in the fp32 list. "module": everything in these modules in
-            FP32. "place": the ops in these modules in FP32. In no module, or in the outermost, it is the list in place
-            of both. "": by none.
+        mended: which keys of a recipe mend it. "list": the fp32 list gets the ops. "module": everything in these
+            modules runs in FP32. "place": the ops run in FP32 in these modules. For a line in no module, or in the
+            outermost one, "module" and "place" act as "list". "": none.
         also: more ops that then go to the fp32 list.
     """
 
@@ -198,7 +198,7 @@ _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in
 
 
 def look_at_op(notes: Notes, op: OpCall) -> None:
-    """Look at one op of the forward pass by the table; while the model is made, at positions alone."""
+    """Look at one op of the forward pass by the table; while the model is made, by the rows `_OF_SETUP` alone."""
     is_index = not op.results and op.name == "_to_copy" and op.kwargs.get("dtype") is not torch.bool
     if op.stage not in ("forward", "set up") or op.before is not None or not (op.results or is_index):
         return
@@ -237,8 +237,8 @@ def _moment(op: OpCall, before: str) -> str:
 def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
-    hmpx's own cast is that of a listed op. The program's cast is out of reach, unless it follows the dtype of an
-    argument of a module, which a rule for the module casts.
+    A cast that hmpx makes is for a listed op: the answer is this op. No recipe changes a cast that the program makes,
+    unless this cast follows the dtype of a module's argument: a rule for the module casts the argument.
     """
     if check.mended == "module" and spot.is_inside:
         return "module"

@@ -70,7 +70,7 @@ def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
 def einsum_labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[list], list]:
     """Return the label of each dimension of each operand, and those of the result.
 
-    A label is a letter; for a dimension under ``...``, its place from the last of these.
+    The label of a dimension is its letter. Dimensions under ``...`` have none: they are numbered, the last one as 1.
     """
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:

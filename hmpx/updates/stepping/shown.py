@@ -83,8 +83,8 @@ class Shown:
         self._state, self._late, self._form = state, context.late, form
         self._by_memory = by_memory(context.optimizer)
         store, grad = context.stores.of(segment), context.gradients[self.index]
-        # Only torch's steps may work on the masters themselves. Other classes may write to ``p.data``, as Lion does,
-        # which raises no version: nobody would know that the masters have to be restored after an error.
+        # Only torch's steps may work on the masters themselves. Other classes may write to ``p.data``, as Lion does.
+        # Such a write does not count in `_version`: after an error, nobody would know that masters must be restored.
         of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
@@ -229,7 +229,7 @@ class Shown:
         self.rest()
 
     def rest(self) -> None:
-        """Between two steps, the shadow holds no gradient of the parameter's."""
+        """Bring the shadow to rest, as between two steps: its gradient is the copy or None, not the parameter's own."""
         self.shadow.grad = None if self.grad is None else self.grad.x
 
     def is_as_made(self) -> bool:
