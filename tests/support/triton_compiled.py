@@ -25,22 +25,22 @@ TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 ABSENT, UNEVEN, EVEN, ALIGNED = 0, 0, 1, 2
 MOVES = {
-    "round, even": (FP32, BF16, 0, EVEN),
-    "encode, uneven": (FP32, CODED, 0, UNEVEN),
-    "encode, aligned": (FP32, CODED, 0, ALIGNED),
-    "decode, aligned": (CODED, FP32, 0, ALIGNED),
-    "encode FP8, aligned": (FP32, FP8, 0, ALIGNED),
-    "encode 4 bits, aligned": (FP32, FOUR, 0, ALIGNED),
-    "decode 4 bits, aligned": (FOUR, FP32, 0, ALIGNED),
-    "halves to FP32, aligned": (SPLIT8, FP32, 32, ALIGNED),
+    "round, even": (FP32, BF16, EVEN),
+    "encode, uneven": (FP32, CODED, UNEVEN),
+    "encode, aligned": (FP32, CODED, ALIGNED),
+    "decode, aligned": (CODED, FP32, ALIGNED),
+    "encode FP8, aligned": (FP32, FP8, ALIGNED),
+    "encode 4 bits, aligned": (FP32, FOUR, ALIGNED),
+    "decode 4 bits, aligned": (FOUR, FP32, ALIGNED),
+    "halves to FP32, aligned": (SPLIT8, FP32, ALIGNED),
 }
 STEPS = {
-    "AdamW with BF16 state, aligned": ("adam", BF16, BF16, BF16, BF16, ABSENT, 0, ALIGNED),
-    "AdamW in 8 bits, aligned": ("adam", BF16, BF16, CODED, CODED, ABSENT, 0, ALIGNED),
-    "AdamW in 4 bits, aligned": ("adam", BF16, BF16, FOUR, FOUR, ABSENT, 0, ALIGNED),
-    "AdamW in halves and 8 bits, aligned": ("adam", SPLIT8, BF16, CODED, CODED, ABSENT, 32, ALIGNED),
-    "Lion in 8 bits, uneven, masters": ("lion", MASTER, FP32, CODED, ABSENT, ABSENT, 0, UNEVEN),
-    "RMSprop in halves, aligned": ("rmsprop", SPLIT8, BF16, FP32, BF16, CODED, 32, ALIGNED),
+    "AdamW with BF16 state, aligned": ("adam", BF16, BF16, BF16, BF16, ABSENT, ALIGNED),
+    "AdamW in 8 bits, aligned": ("adam", BF16, BF16, CODED, CODED, ABSENT, ALIGNED),
+    "AdamW in 4 bits, aligned": ("adam", BF16, BF16, FOUR, FOUR, ABSENT, ALIGNED),
+    "AdamW in halves and 8 bits, aligned": ("adam", SPLIT8, BF16, CODED, CODED, ABSENT, ALIGNED),
+    "Lion in 8 bits, uneven, masters": ("lion", MASTER, FP32, CODED, ABSENT, ABSENT, UNEVEN),
+    "RMSprop in halves, aligned": ("rmsprop", SPLIT8, BF16, FP32, BF16, CODED, ALIGNED),
 }
 _WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "ubyte": 1}  # of AMD's loads
 
