@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state, region_state
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
-from hmpx.ops.autocast_regions import governs, in_enabled_region, is_for_a_model
+from hmpx.ops.autocast_regions import ENTER, governs, in_enabled_region, is_for_a_model
 from hmpx.ops.decision_log import say_once
 from hmpx.ops.policies.policy import Policies
 from hmpx.ops.wrapping.switch import Switch, in_forward
@@ -47,6 +47,8 @@ def patches(switch: Switch, policies: Policies) -> Iterator[Patch]:
     def answering(is_dtype: bool, original: Callable) -> Callable:
         @functools.wraps(original)
         def answer(*args, **kwargs):
+            if not is_dynamo_compiling() and sys._getframe(1).f_code is ENTER:
+                return original(*args, **kwargs)
             if args or kwargs:
                 found = original(*args, **kwargs)  # which may not know the device
             if not switch.retired and (is_dynamo_compiling() or is_for_a_model(sys._getframe(1))) and _casts_here():
@@ -61,7 +63,7 @@ def patches(switch: Switch, policies: Policies) -> Iterator[Patch]:
         @functools.wraps(original)
         def set_enabled(*args, **kwargs):
             original(*args, **kwargs)
-            if not is_dynamo_compiling() and not switch.retired and True in (*args, *kwargs.values()):
+            if True in (*args, *kwargs.values()) and not is_dynamo_compiling() and not switch.retired:
                 _say_by_hand(sys._getframe(1))
 
         return set_enabled

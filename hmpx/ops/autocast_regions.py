@@ -32,11 +32,13 @@ from hmpx.ops.policies.policy import LOW_RULES, Policies
 from hmpx.ops.wrapping.callers import modules, users_line
 from hmpx.ops.wrapping.switch import in_forward, is_in_model
 
+logger = logging.getLogger("hmpx")
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
 # The modules of torch that read the autocast state, or open a region, for a model. Its other modules only save the
 # state and restore it. So does checkpointing: its functions carry the region of their forward with them.
 _FOR_MODELS = frozenset({"torch.amp.autocast_mode", "torch.nn.parallel.parallel_apply"})
 _NOTHING = "torch's own lists do nothing"
+ENTER = torch.autocast.__enter__.__code__  # which saves the state
 _ASKED = "_hmpx_enabled"  # attribute of a region: what it was asked for, where torch turns off what no device can do
 
 
@@ -48,7 +50,7 @@ def governs() -> bool:
 def is_for_a_model(frame: FrameType) -> bool:
     """Return whether the code that runs in `frame` asks, or opens a region, for a model, and not to restore a state."""
     name = frame.f_globals.get("__name__", "")
-    return not name.startswith("torch.") or (name in _FOR_MODELS and frame.f_code.co_name != "__enter__")
+    return name[:6] != "torch." or (name in _FOR_MODELS and frame.f_code is not ENTER)
 
 
 def in_enabled_region() -> bool:
@@ -123,7 +125,7 @@ class AutocastRegions:
         if region.fast_dtype is not low:
             dtypes = f"to {dtype_name(low)} and not to {dtype_name(region.fast_dtype)}"
             say_once(logging.WARNING, f"in this torch.autocast the op lists cast, {dtypes}; {_NOTHING}", frame)
-        elif not in_forward(frame):
+        elif logger.isEnabledFor(logging.INFO) and not in_forward(frame):
             say_once(logging.INFO, f"in this torch.autocast the op lists cast; {_NOTHING}", frame)
 
 
@@ -153,5 +155,5 @@ def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
     other = object.__new__(type(region))
     vars(other).update(vars(region), _enabled=False)
     enter(other)
-    vars(region).update({key: value for key, value in vars(other).items() if key != "_enabled"})
-    torch.set_autocast_enabled(region.device, region.prev)
+    vars(region).update(vars(other), _enabled=region._enabled)
+    torch._C.set_autocast_enabled(region.device, region.prev)
