@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from hmpx.rounding import native
+from tests.support.fresh_python import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 SOURCE = ast.parse((ROOT / "tests/support/triton_checks.py").read_text(encoding="utf-8"))
 CHECKS = [
     f.name for f in SOURCE.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_") and not f.args.args
 ]
 IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def run(module, **environment):
-    """Triton reads its variables when it is imported, so the interpreter of Python is a new one."""
-    command = [sys.executable, "-m", module]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

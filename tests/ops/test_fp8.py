@@ -468,7 +468,9 @@ def test_layers_are_one_graph_whose_casts_a_compiler_sees(form):
             for _ in range(2):
                 compiled(torch.randn(16, 32))
     (graph,) = graphs
-    names = [str(each.target) for each in graph.graph.nodes if each.op == "call_function" and "getitem" not in each.name]
+    names = [
+        str(each.target) for each in graph.graph.nodes if each.op == "call_function" and "getitem" not in each.name
+    ]
     assert names.count("aten._scaled_mm.default") == 4 and all(name.startswith("aten.") for name in names)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hmpx
 from hmpx.ops.computing import matrix_products
-from tests.downstream.test_triton import run
+from tests.support.fresh_python import run
 
 SOURCE = ast.parse((Path(__file__).parents[1] / "support/fp8_checks.py").read_text(encoding="utf-8"))
 CHECKS = [each.name for each in SOURCE.body if isinstance(each, ast.FunctionDef) and each.name.startswith("check_")]

@@ -80,7 +80,7 @@ def test_autocasts_own_test_lists(recipe, lists, count, low):
 def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
     policy = read_recipe("hmp-o2").policy()
     products = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "inner",
-                "tensordot", "chain_matmul", "linalg_multi_dot"}  # fmt: skip
+                "tensordot", "chain_matmul", "linalg_multi_dot", "grouped_mm"}  # fmt: skip
     convolutions = {name for name in catalog() if name.startswith("conv") and "backward" not in name} - {"conj"}
     assert products | {"conv2d", "conv_transpose2d"} <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
     assert {"softmax", "layer_norm", "add", "mul", "gelu", "exp", "sum", "cross_entropy"} <= set(policy.fp32)

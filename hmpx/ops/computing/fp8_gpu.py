@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hmpx.ops.computing.fp8_kernels import Lines, can_cast, cast_both
+from hmpx.ops.computing.fp8_kernels import CodedLines, can_cast, cast_both
 from hmpx.ops.policies.fp8_format import CODES, Format
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
@@ -46,7 +46,7 @@ def product_of_both(a: Tensor, b: Tensor, form: Format, weight: bool) -> Tensor:
     return _Product.apply(a, b, form, weight, grad and a.requires_grad, grad and b.requires_grad)
 
 
-def _kept(b: Tensor, form: Format) -> Lines | None:
+def _kept(b: Tensor, form: Format) -> CodedLines | None:
     """Return the codes of a whole weight from `cached_weights()`; None if `b` is no weight, or no output is in FP8."""
     cache, value = current(), b if b._base is None else b._base
     weight = None if cache is None or "output" not in form.products else cache.weight_of(value)
@@ -63,7 +63,7 @@ def _kept(b: Tensor, form: Format) -> Lines | None:
     count = b.numel()
     scale = held[count:].view(torch.float32)
     shape = {"tensorwise": (), "rowwise": (-1,), "blockwise": (-(-b.shape[1] // 128), -1)}[form.scaling]
-    return Lines(held[:count].view(CODES[form.forward]).view(b.shape[::-1]), scale.view(shape))
+    return CodedLines(held[:count].view(CODES[form.forward]).view(b.shape[::-1]), scale.view(shape))
 
 
 class _Product(torch.autograd.Function):
@@ -92,12 +92,12 @@ class _Product(torch.autograd.Function):
         g_last, g_first = _cast(gradient, form, False, in_a, in_b, form.backward)
         if g_last is not None:
             whole = _cast(b, form, False, True, False, "", "tensorwise")[0] if scale_b is None else None
-            of_a = times(g_last, whole or Lines(b, scale_b), gradient.dtype)
+            of_a = times(g_last, whole or CodedLines(b, scale_b), gradient.dtype)
         elif b is not None:
             of_a = aten.matmul(gradient, b.t())
         if g_first is not None:
             # As the weight lies, so that its gradient need not be copied.
-            kept = Lines(a, scale_a)
+            kept = CodedLines(a, scale_a)
             of_b = times(g_first, kept, gradient.dtype).t() if ctx.turned else times(kept, g_first, gradient.dtype)
         elif a is not None:
             of_b = aten.matmul(gradient.t(), a).t() if ctx.turned else aten.matmul(a.t(), gradient)
@@ -106,13 +106,13 @@ class _Product(torch.autograd.Function):
 
 def _cast(
     x: Tensor, form: Format, square: bool, last: bool, first: bool, name: str = "", scaling: str = ""
-) -> tuple[Lines | None, Lines | None]:
+) -> tuple[CodedLines | None, CodedLines | None]:
     if not (last or first):
         return None, None
     return cast_both(x, name or form.forward, form, scaling or form.scaling, square, last, first)
 
 
-def times(a: Lines, b: Lines, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def times(a: CodedLines, b: CodedLines, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return ``a @ b.t()`` of the numbers that (I, S) and (J, S) stand for. fast: with sums of fewer bits."""
     scale_a, scale_b = a.scale, b.scale
     if scale_a.dim() == 2:

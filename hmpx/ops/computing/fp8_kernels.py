@@ -25,7 +25,7 @@ _WHOLE, _LINES, _BLOCKS, _SQUARES = range(4)
 _WARPS = 8
 
 
-class Lines(NamedTuple):
+class CodedLines(NamedTuple):
     """Codes (I, S) of a matrix, row by row, for a product that sums along S, and what decodes them.
 
     scale: in FP32, of the shape (), (I,), or of blocks (I, S / 128) with neighbours along I, or (I / 128, S / 128).
@@ -56,7 +56,7 @@ def can_cast(*matrices: Tensor) -> bool:
 
 def cast_both(
     x: Tensor, name: str, form: Format, scaling: str, square: bool, last: bool, first: bool
-) -> tuple[Lines | None, Lines | None]:
+) -> tuple[CodedLines | None, CodedLines | None]:
     """Return `x` in FP8 for a sum along its last dimension, and transposed for one along its first; None if not asked.
 
     Args:
@@ -94,7 +94,7 @@ def cast_both(
         scales[1] = scales[0]
     if kind == _BLOCKS:
         scales = [scale.t() for scale in scales]
-    return Lines(of_last, scales[0]) if last else None, Lines(of_first, scales[1]) if first else None
+    return CodedLines(of_last, scales[0]) if last else None, CodedLines(of_first, scales[1]) if first else None
 
 
 # Triton looks at each argument of a call to find what it has compiled, which takes longer than the launch. The kernels
