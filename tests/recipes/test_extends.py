@@ -182,4 +182,4 @@ def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):
     }
     assert found[0].gradient_error > 0
     with pytest.raises(hmpx.HmpxError, match="'wieghts' is no key of a recipe; did you mean 'weights'"):
-        hmpx.compare(model, batches, lists={"wieghts": "split"})
+        hmpx.compare(model, batches, lambda model, x: model(x).sum(), lists={"wieghts": "split"})
