@@ -15,6 +15,7 @@ autocast stays as it was, so that no op is cast twice.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast
 # state and restore it. So does checkpointing: its functions carry the region of their forward with them.
 _FOR_MODELS = frozenset({"torch.amp.autocast_mode", "torch.nn.parallel.parallel_apply"})
 _NOTHING = "torch's own lists do nothing"
-ENTER = torch.autocast.__enter__.__code__  # which saves the state
+ENTER = inspect.unwrap(torch.autocast.__enter__).__code__  # which saves the state
 _ASKED = "_hmpx_enabled"  # attribute of a region: what it was asked for, where torch turns off what no device can do
 
 

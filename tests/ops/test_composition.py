@@ -154,8 +154,8 @@ def test_the_row_that_the_arguments_choose_is_what_runs():
 
 
 FOLLOWING = {
-    "bmm": [
-        lambda x: torch.einsum("ij,jk", x, x),
+    "bmm": [lambda x: torch.einsum("ij,jk", x, x)],
+    "bmm mul": [
         lambda x: torch.einsum("ij,jk,kl->il", x, x, x),
         lambda x: F.bilinear(x, x, x[None]),
     ],
@@ -176,7 +176,7 @@ FOLLOWING = {
     ],
     "addmm": [lambda x: F.linear(x, x, x[0])],
     "_convolution mul": [lambda x: F.conv1d(x[None], x[:, :, None]), lambda x: torch.outer(x[0], x[0])],
-    "linear": [lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1))],
+    "linear mul": [lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1))],
     "reflection_pad1d": [lambda x: F.pad(x, (1, 1), mode="reflect")],
 }
 
@@ -296,3 +296,64 @@ def test_a_write_through_a_view_in_the_default_list_arrives():
     with hmpx.convert():
         weight.t().copy_(torch.ones(4, 3))
     assert weight.sum() == 12
+
+
+def _layer(kind, *sizes):
+    return lambda: getattr(nn, kind)(*sizes)
+
+
+class _Einsum(nn.Module):
+    def __init__(self, equation, *shapes):
+        super().__init__()
+        self.equation, self.factors = equation, nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x):
+        return torch.einsum(self.equation, x, *self.factors)
+
+
+class _Bilinear(nn.Bilinear):
+    def forward(self, x):
+        return super().forward(x, x)
+
+
+JOINED = {
+    "gru": (_layer("GRU", 7, 9), (5, 3, 7)),
+    "gru of two layers and ways": (lambda: nn.GRU(7, 9, 2, bidirectional=True, batch_first=True), (5, 3, 7)),
+    "gru_cell": (_layer("GRUCell", 7, 9), (3, 7)),
+    "lstm_cell": (_layer("LSTMCell", 7, 9), (3, 7)),
+    "bilinear": (lambda: _Bilinear(7, 7, 6), (3, 7)),
+    "einsum, a chain": (lambda: _Einsum("ij,jk,kl->il", (7, 5), (5, 6)), (3, 7)),
+    "einsum, an outer product first": (lambda: _Einsum("a,b,bc->ac", (4,), (4, 5)), (3,)),
+    "einsum, scaled scores": (lambda: _Einsum("bhqd,bhkd,bhk->bhqk", (2, 3, 6, 5), (2, 3, 6)), (2, 3, 4, 5)),
+}
+
+
+def _outcome(make, shape, context, *, grad):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape, requires_grad=grad)
+    with context, torch.set_grad_enabled(grad):
+        results = model(x)
+    results = [*results] if isinstance(results, tuple) else [results]
+    if grad:
+        sum(each.float().square().sum() for each in results).backward()
+        results += [x.grad, *(p.grad for p in model.parameters())]
+    return results
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", JOINED)
+def test_products_inside_of_an_op_have_the_bits_of_autocast(name, grad):
+    """Under autocast's lists the state of a recurrence stays in FP32, in the results and in all gradients."""
+    make, shape = JOINED[name]
+    wanted = _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=grad)
+    found = _outcome(make, shape, hmpx.activate("autocast-cpu"), grad=grad)
+    assert all(map(same, found, wanted)) and len(found) == len(wanted)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_arithmetic_that_is_listed_too_is_cast_with_its_products(lists):
+    """Then the whole op has one precision; its own name decides before all."""
+    rules = []
+    for bf16 in ("linear", "linear mul", "gru"):
+        rules.append(build_policy(lists=read_lists(**lists(bf16=bf16))).rule(catalog()["gru"]))
+    assert rules == [Rule.INSIDE, Rule.BF16, Rule.BF16]

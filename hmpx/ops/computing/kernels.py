@@ -32,6 +32,7 @@ import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.base.compiling import never_compile_alone
+from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
@@ -70,6 +71,8 @@ class Kernels:
             from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel  # which most programs never need
 
             return WideKernel() if case.format is None else Fp8Kernel(case.format, self.of_codes)
+        if case.low is not None:
+            return InsideKernel(case.low)
         if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
             return None
         inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
@@ -145,6 +148,58 @@ class Fp32Kernel:
     def wrap(self, op: str, function: Callable) -> Callable:
         """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
         return _computing(function, self.inputs)
+
+
+@dataclass(frozen=True)
+class InsideKernel:
+    """torch's own op, with torch's own autocast on inside: it reaches the products of an op that is written in C++."""
+
+    low: torch.dtype
+
+    def __str__(self) -> str:
+        return f"products inside in {dtype_name(self.low)}"
+
+    @property
+    def backward(self) -> str:
+        """How the backward pass computes, in words."""
+        return "too"
+
+    def wrap(self, op: str, function: Callable) -> Callable:
+        """Return `function`, which is torch's own for the op, with its products in `low`."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            return _autocast_inside(self.low, function, args, kwargs)
+
+        vars(inside)["hands_on"] = function
+        return inside
+
+
+def _autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
+    device = _device((*args, *kwargs.values()))
+    if not (device and torch._C._is_autocast_available(device)):
+        return call(op, args, kwargs)
+    before = torch._C.is_autocast_enabled(device), torch._C.get_autocast_dtype(device)
+    torch.autocast_increment_nesting()
+    try:
+        torch._C.set_autocast_enabled(device, True)
+        torch._C.set_autocast_dtype(device, low)
+        return call(op, args, kwargs)
+    finally:
+        torch._C.set_autocast_enabled(device, before[0])
+        torch._C.set_autocast_dtype(device, before[1])
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()  # it holds the weights that were cast
+
+
+def _device(values: Iterable[Any]) -> str:
+    """Return the type of the device of the first tensor."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, list | tuple) and (found := _device(value)):
+            return found
+    return ""
 
 
 def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
@@ -252,4 +307,4 @@ COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)
 
 if TYPE_CHECKING:
-    Kernel: TypeAlias = Fp32Kernel | Fp8Kernel | WideKernel
+    Kernel: TypeAlias = Fp32Kernel | InsideKernel | Fp8Kernel | WideKernel

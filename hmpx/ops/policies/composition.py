@@ -26,10 +26,15 @@ Tensor = torch.Tensor
 
 
 class Composition(NamedTuple):
-    """A composed op's parts. `ways`: one tuple of parts for each way to run. `when`: for which arguments; None: all."""
+    """A composed op's parts. `ways`: one tuple of parts for each way to run. `when`: for which arguments; None: all.
+
+    joins: the arithmetic beside the products has a say, since it carries a state or multiplies several results. In no
+    list, it stays in the dtype of the arguments (`Rule.INSIDE`). A row says so by a "+" at its head.
+    """
 
     ways: tuple[tuple[str, ...], ...]
     when: Callable[..., bool] | None = None
+    joins: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -114,7 +119,8 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
     ),
     "cross_entropy": (("log_softmax nll_loss", _classes), ("log_softmax mul", None)),
     "einsum": (
-        ("bmm", _contracts),
+        ("bmm", lambda equation, operands, *, path=None: len(operands) == 2 and _contracts(equation, operands)),
+        ("+ bmm mul", _contracts),
         ("mul", lambda equation, operands, *, path=None: len(operands) > 1),
     ),
     "inner": (
@@ -161,7 +167,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
 
 _ALWAYS = {
     # products
-    "_euclidean_dist": "matmul mul", "_trilinear": "bmm", "bilinear": "_trilinear", "chain_matmul": "mm",
+    "_euclidean_dist": "matmul mul", "_trilinear": "bmm", "bilinear": "+ _trilinear mul", "chain_matmul": "mm",
     "corrcoef": "cov mul", "cov": "mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul", "vdot": "dot",
     # convolutions and recurrent layers
     "_convolution_mode": "convolution",
@@ -170,8 +176,9 @@ _ALWAYS = {
     "conv2d": "convolution | _convolution_mode", "conv3d": "convolution | _convolution_mode",
     "conv_transpose1d": "convolution", "conv_transpose2d": "convolution", "conv_transpose3d": "convolution",
     "convolution": "_convolution",
-    "gru": "linear mul | _cudnn_rnn", "gru_cell": "linear mul", "lstm": "mkldnn_rnn_layer | _cudnn_rnn | linear mul",
-    "lstm_cell": "linear mul", "rnn_relu": "linear add | _cudnn_rnn", "rnn_relu_cell": "linear add",
+    "gru": "+ linear mul | _cudnn_rnn", "gru_cell": "+ linear mul",
+    "lstm": "mkldnn_rnn_layer | _cudnn_rnn | linear mul", "lstm_cell": "+ linear mul",
+    "rnn_relu": "linear add | _cudnn_rnn", "rnn_relu_cell": "linear add",
     "rnn_tanh": "linear add | _cudnn_rnn", "rnn_tanh_cell": "linear add",
     # attention, softmax and losses
     "_safe_softmax": "softmax", "_scaled_dot_product_attention_math": "matmul _safe_softmax",
@@ -227,7 +234,8 @@ _BY_ARGUMENTS["matrix_power"] = _BY_ARGUMENTS["linalg_matrix_power"]
 
 
 def _row(text: str, when: Callable[..., bool] | None = None) -> Composition:
-    return Composition(tuple(tuple(way.split()) for way in text.split("|")), when)
+    ways = tuple(tuple(way.split()) for way in text.removeprefix("+").split("|"))
+    return Composition(ways, when, text.startswith("+"))
 
 
 COMPOSED: dict[str, tuple[Composition, ...]] = {

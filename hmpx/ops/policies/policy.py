@@ -18,7 +18,7 @@ import torch
 from hmpx.base import process_state as state
 from hmpx.errors import HmpxError, UnknownOpError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
-from hmpx.ops.policies.composition import ONLY_FP32, SPARSE_GRADIENTS, Composition
+from hmpx.ops.policies.composition import ARITHMETIC, ONLY_FP32, SPARSE_GRADIENTS, Composition
 from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.names import is_op, may_be_user_function, unknown_op
@@ -34,7 +34,8 @@ class Rule(enum.Enum):
     A list says BF16, FP8, FP32 or PROMOTE. The bf16 list says FP16 under ``low_precision=torch.float16``.
     FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16. BF16_TO_FP32 casts so too, and
     the result stays in FP32; no list says it, but "bf16-to-fp32" for a module or a region.
-    FIRST_INPUT is for ops in no list that refuse mixed dtypes.
+    FIRST_INPUT is for ops in no list that refuse mixed dtypes. INSIDE is for ops in no list that torch composes of
+    listed products and of arithmetic in no list, which carries a state or multiplies three tensors: gru, bilinear.
 
     Example:
         >>> with hmpx.convert() as handle:
@@ -49,6 +50,7 @@ class Rule(enum.Enum):
     FP32 = "fp32"  # all to float32
     PROMOTE = "promote"  # all to the widest dtype among them
     FIRST_INPUT = "first input"  # the others to the dtype of the first
+    INSIDE = "inside"  # none; the products that the op consists of cast what they are given
 
     def __str__(self) -> str:
         return self.value
@@ -63,13 +65,14 @@ class Case:
     """The rule of an op in calls whose arguments `when` accepts; None accepts every call.
 
     rule: None leaves the op as torch made it. follows: the listed ops that the rule comes from, if it is not its own.
-    format: of FP8.
+    format: of FP8. low: the dtype of the products, where they are cast inside of the op.
     """
 
     rule: Rule | None
     when: Callable[..., bool] | None = None
     follows: tuple[str, ...] = ()
     format: Format | None = None
+    low: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,11 @@ class Policy:
         names = tuple(name for name in found if self.listed(name))
         if not names or len(rules) > 1:
             return self._doing(op, None, row.when)
-        return self._doing(op, rules.pop(), row.when, names)
+        rule = rules.pop()
+        joined = {name for way in row.ways for name in way if name in ARITHMETIC}
+        if row.joins and rule in LOW_RULES.values() and joined and not any(map(self.listed, joined)):
+            return Case(Rule.INSIDE, row.when, names, low=self.low_precision)
+        return self._doing(op, rule, row.when, names)
 
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()

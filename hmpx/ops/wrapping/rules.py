@@ -111,6 +111,8 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
     """Return the dtype that `rule` casts the arguments to; None if it casts nothing."""
     if rule in TARGETS:
         return TARGETS[rule]
+    if rule is Rule.INSIDE:
+        return None
     dtypes = eligible_dtypes((*args, *kwargs.values()))
     if not dtypes:
         return None

@@ -200,7 +200,7 @@ def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> t
 
 def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
     public(original)  # looks its name up once, before torch is patched
-    if entry.signature.python or entry.signature.lead is None:
+    if entry.signature.python or entry.signature.lead is None or rule is Rule.INSIDE:
         return _general(entry, rule, original, run, switch)
     return make_wrapper(entry.signature, rule, entry.attribute, switch.everywhere)(original, run, switch)
 
