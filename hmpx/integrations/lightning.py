@@ -149,8 +149,8 @@ class HPUPrecisionPlugin(HmpxPrecision):
 
     Example:
         >>> from hmpx.integrations.lightning import HPUPrecisionPlugin
-        >>> HPUPrecisionPlugin(precision=16, opt_level="O1", bf16_file_path="bf16.txt").recipe.bf16_file_path
-        'bf16.txt'
+        >>> HPUPrecisionPlugin(precision=16, opt_level="O1", bf16_file_path="bf16.txt").recipe.opt_level
+        'O1'
     """
 
     def __init__(

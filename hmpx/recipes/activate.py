@@ -95,8 +95,13 @@ class Activation(Installation):
         self._ruled.update(new)
 
     def take_model(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """Cast a model, until `undo` is closed, and give it the recipe's rules; nothing happens the second time."""
-        if model not in self._ruled:
+        """Cast a model, until `undo` is closed, and give it the recipe's rules.
+
+        The second time only dtypes are looked at: a checkpoint of adapters brings its own.
+        """
+        if model in self._ruled:
+            cast_model(model, self.recipe, undo)
+        else:
             compare(self._trainer, facts(self.recipe))
             with self.recipe.naming_lines():
                 check_names([model], self.recipe)

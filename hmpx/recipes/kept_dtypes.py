@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,8 +21,28 @@ _SHOWN = 3
 logger = logging.getLogger("hmpx")
 
 
-def kept_in_fp32(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the FP32 parameters of a model that stand beside others of low precision, or that a class names."""
+# Of a model: the recipe that has cast it, and of each parameter's name whether it was to stay in FP32 then.
+_decided: WeakKeyDictionary[torch.nn.Module, tuple[object, dict[str, bool]]] = WeakKeyDictionary()
+
+
+def kept_in_fp32(model: torch.nn.Module, recipe: object) -> set[torch.nn.Parameter]:
+    """Return the FP32 parameters of a model that stand beside others of low precision, or that a class names.
+
+    A recipe that casts a model again, as a trainer's does, decides as it did: adapters that a checkpoint has loaded in
+    FP32 meanwhile do not stand there on purpose.
+    """
+    before, known = _decided.get(model, (None, {}))
+    if before is not recipe:
+        known = {}
+        _decided[model] = recipe, known
+    found, kept = _kept(model), set[torch.nn.Parameter]()
+    for name, p in model.named_parameters():
+        if known.setdefault(name, p in found) and p.dtype is torch.float32:
+            kept.add(p)
+    return kept
+
+
+def _kept(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     wide = [(name, p) for name, p in named if p.dtype is torch.float32]
     if len(wide) < len(named) and any(p.dtype in _LOW for _, p in named):

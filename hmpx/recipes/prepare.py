@@ -282,7 +282,7 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
     on purpose stays, and FP64 under a recipe of FP32 weights (`kept_dtypes`).
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
-    mapped, on_purpose, kept, narrowed = recipe.mapped(), kept_in_fp32(model), [], []
+    mapped, on_purpose, kept, narrowed = recipe.mapped(), kept_in_fp32(model, recipe), [], []
     for module_name, module in zip(module_names(model), model.modules(), strict=True):
         for name, p in module.named_parameters(recurse=False):
             dtype = mapped.get(p.dtype, p.dtype)

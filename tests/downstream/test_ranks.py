@@ -94,6 +94,7 @@ def _by_transformers(rank: int, port: int, folder: str) -> dict:
 
     import torch
 
+    import hmpx
     from tests.downstream import torchvision_ops  # noqa: F401
 
     warnings.filterwarnings("ignore")
@@ -111,6 +112,7 @@ def _by_transformers(rank: int, port: int, folder: str) -> dict:
             run = trained(model, RECIPES[way], at, resume, data=data, **how)
             assert isinstance(run.model_wrapped, torch.nn.parallel.DistributedDataParallel)
             found[name] = bits(model)
+        hmpx.restore()
     return found
 
 
