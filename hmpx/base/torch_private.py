@@ -83,6 +83,7 @@ NAMES: dict[str, str] = {
     "torch._dynamo.variables.base.VariableTracker": "stands for what hmpx has Dynamo trace there",
     # torch.autocast
     "torch.autocast()._enabled": "whether a region was to cast",
+    "torch._C._is_autocast_available": "whether torch's own autocast can be on inside of an op there",
     "torch._C._is_any_autocast_enabled": "whether torch's own autocast is on where a conversion begins",
     # TorchScript
     "torch.jit._builtins._get_builtin_table": "takes a wrapper for the builtin that it stands for",

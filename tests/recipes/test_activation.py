@@ -123,8 +123,13 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     second = hmpx.activate("autocast-cpu")
     assert not first.active and second.active
     first.restore()
-    product = torch.nn.Bilinear(2, 2, 2)
-    assert product(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
+
+    class Attention(torch.nn.Linear):  # in BF16 under the second recipe alone
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    attention, x = Attention(2, 2), torch.ones(1, 2, 2)
+    assert attention(x).dtype is BF16
     for wrong, said in (
         ({"weights": "no"}, "weights is 'no'"),
         ({"bf16": ["sofmax"]}, "unknown op 'sofmax'; did you mean 'softmax'"),
@@ -132,7 +137,7 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     ):
         with pytest.raises(hmpx.HmpxError, match=said):
             hmpx.activate(wrong)
-        assert second.active and product(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
+        assert second.active and attention(x).dtype is BF16
     hmpx.restore()
     assert not second.active and all(vars(cls).get("__init__") is init for cls, init in INITS.items())
     second.restore()

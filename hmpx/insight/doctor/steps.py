@@ -19,6 +19,7 @@ from hmpx.insight.doctor.twin import NotChecked, Twin, sample, samples, twins_of
 from hmpx.insight.tensors import LOW
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.released import Released
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -187,14 +188,14 @@ class SteppedOptimizer:
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        grads = {p: p.grad for p in params if p.grad is not None}
+        grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
         few = sorted(grads, key=lambda p: p.numel())[:8]  # NaN spreads to all
         self._look_for_nonfinite("gradients", [grads[p] for p in few])
         window = window_of(self.steps + 1)
         if window != self._window:
             self.close()
             self._window = window
-        if not window:
+        if not window or not grads:
             return
         with_grad = list(map(id, grads))
         try:
