@@ -81,6 +81,7 @@ class _ClaimedParameter:
         self.claims: list[Claim] = []
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
         self._reduced = False  # whether a DDP module has reduced the gradients
+        self._dtype_before: tuple[torch.dtype | None, torch.dtype] | None = None  # of gradients, of the weights
         self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32; whether DDP reduces them so
         self._released = False
 
@@ -91,9 +92,10 @@ class _ClaimedParameter:
         of_fp32 = self.param.dtype is torch.float32 and not in_job()
         wanted = last is not None and last.fp32 and (self.param.dtype is torch.bfloat16 or of_fp32)
         if self._widened != (now := (wanted, wanted and self._reduced)):
-            self._fp32.close()
+            self._narrow()
             self._widened = now
             if wanted:
+                self._dtype_before = self.param.grad_dtype, self.param.dtype
                 _accumulate_in_fp32(self.param, self._reduced, self._fp32)
         released = last is not None and last.release is not None
         if released is not self._released:
@@ -101,6 +103,14 @@ class _ClaimedParameter:
             self._released = released
             if released:
                 self._release.callback(hook_when_complete(self.param, self._complete).remove)
+
+    def _narrow(self) -> None:
+        """Undo `_accumulate_in_fp32`, as often as it is asked for: an interrupt may have come in the middle."""
+        self._fp32.close()
+        if self._dtype_before is not None:
+            before, of_weights = self._dtype_before
+            _set_grad_dtype(self.param, self.param.dtype if before is of_weights else before)
+            self._dtype_before = None
 
     def reduce(self) -> None:
         """A DDP module reduces the gradients from here on.
@@ -123,7 +133,7 @@ class _ClaimedParameter:
 
     def install_again(self) -> None:
         """After `swap_tensors`: `grad_dtype` went with the old contents, and torch does not call the hooks any more."""
-        self._fp32.close()
+        self._narrow()
         self._release.close()
         self._widened, self._released = (False, False), False
         hooks = self.param._post_accumulate_grad_hooks  # they stay with the object; assigning them installs them
@@ -194,8 +204,7 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
     A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
     hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces as `ranks/ddp.py` says.
     """
-    before, sharded = p.grad_dtype, is_sharded(p)
-    undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
+    sharded = is_sharded(p)
     _set_grad_dtype(p, None if reduced or sharded else torch.float32)
     if reduced:
         exchange_in_fp32(p, undo)
