@@ -10,10 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import json
 import math
-import traceback
-import warnings
 from unittest import mock
 
 import numpy as np
@@ -29,6 +26,7 @@ from hmpx.ops.computing.fp8_casts import quantize
 from hmpx.ops.computing.fp8_product import How, product
 from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.wrapping.weight_cache import cast_weight
+from tests.support.fresh_python import print_checks
 
 HELD = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
@@ -248,21 +246,5 @@ def check_a_layer_takes_them():
     assert taken == [(40, 64)] and close(found, wanted)
 
 
-def main():
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # NumPy's, of NaN and inf
-    results = {}
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                with mock.patch.object(interpreter, "_convert_float", convert):
-                    torch.manual_seed(0)
-                    check()
-                results[name] = ""
-            except BaseException:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    print_checks(globals(), lambda name: mock.patch.object(interpreter, "_convert_float", convert))

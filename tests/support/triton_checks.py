@@ -6,10 +6,7 @@ A check is a function here whose name begins with `check_`. The process prints, 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import traceback
-import warnings
 from unittest import mock
 
 import torch
@@ -23,6 +20,7 @@ from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Ste
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.updates.stepping import batching
+from tests.support.fresh_python import print_checks
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
 from tests.support.state_codes import beside_the_finest_steps
@@ -303,21 +301,7 @@ def check_attached_optimizers():
         assert bool(moved) == ("fused" not in options), moved
 
 
-def main():
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # NumPy's, of NaN and inf
-    results = {}
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                with torch.no_grad() if name != "check_attached_optimizers" else contextlib.nullcontext():
-                    torch.manual_seed(0)
-                    check()
-                results[name] = ""
-            except BaseException:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    print_checks(
+        globals(), lambda name: torch.no_grad() if name != "check_attached_optimizers" else contextlib.nullcontext()
+    )
