@@ -113,7 +113,7 @@ def test_a_layer_in_fp8_is_near_that_of_a_cpu(form):
     layer, x, g = nn.Linear(512, 1024), torch.randn(256, 512), torch.randn(256, 1024)
     found = []
     for device in ("cpu", "cuda"):
-        own, given = copy.deepcopy(layer).to(device), x.to(device).requires_grad_()
+        own, given = copy.deepcopy(layer).to(device), x.to(device, copy=True).requires_grad_()
         with hmpx.convert(fp8=["linear"], fp8_format=form):
             y = own(given)
             y.backward(g.to(y))

@@ -55,7 +55,6 @@ def run(
             what = f"{width} wide, {'one block compiled' if compiled else f'{count} blocks eager'}"
             times: dict[str, float] = {}
             for name, (context, made) in ways().items():
-                print(f"{what}, {name}", file=sys.stderr)
                 torch.manual_seed(0)
                 model = nn.Sequential(*(Block(width, width // _HEAD) for _ in range(count))).to(x)
                 try:
@@ -63,6 +62,7 @@ def run(
                         torch.compiler.reset()
                         work = _work(torch.compile(made(model)) if compiled else made(model), x)
                         times[name] = measure.best_times({name: work}, repeat, device)[name]
+                    print(f"{what}, {name}: {1e3 * times[name]:.2f} ms", file=sys.stderr, flush=True)
                 except Exception as error:
                     notes.append(f"{what}, {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             for name, seconds in times.items():

@@ -75,10 +75,10 @@ def test_an_older_gpu_says_once_that_codes_are_multiplied_in_bf16(monkeypatch, c
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     caplog.set_level(logging.INFO, "hmpx")
-    matrix_products._has_scaled_mm.cache_clear()
+    matrix_products._asked_scaled_mm.cache_clear()
     assert not any([matrix_products._has_scaled_mm(torch.device("cuda", 0)) for _ in range(3)])
     assert [each.getMessage() for each in caplog.records if "A100" in each.getMessage()] == [
         "hmpx: cuda:0 (A100) has no FP8 tensor cores that torch uses: FP8 codes are multiplied in BF16, which is "
         "slower than BF16 alone"
     ]
-    matrix_products._has_scaled_mm.cache_clear()
+    matrix_products._asked_scaled_mm.cache_clear()

@@ -270,9 +270,13 @@ def _why_not_fp8(operands: Operands | str, form: Format) -> str:
     return ""
 
 
-@functools.cache
 def _has_scaled_mm(device: torch.device) -> bool:
     """Return whether a GPU has FP8 tensor cores: NVIDIA's from sm_89 on. It logs where one has not."""
+    return _asked_scaled_mm(device)  # a constant in compiled code, where Dynamo warns of a cache
+
+
+@functools.cache
+def _asked_scaled_mm(device: torch.device) -> bool:
     has = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if not has:
         logger.info("hmpx: %s (%s) has no FP8 tensor cores that torch uses: FP8 codes are multiplied in BF16, which is "
