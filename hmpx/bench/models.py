@@ -111,6 +111,15 @@ def gpt2_small() -> Iterator[Shape]:
     yield from _norm(768)
 
 
+def gpt(width: int = 1024, layers: int = 24, words: int = 50304, length: int = 1024) -> Iterator[Shape]:
+    """Yield the shapes of a GPT whose head is not tied: 293 tensors, 406.4 M parameters."""
+    yield from ((words, width), (length, width))
+    for _ in range(layers):
+        yield from (*_norm(width), *_linear(width, 3 * width), *_linear(width, width))
+        yield from (*_norm(width), *_linear(width, 4 * width), *_linear(4 * width, width))
+    yield from (*_norm(width), (words, width))
+
+
 def _convolution(inputs: int, outputs: int, size: int) -> tuple[Shape, ...]:
     """Return the shapes of a convolution and the norm behind it."""
     return (outputs, inputs, size, size), *_norm(outputs)

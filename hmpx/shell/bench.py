@@ -59,6 +59,21 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _host(options: argparse.Namespace) -> int:
+    if options.json:
+        check_outputs(options, {"json": options.json})
+    with _in_a_checkout(options.what):
+        from hmpx.bench import host, measure
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    table = host.run(options.repeat, _device(name), options.tensors, options.only)
+    print(table)
+    if options.json:
+        measure.save([table], options.json)
+    short = host.exceeded(table)
+    print("", *(f"fell short: {each}" for each in short), sep="\n", end="")
+    return 1 if short else 0
+
+
 def _gpu(options: argparse.Namespace) -> int:
     with _in_a_checkout(options.what):
         from hmpx.bench import gpu
@@ -159,6 +174,22 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     )
     words = "default 1e6 537e6 7e9"
     command.add_argument("--params", type=_size, nargs="+", default=[1e6, 537e6, 7e9], metavar="N", help=words)
+
+    command = add_one(
+        "host",
+        "what a step costs the host of a GPU, beside torch's own; no GPU is needed",
+        "Microseconds of the host a step and a tensor, for every way to hold weights and state, beside torch's fused\n"
+        "step, in turns. Without a GPU nothing is launched, and the rest runs as it does on one (Triton is needed).\n"
+        "`ratio` is to torch's step. Exit status 1: a row exceeds its limit.",
+        "--tensors 293 --only fused",
+        _host,
+    )
+    _add_repeat(command)
+    words = "of the model, default 20 293 1000"
+    command.add_argument("--tensors", type=_count, nargs="+", default=[20, 293, 1000], metavar="N", help=words)
+    command.add_argument("--only", default="", metavar="TEXT", help="rows with this in their names")
+    command.add_argument("--device", help="of torch; default a GPU, or cpu where there is none")
+    command.add_argument("--json", type=Path, metavar="FILE", help="the figures as JSON too")
 
     command = add_one(
         "gpu",

@@ -21,7 +21,7 @@ weight update has, check lists and recipes, and run a training script under one.
 _MORE = """\
 exit status:
   0    done: nothing is wrong
-  1    doctor, check, compare, report --diff: something was found; tune, bench gpu: the aim was missed
+  1    doctor, check, compare, report --diff: something was found; tune, bench gpu, bench host: the aim was missed
   2    an error, which is said; doctor: nothing is wrong in what it could look at, but some of it it could not
   run, record and doctor hand on the status of a script that ends with another one
 

@@ -1,0 +1,156 @@
+"""Lets hmpx step CPU tensors as it steps CUDA tensors, on a machine without a GPU: all of the host's work, no device.
+
+Real: hmpx, torch's optimizers, Triton's dispatch, whose kernels are compiled for sm_90. Not there: launches, and
+torch's fused kernel with its increment of counts on the device. Nothing is computed and few tensors are written, so
+that most of a model's memory is never touched.
+
+These names of hmpx are replaced, and no others. Where one has moved, `mock` raises, so that nothing is measured wrong:
+
+=======================  ===========================================================================
+``native.can_read``      no: a tensor is on no CPU
+``triton.can_read``      as it is, but for tensors on a CPU
+``batching.slice_size``  that of an accelerator
+=======================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hmpx.errors import HmpxError
+from hmpx.rounding import native, triton
+from hmpx.updates.stepping import batching
+
+_adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
+
+
+class _Utils:
+    """What Triton asks the driver of an H100 for."""
+
+    def __init__(self, told: Counter[str]) -> None:
+        self._told = told
+
+    def load_binary(self, *_: Any) -> tuple[object, int, int, int, int]:
+        return object(), 1, 32, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+    def launch(self, *_: Any) -> None:
+        self._told["launches"] += 1
+
+
+class _Driver:
+    """A driver of Triton that launches nothing."""
+
+    def __init__(self, told: Counter[str]) -> None:
+        self.utils = utils = _Utils(told)
+
+        class Launcher:
+            """Takes the arguments apart as the one for CUDA does."""
+
+            def __init__(self, source: object, metadata: object) -> None:
+                pass
+
+            def __call__(self, x: int, y: int, z: int, *args: Any) -> None:
+                utils.launch(x, y, z, args)
+
+        self.launcher_cls = Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_capability(self, device: int) -> tuple[int, int]:
+        return 9, 0
+
+
+def _can_read(*tensors: torch.Tensor) -> bool:
+    shape = tensors[0].shape
+    return all([each.is_cpu and each.shape == shape for each in tensors]) and all(map(native.is_plain, tensors))
+
+
+class _TorchsStep:
+    """torch's fused kernel on empty tensors: its arguments are read, and nothing is computed."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._empty = kernel, dict[tuple[object, ...], list[list[torch.Tensor]]]()
+
+    def __call__(self, *lists: list[torch.Tensor], **options: Any) -> None:
+        known = type(lists[0][0]), *map(len, lists)
+        if known not in self._empty:
+            self._empty[known] = [[_empty(each) for each in tensors] for tensors in lists]
+        self._kernel(*self._empty[known], **options)
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without elements, of the same class; of a count of steps, another one."""
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(torch.empty(0), tensor.device_mesh, tensor.placements, run_check=False)
+    return torch.empty(0 if tensor.dim() else ())
+
+
+@contextlib.contextmanager
+def no_gpu() -> Iterator[Counter[str]]:
+    """Inside, hmpx takes a CPU for a GPU; yields how many ``launches`` of its kernels there were.
+
+    Raises:
+        HmpxError: Triton is not installed.
+    """
+    if not triton.available():
+        raise HmpxError("bench host wants Triton where there is no GPU: pip install triton")
+    from triton.runtime import driver
+
+    told, inside = Counter[str](), [False]
+    size, own_step, add = batching.slice_size, _adam._fused_adam, torch._foreach_add_
+
+    def slice_size(elements: int, parts: int = batching._PARTS, device: object = None) -> int:
+        return size(elements, parts, torch.device("cuda"))
+
+    def fused_adam(*args: Any, **kwargs: Any) -> None:
+        inside[0] = True
+        try:
+            own_step(*args, **kwargs)
+        finally:
+            inside[0] = False
+
+    def foreach_add_(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not inside[0]:  # else counts that are on the device
+            add(tensors, *args, **kwargs)
+
+    replaced = [
+        (driver, "_active", _Driver(told)),
+        (native, "can_read", lambda *tensors: False),
+        (triton, "can_read", _can_read),
+        (batching, "slice_size", slice_size),
+        (_adam, "_fused_adam", fused_adam),
+        (torch, "_foreach_add_", foreach_add_),
+        (torch, "_fused_adamw_", _TorchsStep(torch._fused_adamw_)),
+        (torch, "_fused_adam_", _TorchsStep(torch._fused_adam_)),
+        (torch, "zeros_like", torch.empty_like),  # state, of which no page is ever touched
+    ]
+    with contextlib.ExitStack() as patches:
+        for owner, name, value in replaced:
+            patches.enter_context(mock.patch.object(owner, name, value))
+        yield told
