@@ -1,48 +1,59 @@
-"""``bench gpu``: every table on a GPU, in one command that writes a JSON and a page to send.
+"""``bench gpu``: the tests and every table on a GPU, in at most six minutes, and a page to send.
 
-What is expected of a GPU follows from counts (`bench launches`) and bytes: rounding and steps are bound by memory.
+Each part is a process of its own with a limit of seconds: what fails or hangs there stops no other part. What is
+expected of a GPU follows from counts (`bench launches`) and bytes: rounding and steps are bound by memory.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from hmpx.bench import casts, fp8, launches, train, updates
-from hmpx.bench.measure import Bench
+from hmpx.bench import fp8, gpt, host, updates
+from hmpx.bench.measure import Bench, Line
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
 
 _ROOT = Path(__file__).parents[2]
 _BESIDE = "triton", "torchao", "torch-optimi", "bitsandbytes"
-Tables = Mapping[str, Callable[[], Bench]]
+_FORMS = ("toy", "resnet50", "bert-base", "gpt2-small")
+Say = Callable[[str], object]
+
+
+class Part(NamedTuple):
+    """One table. It is made from the number of timed rounds and the device, in at most so many seconds."""
+
+    seconds: int
+    make: Callable[[int, torch.device], Bench]
 
 
 class Expected(NamedTuple):
-    """A figure of a table that was expected before anybody had measured it.
+    """A figure of a part that was expected before anybody had measured it.
 
     at_most: the largest figure that is as expected.
     """
 
-    table: str
+    part: str
     row: str
     column: str
     at_most: float
     words: str
 
-    def missed(self, tables: Mapping[str, Bench]) -> str:
+    def missed(self, bench: Bench) -> str:
         """Return how the figure falls short; an empty string if it does not."""
-        rows = tables[self.table].rows if self.table in tables else []
-        found = next((row.figures.get(self.column) for row in rows if row.name == self.row), None)
+        found = next((row.figures.get(self.column) for row in bench.rows if row.name == self.row), None)
         if found is None:
             return f"{self.words}: not measured"
         return f"{self.words}: {found:.2f}, expected at most {self.at_most:.2f}" if found > self.at_most else ""
@@ -51,92 +62,125 @@ class Expected(NamedTuple):
 EXPECTED = (
     Expected("rounding", "hmpx Triton kernel", "ratio", 1 / 0.85, "stochastic rounding / torch's copy_, same bytes"),
     Expected("step", "hmpx fused, BF16 states", "ratio", 0.9, "fused AdamW with BF16 state / torch's fused FP32 step"),
-)
-EXPECTED_OF_FP8 = (
+    Expected("train", "eager, lean8", "ratio", 1.15, "a training step of lean8 / one of plain BF16"),
     Expected("fp8", "4096 wide, 4 blocks eager, hmpx tensorwise", "ratio", 1 / 1.1, "eager tensorwise FP8 / BF16"),
     Expected("fp8", "1024 wide, 4 blocks eager, hmpx tensorwise", "ratio", 1.0, "the same, 1024 wide"),
 )
 
 
-def tables_on(device: torch.device, repeat: int) -> Tables:
-    """Return what makes each table, by its name; each takes one to three minutes."""
-    return {
-        "rounding": lambda: updates.rounding(1 << 27, repeat, device),
-        "step": lambda: updates.step(1 << 28, repeat, device),
-        "step, models": lambda: updates.steps_of_models(("toy", "resnet50", "bert-base", "gpt2-small"), repeat, device),
-        "casts": lambda: casts.run(repeat, device),
-        "train": lambda: train.run(repeat, device, ("mlp", "convnet", "transformer"), False),
-        "launches": lambda: launches.run([537e6]),
-    }
+def tests(repeat: int, device: torch.device) -> Bench:
+    """Run the tests with the marker ``cuda``: one row, and a note for each that fails."""
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-rfE", "tests/test_cuda.py"]
+    command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    said = (done.stdout + done.stderr).splitlines()
+    counts = re.findall(r"(\d+) (passed|failed|errors?)", (said or [""])[-1])
+    notes = [line for line in said if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode and not notes:
+        notes = [f"pytest ended with status {done.returncode}: {(said or [''])[-1]}"]
+    figures = {what: float(number) for number, what in counts}
+    return Bench("tests with the marker cuda", [Line("tests/test_cuda.py", figures)], notes)
 
 
-def run(folder: Path, repeat: int, say: Callable[[str], object]) -> list[str]:
-    """Measure all, write ``hmpx-gpu.json`` and ``hmpx-gpu.md`` into the folder, and return what fell short.
+PARTS = {
+    "tests": Part(100, tests),
+    "rounding": Part(30, lambda repeat, device: updates.rounding(1 << 27, repeat, device)),
+    "step": Part(50, lambda repeat, device: updates.step(1 << 27, repeat, device, peers=False)),
+    "models": Part(30, lambda repeat, device: updates.steps_of_models(_FORMS, repeat, device)),
+    "host": Part(70, lambda repeat, device: host.run(repeat, device)),
+    "train": Part(80, lambda repeat, device: gpt.run(repeat, device)),
+}
+ALONE = PARTS | {"fp8": Part(300, lambda repeat, device: fp8.run(repeat, device))}  # run where it is asked for
+
+
+def run(parts: Sequence[str], folder: Path, repeat: int, say: Say) -> list[str]:
+    """Run these parts, write ``hmpx-gpu.json`` and ``hmpx-gpu.md`` into the folder, and return what fell short.
 
     Raises:
         HmpxError: torch sees no GPU.
     """
-    device = _gpu()
-    return report(folder, surroundings(), tables_on(device, repeat), tests(), say)
+    gpu()
+    found: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as private:
+        for part in parts:
+            say(f"## {part}, at most {ALONE[part].seconds} s")
+            file = Path(private, "part.json")
+            found[part] = apart(part, [*_COMMAND, part, "--repeat", str(repeat), "--json", str(file)], file)
+    return report(folder, surroundings(), found)
 
 
-def run_fp8(repeat: int, say: Callable[[str], object]) -> list[str]:
-    """Measure FP8 alone, and return what fell short.
+_COMMAND = sys.executable, "-m", "hmpx", "bench", "gpu"
+
+
+def apart(part: str, command: Sequence[str], file: Path) -> dict:
+    """Run one part in a process that prints as it goes; return what it has written, or that it has written nothing."""
+    file.unlink(missing_ok=True)
+    seconds = ALONE[part].seconds
+    try:
+        status = subprocess.run(command, cwd=_ROOT, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return {"short": [f"bench gpu {part}: stopped after {seconds} s"]}
+    if not file.exists():
+        return {"short": [f"bench gpu {part}: ended with status {status}"]}
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def run_one(part: str, repeat: int, file: Path | None, say: Say) -> list[str]:
+    """Run one part in this process, say its table, and return what fell short.
 
     Raises:
         HmpxError: torch sees no GPU.
     """
-    tables = {"fp8": fp8.run(repeat, _gpu())}
-    say(str(tables["fp8"]))
-    return [*filter(None, [each.missed(tables) for each in EXPECTED_OF_FP8])]
+    bench = ALONE[part].make(repeat, gpu())
+    short = short_of(part, bench)
+    say(str(bench))
+    if file is not None:
+        file.write_text(json.dumps({"table": asdict(bench), "short": short}, indent=2) + "\n", encoding="utf-8")
+    return short
 
 
-def _gpu() -> torch.device:
+def short_of(part: str, bench: Bench) -> list[str]:
+    """Return which figures of a part are not as expected."""
+    if part == "host":
+        return host.exceeded(bench)
+    told = [each.missed(bench) for each in EXPECTED if each.part == part]
+    return [*(bench.notes if part in ("tests", "train") else []), *filter(None, told)]
+
+
+def gpu() -> torch.device:
+    """Return the GPU.
+
+    Raises:
+        HmpxError: torch sees none.
+    """
     if not torch.cuda.is_available():
         raise HmpxError(f"bench gpu wants a GPU, and torch {torch.__version__} sees none: run it where it does")
     return torch.device("cuda")
 
 
-def report(
-    folder: Path, about: Mapping[str, str], tables: Tables, said_by_tests: str, say: Callable[[str], object]
-) -> list[str]:
-    """Measure these tables, and write both files; a table that raises is noted, and the rest are measured."""
-    found: dict[str, Bench] = {}
-    short = [] if said_by_tests.startswith("passed") else [f"tests with the marker cuda: {said_by_tests}"]
-    for name, table in tables.items():
-        try:
-            found[name] = table()
-            say(f"{found[name]}\n")
-        except Exception as error:
-            short.append(f"bench {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    short += filter(None, [each.missed(found) for each in EXPECTED])
-    whole = {
-        "hmpx": __version__,
-        "about": about,
-        "tests": said_by_tests,
-        "short": short,
-        "tables": {k: asdict(v) for k, v in found.items()},
-    }
+def report(folder: Path, about: Mapping[str, str], found: Mapping[str, dict]) -> list[str]:
+    """Write both files; return what fell short in all parts."""
+    short = [each for part in found.values() for each in part["short"]]
+    tables = {part: told["table"] for part, told in found.items() if "table" in told}
+    whole = {"hmpx": __version__, "about": about, "short": short, "tables": tables}
     (folder / "hmpx-gpu.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    (folder / "hmpx-gpu.md").write_text(page(about, said_by_tests, short, found), encoding="utf-8")
+    (folder / "hmpx-gpu.md").write_text("\n".join([*_page(about, short, tables), ""]), encoding="utf-8")
     return short
 
 
-def page(about: Mapping[str, str], said_by_tests: str, short: list[str], found: Mapping[str, Bench]) -> str:
-    """Return the report in Markdown."""
-    lines = [f"# hmpx on {about['GPU']}", "", *(f"- {key}: {value}" for key, value in about.items())]
-    lines += [f"- tests: {said_by_tests}", "", "## What fell short", ""]
-    lines += [f"- {each}" for each in short] or ["Nothing."]
-    for name, bench in found.items():
-        lines += ["", f"## {name}", "", "```text", str(bench), "```"]
-    return "\n".join([*lines, ""])
+def _page(about: Mapping[str, str], short: list[str], tables: Mapping[str, dict]) -> Iterable[str]:
+    yield from (f"# hmpx on {about['GPU']}", "", *(f"- {key}: {value}" for key, value in about.items()))
+    yield from ("", "## What fell short", "", *([f"- {each}" for each in short] or ["Nothing."]))
+    for part, table in tables.items():
+        bench = Bench(table["title"], [Line(**row) for row in table["rows"]], table["notes"])
+        yield from ("", f"## {part}", "", "```text", str(bench), "```")
 
 
 def surroundings() -> dict[str, str]:
     """Return what the GPU is, and what is installed."""
-    gpu = torch.cuda.get_device_properties(0)
+    found = torch.cuda.get_device_properties(0)
     about = {
-        "GPU": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, of {torch.cuda.device_count()}",
+        "GPU": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, of {torch.cuda.device_count()}",
         "hmpx": __version__,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
         "Python": platform.python_version(),
@@ -147,12 +191,3 @@ def surroundings() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             about[package] = "not installed"
     return about
-
-
-def tests() -> str:
-    """Run the tests with the marker ``cuda``: "passed", or what they said last."""
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "tests/test_cuda.py"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    last = said[-1] if said else ""
-    return f"passed ({last})" if done.returncode == 0 else f"exit status {done.returncode}: {last}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import sys
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hmpx.bench import measure
@@ -35,6 +37,7 @@ from hmpx.updates.holding.stores import WAYS as WEIGHTS
 BF16 = torch.bfloat16
 TENSORS = 20, 293, 1000
 _NUMBERS = 293, 1000  # of tensors, for which most limits are
+_PROFILED = 293  # tensors whose kernels are timed too; a look takes the profiler half a second
 
 
 class Limit(NamedTuple):
@@ -102,15 +105,15 @@ def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, onl
     rows, notes = [], []
     around: AbstractContextManager[dict[str, int]] = no_gpu() if device.type == "cpu" else contextlib.nullcontext({})
     with _silence(), around as told:
-        for count in tensors:
-            for way in ways():
-                if only in way.name:
-                    print(_name(way, count), file=sys.stderr, flush=True)
-                    try:
-                        rows.append(_row(way, count, repeat, device, told))
-                    except Exception as error:
-                        notes.append(f"{_name(way, count)}: {type(error).__name__}: {str(error).splitlines()[0]}")
-                    gc.collect()
+        for count, way in itertools.product(tensors, ways()):
+            if only not in way.name:
+                continue
+            try:
+                rows.append(_row(way, count, repeat, device, told))
+                print(f"{rows[-1].name}: {rows[-1].figures['us']:.0f} us", file=sys.stderr, flush=True)
+            except Exception as error:
+                notes.append(f"{_name(way, count)}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            gc.collect()
     there = "a CPU taken for a GPU: nothing is launched" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return measure.Bench(f"the host's microseconds a step of AdamW, torch {torch.__version__}, {there}", rows, notes)
 
@@ -152,8 +155,10 @@ def _row(way: Way, count: int, repeat: int, device: torch.device, told: dict[str
             figures = {"us": 1e6 * least, "us/tensor": 1e6 * least / count}
             if not way.is_released:
                 figures |= {"torch us": 1e6 * theirs, "ratio": least / theirs}
-            figures |= {"first ms": 1e3 * first, "launches": launched / repeat}
-            if device.type == "cuda":
+            figures["first ms"] = 1e3 * first
+            if device.type == "cpu":
+                figures["launches"] = launched / repeat
+            elif count == _PROFILED:
                 figures |= _on_device(peer, own)
     return measure.Line(_name(way, count), figures)
 
@@ -166,10 +171,11 @@ def _on_device(peer: Subject, own: Subject) -> dict[str, float]:
 
 
 def _profiled(subject: Subject) -> tuple[float, int]:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         subject.step(0)
         torch.cuda.synchronize()
-    events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
+    events = [each for each in profiled.key_averages() if each.device_type == DeviceType.CUDA]
+    events = [each for each in events if not each.is_user_annotation]
     return sum([each.self_device_time_total for each in events]) / 1e6, sum([each.count for each in events])
 
 

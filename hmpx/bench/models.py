@@ -50,6 +50,25 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
+class Gpt(nn.Module):
+    """Blocks between embeddings and a head that is not tied; gives the loss. `gpt` yields the shapes of the same."""
+
+    def __init__(self, width: int, layers: int, words: int, length: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        for each in self.modules():
+            if isinstance(each, nn.Linear | nn.Embedding):
+                nn.init.normal_(each.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
 def _mlp() -> tuple[nn.Module, Tensor]:
     hidden = (layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU()))
     return nn.Sequential(*hidden, nn.Linear(512, 10)), torch.randn(64, 512)

@@ -62,8 +62,8 @@ def _torchao(out: torch.Tensor, x: torch.Tensor) -> dict[str, Callable]:
     }
 
 
-def step(elements: int, repeat: int, device: torch.device) -> measure.Bench:
-    """Measure a step in every way of holding weights. The reference is torch's fused FP32 AdamW.
+def step(elements: int, repeat: int, device: torch.device, *, peers: bool = True) -> measure.Bench:
+    """Measure a step in every way of holding weights, and of peers. The reference is torch's fused FP32 AdamW.
 
     ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
     """
@@ -73,7 +73,7 @@ def step(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     candidates: dict[str, Callable] = {}
     more: dict[str, dict[str, float]] = {}
     notes: list[str] = []
-    for name, (dtype, make) in (_ways() | _peers()).items():
+    for name, (dtype, make) in (_ways() | (_peers() if peers else {})).items():
         params = _parameters(shapes, dtype, device)
         made: list[Callable] = []
 

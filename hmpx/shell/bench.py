@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,23 +70,31 @@ def _host(options: argparse.Namespace) -> int:
     print(table)
     if options.json:
         measure.save([table], options.json)
-    short = host.exceeded(table)
-    print("", *(f"fell short: {each}" for each in short), sep="\n", end="")
-    return 1 if short else 0
+    return _tell_short(host.exceeded(table))
 
 
 def _gpu(options: argparse.Namespace) -> int:
     with _in_a_checkout(options.what):
         from hmpx.bench import gpu
-    if options.table == "fp8":
-        short = gpu.run_fp8(options.repeat, print)
-        print(*(f"fell short: {each}" for each in short), sep="\n", end="\n" if short else "")
-        return 1 if short else 0
-    if not options.folder.is_dir():
-        raise HmpxError(f"--folder {options.folder}: there is no such folder")
-    check_outputs(options, {"folder": options.folder / "hmpx-gpu.md", "folder ": options.folder / "hmpx-gpu.json"})
-    short = gpu.run(options.folder, options.repeat, print)
-    print(*(f"fell short: {each}" for each in short), f"written: {options.folder / 'hmpx-gpu.md'} and .json", sep="\n")
+    if unknown := [part for part in options.parts if part not in gpu.ALONE]:
+        raise HmpxError(f"bench gpu {unknown[0]}: there is no such part; there are {', '.join(gpu.ALONE)}")
+    say = functools.partial(print, flush=True)
+    if len(options.parts) == 1:
+        if options.json:
+            check_outputs(options, {"json": options.json})
+        short = gpu.run_one(options.parts[0], options.repeat, options.json, say)
+    else:
+        if not options.folder.is_dir():
+            raise HmpxError(f"--folder {options.folder}: there is no such folder")
+        check_outputs(options, {"folder": options.folder / "hmpx-gpu.md", "folder ": options.folder / "hmpx-gpu.json"})
+        short = gpu.run(options.parts or [*gpu.PARTS], options.folder, options.repeat, say)
+        say(f"written: {options.folder / 'hmpx-gpu.md'} and .json")
+    return _tell_short(short)
+
+
+def _tell_short(short: list[str]) -> int:
+    for each in short:
+        print(f"fell short: {each}")
     return 1 if short else 0
 
 
@@ -184,7 +193,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "--tensors 293 --only fused",
         _host,
     )
-    _add_repeat(command)
+    _add_repeat(command, 7)
     words = "of the model, default 20 293 1000"
     command.add_argument("--tensors", type=_count, nargs="+", default=[20, 293, 1000], metavar="N", help=words)
     command.add_argument("--only", default="", metavar="TEXT", help="rows with this in their names")
@@ -194,15 +203,18 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     command = add_one(
         "gpu",
         "all of it on this GPU, and what fell short of what is expected",
-        "The tests that want a GPU, and every table on it, in about ten minutes. It writes\n"
-        "hmpx-gpu.json and hmpx-gpu.md, a page to send. Exit status 1: something fell short; 2: there is no GPU.\n"
-        "`gpu fp8` is a table of its own: blocks in BF16 and FP8, eager and compiled, beside torchao.",
+        "The tests that want a GPU, then tables on it: rounding, step, models, host, train. In at most six minutes it\n"
+        "writes hmpx-gpu.json and hmpx-gpu.md, a page to send. One part alone is printed and written nowhere;\n"
+        "`fp8` is only run so: blocks in BF16 and FP8, eager and compiled, beside torchao.\n"
+        "Exit status 1: something fell short; 2: there is no GPU.",
         "--folder /tmp",
         _gpu,
     )
-    _add_repeat(command)
-    command.add_argument("table", nargs="?", choices=("fp8",), help="this table alone, printed and written nowhere")
+    _add_repeat(command, 7)
+    words = "tests, rounding, step, models, host, train or fp8; default all but fp8"
+    command.add_argument("parts", nargs="*", metavar="PART", help=words)
     command.add_argument("--folder", type=Path, default=Path(), metavar="FOLDER", help="for both files, default here")
+    command.add_argument("--json", type=Path, metavar="FILE", help="of one part, the figures as JSON")
 
     command = add_one(
         "memory",
@@ -218,5 +230,5 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     command.add_argument("--states", type=int, choices=range(9), default=2, help=words)
 
 
-def _add_repeat(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
+def _add_repeat(command: argparse.ArgumentParser, rounds: int = 15) -> None:
+    command.add_argument("--repeat", type=_count, default=rounds, metavar="N", help=f"timed rounds, default {rounds}")

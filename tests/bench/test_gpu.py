@@ -1,14 +1,17 @@
-"""`bench gpu`: one line where there is no GPU; else a JSON, a page, and what fell short."""
+"""`bench gpu`: one line where there is no GPU; else a process for each part, a JSON, a page, and what fell short."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from hmpx.bench import fp8, gpu, updates
+from hmpx.bench import fp8, gpt, gpu, updates
 from hmpx.bench.measure import Bench, Line
 from hmpx.shell.main import main
 
@@ -22,9 +25,15 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_fp8_alone_wants_a_gpu_too(capsys):
-    assert main(["bench", "gpu", "fp8"]) == 2
+@pytest.mark.parametrize("part", ["fp8", "host", "train"])
+def test_a_part_alone_wants_a_gpu_too(part, capsys):
+    assert main(["bench", "gpu", part]) == 2
     assert "bench gpu wants a GPU" in capsys.readouterr().err
+
+
+def test_a_part_that_is_not_there_is_an_error_that_names_those_that_are(capsys):
+    assert main(["bench", "gpu", "rounding", "steps"]) == 2
+    assert "bench gpu steps: there is no such part; there are tests, rounding, step," in capsys.readouterr().err
 
 
 def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
@@ -38,53 +47,85 @@ def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
     names = [f"64 wide, {what}, {way}" for what in whats for way in ("BF16", "hmpx rowwise")]
     assert [row.name for row in found.rows] == names and all(row.figures["ratio"] > 0 for row in found.rows)
     assert found.notes[-1] == "64 wide, one block compiled, x: ZeroDivisionError: division by zero"
-    for each in gpu.EXPECTED_OF_FP8:
-        assert each.missed({}).endswith("not measured") and each.row.split(", ")[-1] in ways
+    assert all(each.row.split(", ")[-1] in ways for each in gpu.EXPECTED if each.part == "fp8")
 
 
-def table(name, ratio):
-    return lambda: Bench("title", [Line("torch", {"ratio": 1.0}), Line(name, {"ratio": ratio})])
+def test_a_training_of_a_gpt_has_a_row_for_each_way():
+    """On a CPU, of a small one; a recipe that is not there is a note."""
+    found = gpt.run(1, torch.device("cpu"), gpt.Size(64, 1, 128, 16, 2), ("lean8", "nothing"), ())
+    assert [row.name for row in found.rows] == [f"eager, {way}" for way in ("FP32", "autocast", "BF16", "lean8")]
+    assert all(row.figures["tokens/s"] == pytest.approx(32e3 / row.figures["ms"]) for row in found.rows)
+    assert len(found.notes) == 1 and found.notes[0].startswith("eager, nothing: HmpxError: ")
+    assert gpu.short_of("train", found)[0] == found.notes[0]
 
 
-def broken():
-    raise RuntimeError("no room\nat all")
+def in_python(code):
+    return [sys.executable, "-c", f"import pathlib, sys, time; file = pathlib.Path(sys.argv[-1]); {code}"]
 
 
 @pytest.mark.parametrize(
-    "ratio, tests, short",
+    "code, seconds, found",
     [
-        (0.85, "passed (4 passed)", ["bench casts: RuntimeError: no room"]),
-        (
-            0.95,
-            "exit status 1: 1 failed",
-            [
-                "tests with the marker cuda: exit status 1: 1 failed",
-                "bench casts: RuntimeError: no room",
-                "fused AdamW with BF16 state / torch's fused FP32 step: 0.95, expected at most 0.90",
-            ],
-        ),
+        ('file.write_text(\'{"short": ["slow"]}\'); sys.exit(1)', 60, "slow"),
+        ("sys.exit(3)", 60, "bench gpu host: ended with status 3"),
+        ("time.sleep(60)", 1, "bench gpu host: stopped after 1 s"),
     ],
 )
-def test_the_page_and_the_json_say_what_fell_short(tmp_path, ratio, tests, short):
-    tables = {
-        "rounding": table("hmpx Triton kernel", 1.1),
-        "step": table("hmpx fused, BF16 states", ratio),
-        "casts": broken,
-    }
-    printed = []
-    assert gpu.report(tmp_path, {"GPU": "of paper"}, tables, tests, printed.append) == short
+def test_a_part_that_fails_or_hangs_is_said_and_the_next_one_runs(code, seconds, found, tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.ALONE, "host", gpu.PARTS["host"]._replace(seconds=seconds))
+    file = tmp_path / "part.json"
+    file.write_text('{"short": ["of the part before"]}')
+    assert gpu.apart("host", [*in_python(code), str(file)], file) == {"short": [found]}
+
+
+def test_all_parts_together_take_at_most_six_minutes():
+    assert sum([part.seconds for part in gpu.PARTS.values()]) <= 360
+
+
+def test_each_part_writes_what_the_page_is_made_of(tmp_path, monkeypatch, capsys):
+    """The parts run as they do on a GPU, each in a process of its own, here one that knows two tables."""
+    monkeypatch.setattr(gpu, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "surroundings", lambda: {"GPU": "of paper"})
+    one = Bench("title", [Line("torch", {"ratio": 1.0}), Line("hmpx fused, BF16 states", {"ratio": 0.95})])
+    said = f"file.write_text({json.dumps({'table': asdict(one), 'short': ['step: slow']})!r}); sys.exit(1)"
+    monkeypatch.setattr(gpu, "_COMMAND", tuple(in_python(said)))
+    assert main(["bench", "gpu", "step", "models", "--folder", str(tmp_path)]) == 1
     page, whole = (tmp_path / "hmpx-gpu.md").read_text(), json.loads((tmp_path / "hmpx-gpu.json").read_text())
-    assert page.startswith("# hmpx on of paper\n") and all(f"- {each}\n" in page for each in short)
-    assert whole["short"] == short and whole["tables"]["step"]["rows"][1]["figures"]["ratio"] == ratio
-    assert len(printed) == 2 and "hmpx Triton kernel" in page
+    assert page.startswith("# hmpx on of paper\n") and page.count("- step: slow\n") == 2
+    assert [*whole["tables"]] == ["step", "models"] and f"## models\n\n```text\n{one}\n```" in page
+    assert whole["tables"]["step"] == asdict(one) and "fell short: step: slow" in capsys.readouterr().out
 
 
-def test_a_figure_that_nobody_has_measured_fell_short(tmp_path):
-    assert gpu.report(tmp_path, {"GPU": "x"}, {}, "passed", print) == [
-        f"{each.words}: not measured" for each in gpu.EXPECTED
-    ]
+@pytest.mark.parametrize(
+    "ratio, short",
+    [
+        (0.85, []),
+        (0.95, ["fused AdamW with BF16 state / torch's fused FP32 step: 0.95, expected at most 0.90"]),
+        (None, ["fused AdamW with BF16 state / torch's fused FP32 step: not measured"]),
+    ],
+)
+def test_a_figure_that_is_larger_than_expected_or_missing_fell_short(ratio, short):
+    rows = [] if ratio is None else [Line("hmpx fused, BF16 states", {"ratio": ratio})]
+    assert gpu.short_of("step", Bench("title", rows)) == short
+
+
+@pytest.mark.parametrize(
+    "status, said, figures, notes",
+    [
+        (0, "....\n57 passed in 3.20s", {"passed": 57}, []),
+        (1, "FAILED tests/test_cuda.py::test_a - x\n1 failed, 2 passed in 1s", {"failed": 1, "passed": 2}, 1),
+        (4, "no such option -n", {}, ["pytest ended with status 4: no such option -n"]),
+    ],
+)
+def test_tests_that_fail_are_notes(status, said, figures, notes, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], status, said, ""))
+    found = gpu.tests(1, torch.device("cpu"))
+    assert found.rows[0].figures == figures
+    assert found.notes == (notes if notes != 1 else [said.splitlines()[0]]) == gpu.short_of("tests", found)
 
 
 def test_the_rows_of_which_something_is_expected_are_in_the_tables():
-    """`bench rounding` and `bench step` call them so."""
-    assert gpu.EXPECTED[1].row in updates._ways() and gpu.EXPECTED[0].row == "hmpx Triton kernel"
+    """`bench rounding`, `bench step` and `bench gpu train` call them so."""
+    rows = {each.part: each.row for each in gpu.EXPECTED}
+    assert rows["step"] in updates._ways() and rows["rounding"] == "hmpx Triton kernel"
+    assert rows["train"].removeprefix("eager, ") in gpt.RECIPES
