@@ -76,11 +76,12 @@ def attach(
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
             finishes the step. Same bits. Not for accumulation, clipping, GradScaler or skipped steps, which raise.
-        fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
-            call for all parameters. Faster; the order of its operations is its own, so results agree with the
-            optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
-            parameters, ones that are not contiguous or share memory, amsgrad, and all where there is no C compiler or
-            Triton (the head of `stepping/fused_batch.py` has the list).
+        fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of hmpx's
+            kernels: one call for all parameters. Faster; the order of its operations is its own, so results agree with
+            the optimizer's to rounding and not to the bit. It is the same on every device, in every layout and on any
+            number of ranks: where no kernel can take a parameter (the head of `stepping/fused_batch.py` has the list),
+            torch's operators give the same bits, slower. Groups with amsgrad or differentiable, and sparse gradients,
+            get the optimizer's own step.
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 

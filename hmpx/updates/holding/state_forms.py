@@ -90,6 +90,10 @@ class InBF16(StateForm):
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         cast_state(optimizer, group, segment.param, FP32, BF16, name=segment.name, lists=False)
+        state = optimizer.state[segment.param]
+        for key in [key for key, value in state.items() if is_bf16(value) and not value.dim()]:
+            if not filled_again(optimizer, group, segment.param, key, FP32):
+                state[key] = state[key].float()
         return False
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
@@ -98,7 +102,7 @@ class InBF16(StateForm):
         return before if fits else _like(param, dtype)
 
     def zeros(self, param: Tensor) -> HeldState:
-        return HeldTensor(torch.zeros_like(param, dtype=BF16, requires_grad=False))
+        return HeldTensor(torch.zeros_like(param, dtype=BF16 if param.dim() else FP32, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         if not is_moment(value):
@@ -140,6 +144,8 @@ class InCodes(StateForm):
         return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code_for(param), param)
 
     def zeros(self, param: Tensor) -> HeldState:
+        if not param.dim():
+            return super().zeros(param)
         made = HeldCodes.new(self._code_for(param), param)
         for tensor, zero in zip((made.tensor, made.scales), made.code.zero, strict=True):
             tensor.fill_(zero)

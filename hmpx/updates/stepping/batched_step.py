@@ -21,8 +21,9 @@ from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, local
 from hmpx.updates.stepping.batch import Batch
 from hmpx.updates.stepping.batching import batches_of
+from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
-from hmpx.updates.stepping.fused_formulas import is_scaled
+from hmpx.updates.stepping.fused_formulas import Formula, is_scaled
 from hmpx.updates.stepping.names import Members, layout, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
@@ -38,13 +39,18 @@ class BatchedStep:
 
     Args:
         params: those that are to be stepped.
-        fused: whether parameters that a fused kernel can step are stepped by it.
+        formula: the arithmetic of the step. None: the optimizer's own step is called.
     """
 
     def __init__(
-        self, optimizer: Optimizer, members: Members, params: list[Parameter], write_back: WriteBack, *, fused: bool
+        self,
+        optimizer: Optimizer,
+        members: Members,
+        params: list[Parameter],
+        write_back: WriteBack,
+        formula: Formula | None = None,
     ) -> None:
-        self._params, self._stores, self._members = params, write_back.stores, members
+        self._params, self._stores, self._members, self._formula = params, write_back.stores, members, formula
         self._fingerprint: Fingerprint | None = None
         segments = [members.whole[p] for p in params if p in members.whole]
         for segment in segments:
@@ -52,7 +58,7 @@ class BatchedStep:
         indices = {p: i for i, p in enumerate(params)}
         context = StepContext(optimizer, self._stores, indices, self._gradients(), members.group, {})
         self._late = context.late
-        self._fused = fused_batches(segments, context, write_back) if fused else []
+        self._fused = [] if formula is None else fused_batches(segments, formula, context, write_back)
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
@@ -112,7 +118,7 @@ class BatchedStep:
 
     def run(self, call: StepCall, write_back: WriteBack) -> None:
         """Take the step."""
-        write_back = write_back.deferred()
+        call, write_back = by_formula(call, self._formula, self._members.group), write_back.deferred()
         if self._fingerprint is not None:
             for room, size in self._rooms:
                 room.untyped_storage().resize_(size)

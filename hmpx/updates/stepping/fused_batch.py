@@ -4,12 +4,14 @@ Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and 
 own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
 a training run may change between fused and other steps.
 
-Parameters that no kernel takes are stepped in other batches:
+`formula_step.py` steps those that no kernel takes as they are held, to the same bits:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
 - sharded ones (DTensors), other subclasses of tensors; ones with 2^32 elements or more;
-- where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
-- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.
+- where weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
+
+The optimizer's own step remains with amsgrad, differentiable, sparse gradients, and where a GradScaler leaves the
+unscaling to the optimizer.
 """
 
 from __future__ import annotations
@@ -32,19 +34,18 @@ from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
+from hmpx.updates.stepping.fused_formulas import Formula
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 
 Tensor = torch.Tensor
 
 
-def fused_batches(segments: list[Segment], context: StepContext, write_back: WriteBack) -> list[FusedBatch]:
+def fused_batches(
+    segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack
+) -> list[FusedBatch]:
     """Make a fused batch for each device, of the parameters that a kernel can step."""
     optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
-    formula = None if is_scaled(optimizer) else formula_of(optimizer)
-    if formula is None:
-        return []
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
         if _takes(formula, group, segment, optimizer.state.get(p) or {}):

@@ -182,6 +182,11 @@ def formula_of(optimizer: optim.Optimizer) -> Formula | None:
     return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
+def chosen(optimizer: optim.Optimizer, fused: bool) -> Formula | None:
+    """Return the formula that the next step takes, with the setting `fused`; None for the optimizer's own step."""
+    return formula_of(optimizer) if fused and not is_scaled(optimizer) else None
+
+
 def is_scaled(optimizer: optim.Optimizer) -> bool:
     """Whether a GradScaler leaves the unscaling to torch's own kernels."""
     return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None

@@ -22,6 +22,8 @@ from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
+from hmpx.updates.stepping.formula_step import by_formula
+from hmpx.updates.stepping.fused_formulas import chosen
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of
@@ -103,12 +105,14 @@ class WeightUpdates:
         if not by_parts:
             if scope != "whole":  # the listed classes leave the others alone
                 segments = [segment for segment in segments if segment.param.grad is not None]
+                call = by_formula(call, chosen(optimizer, self.settings.fused), set(parameters(optimizer)))
             of_whole = WholeBatch(segments).step(call, write_back, [])
             return of_whole if scope == "whole" else result
         params = [p for p in parameters(optimizer) if p.grad is not None]
         before, self._stepped = self._stepped, list(map(id, params))
         with torch.no_grad():
-            step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, fused=self.settings.fused)
+            formula = chosen(optimizer, self.settings.fused)
+            step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, formula)
             step.run(call, write_back)
             if self._open is None and before in (None, self._stepped) and step.keep(optimizer):
                 self._kept = step
@@ -141,7 +145,8 @@ class WeightUpdates:
         members, write_back = self._open
         try:
             with torch.no_grad():
-                part = BatchedStep(call.optimizer, members, [p], write_back, fused=self.settings.fused)
+                formula = chosen(call.optimizer, self.settings.fused)
+                part = BatchedStep(call.optimizer, members, [p], write_back, formula)
                 part.run(call, write_back)
         except BaseException as error:
             mark_incomplete(call.optimizer, write_back, error)
