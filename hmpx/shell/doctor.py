@@ -8,8 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hmpx import conversion
+from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import examined
 from hmpx.insight.doctor.fix import Base
@@ -30,8 +32,11 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "print what is wrong with its precision to standard error, the worst first: the evidence, the line or the\n"
         "parameter, and the one thing to do. The script ends after --steps steps of an optimizer; its `finally`\n"
         "blocks run, and may save a checkpoint. The exit status is 0 if nothing is wrong, 1 if something is, and 2\n"
-        "if nothing is in what could be looked at, but something could not. Of many ranks, the first prints.",
-        "train.py\n--steps 200 -m package.train --lr 0.1\n--fix recipe.yaml train.py\n--recipe recipe.yaml train.py",
+        "if nothing is in what could be looked at, but something could not. Of many ranks, the first prints.\n\n"
+        "With --files no script runs: two checkpoints tell whether the training between them has lost updates, and\n"
+        "one tells of inf, NaN, norms and dtypes. What is found goes to standard output.",
+        "train.py\n--steps 200 -m package.train --lr 0.1\n--fix recipe.yaml train.py\n--recipe recipe.yaml train.py\n"
+        "--files base.safetensors tuned.safetensors\n--files base/ tuned/ --lr 1e-5 --trained-steps 1000",
     )
     command.add_argument(
         "--steps", type=int, default=_STEPS, metavar="N", help=f"of an optimizer, {_STEPS} without this; 0: all"
@@ -44,11 +49,52 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
     files.add_argument("--json", metavar="FILE", help="what was found, for programs")
     add_force(files)
-    add_script(command, "none: the script runs as it is")
+    stored = command.add_argument_group("in place of a script: checkpoints")
+    script = add_script(command, "none: the script runs as it is")
+    stored.add_argument(
+        "--files", action=_Files, nargs="+", metavar="FILE", default=None, script=script,
+        help="one, or two: before and after a training; .safetensors, .pt, .bin, an index, or a folder of these or of "
+        "torch.distributed.checkpoint",
+    )  # fmt: skip
+    stored.add_argument("--lr", type=float, default=0.0, metavar="RATE", help="the learning rate between the two")
+    stored.add_argument("--trained-steps", type=int, default=0, metavar="N", help="how many steps are between the two")
     command.set_defaults(run=_doctor)
 
 
+class _Files(argparse.Action):
+    """Takes checkpoints; no script is needed then."""
+
+    def __init__(self, *args: Any, script: argparse.Action, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._script = script
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        namespace.files, self._script.required = values, False
+
+
+def _of_files(options: argparse.Namespace) -> int:
+    """Do what `--files` asks for."""
+    from hmpx.insight.checkpoints.files import checkup  # which loads torch.distributed.checkpoint
+
+    if len(options.files) > 2 or options.script:
+        raise HmpxError("--files takes one or two checkpoints, and no script runs")
+    if options.fix:
+        raise HmpxError("--fix needs a script: doctor --fix recipe.yaml train.py")
+    if options.lr < 0 or options.trained_steps < 0:
+        raise HmpxError("--lr and --trained-steps take no negative numbers")
+    outputs = {kind: Path(path).absolute() for kind in ("html", "json") if (path := getattr(options, kind))}
+    check_outputs(options, outputs)
+    found = checkup(*options.files, rate=options.lr, steps=options.trained_steps)
+    written, are_all = save(found, outputs)
+    print(*written, found, sep="\n")
+    return found.status or 2 * (not are_all)
+
+
 def _doctor(options: argparse.Namespace) -> int:
+    if options.files:
+        return _of_files(options)
+    if options.lr or options.trained_steps:
+        raise HmpxError("--lr and --trained-steps go with --files; a script's own options stand behind its name")
     outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
     outputs |= {"fix": Path(options.fix).absolute()} if options.fix else {}  # which the first rank writes
     check_outputs(options, outputs)

@@ -19,17 +19,21 @@ from hmpx.recipes.recipe import DEFAULT, Recipe, changed
 from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
 
 
-def add_script(command: argparse.ArgumentParser, default: str) -> None:
-    """Add the options of a recipe, and the script with its own arguments. default: what is done without --recipe."""
+def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Action:
+    """Add the options of a recipe, and the script, which is returned, with its own arguments.
+
+    default: what is done without --recipe.
+    """
     add_recipe_options(command, default)
     command.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
     command.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    command.add_argument(
+    script = command.add_argument(
         "script", metavar="SCRIPT", help="a Python file, a folder with a __main__.py, or a module's name"
     )
     # What follows the script is the script's own, and may be nothing.
     own = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     own.required = False
+    return script
 
 
 def recipe_to_run(options: argparse.Namespace) -> Recipe | None:

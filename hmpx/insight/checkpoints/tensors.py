@@ -1,0 +1,152 @@
+"""Every tensor of one or two checkpoints is read once, a part at a time: what its numbers are, and how they moved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from hmpx.insight.checkpoints.movement import Movement, movement, ulp
+from hmpx.insight.checkpoints.opened import Stored
+
+Tensor = torch.Tensor
+_PART = 2**24  # weights that are read at a time, or one row
+_SAMPLE = 2**19  # weights of a tensor whose ways are looked at
+_LONG_ROW = 256  # the last dimension is a row's, and not a kernel's
+_PRUNED = 0.05  # the share of weights that have become zero
+_OTHER = 0.5  # the way that weights went, over their size
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Numbers:
+    """The numbers of a tensor.
+
+    Attributes:
+        is_finite: whether none is inf or NaN. dtype: the narrowest that holds them all. one: their value, if all have
+            one; else None.
+    """
+
+    def __init__(self, stored: Stored) -> None:
+        self.is_finite, self._low = True, [*LOW] if stored.dtype is torch.float32 else []
+        self._stored, self._least, self._most = stored.dtype, float("inf"), -float("inf")
+
+    def see(self, part: Tensor) -> None:
+        least, most = (each.item() for each in part.aminmax())
+        self.is_finite &= abs(least) < float("inf") and abs(most) < float("inf")  # not so for NaN either
+        self._least, self._most = min(self._least, least), max(self._most, most)
+        self._low = [each for each in self._low if torch.equal(part.to(each).float(), part)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._low[0] if self._low and self._least < self._most else self._stored
+
+    @property
+    def one(self) -> float | None:
+        return self._most if self._least == self._most else None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor of the last checkpoint, beside the one that it was before.
+
+    Attributes:
+        name, shape, count: of the tensor, and how many numbers it has. dtypes: as stored, before and after; only one,
+            if nothing was before.
+        numbers: of the tensor. were: of the tensor before; None if there is none.
+        is_same: whether not one number moved. zeroed: the share of its numbers that are zero now, and were not.
+        moved: how its weights moved; None if it has no rows of weights, or is as it was.
+        lost: the share of its weights that a step of the given rate, rounded to nearest, leaves where they are.
+    """
+
+    name: str
+    shape: torch.Size
+    dtypes: tuple[torch.dtype, ...]
+    numbers: Numbers
+    were: Numbers | None
+    is_same: bool
+    zeroed: float
+    moved: Movement | None
+    lost: float
+
+    @property
+    def count(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm or a bias."""
+        return len(self.shape) == 1 and not self.name.endswith(("running_mean", "running_var"))
+
+    @property
+    def why_not(self) -> str:
+        """Why its movement does not tell whether updates were lost; "" if it does."""
+        if self.moved is None:
+            return "it did not move"
+        if self.zeroed > _PRUNED:
+            return f"pruned ({100 * self.zeroed:.0f} % of it is zero now)"
+        if self.moved.went > _OTHER * self.moved.size:
+            return "weights moved as far as they are large, as those of another training"
+        return self.moved.unclear
+
+    @property
+    def tells(self) -> bool:
+        """Whether its movement tells whether updates were lost."""
+        return not self.why_not
+
+
+class Bar:
+    """How much is read, on standard error, where that is a terminal."""
+
+    def __init__(self, whole: int) -> None:
+        self._whole, self._done, self._began, self._is_drawn = whole, 0, perf_counter(), sys.stderr.isatty()
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._is_drawn:
+            seconds = perf_counter() - self._began
+            left = f", {seconds * (self._whole / self._done - 1):.0f} s left" if seconds > 1 else ""
+            line = f"doctor: {100 * self._done / self._whole:3.0f} % of {self._whole / 1e6:.0f} M numbers{left}"
+            print(f"\r{line:78}", end="" if self._done < self._whole else "\r" + " " * 78 + "\r", file=sys.stderr)
+
+
+def _parts(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    rows = shape[0] if shape else 1
+    at_once = max(1, _PART // max(1, shape[1:].numel()))
+    return ((first, min(first + at_once, rows)) for first in range(0, rows, at_once))
+
+
+def _sampled(part: Tensor, whole: int) -> Tensor:
+    """Return rows of a part of a tensor that has `whole` numbers: all, or as many as make a sample."""
+    rows = part.flatten(0, -2) if part.shape[-1] >= _LONG_ROW else part.flatten(1)
+    return rows[:: -(-whole // _SAMPLE)].float()
+
+
+def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar) -> Seen:
+    """Read a tensor, and the one before it that has its shape. rate: of a step; 0 where it is not known."""
+    numbers, were = Numbers(after), before and Numbers(before)
+    is_same, samples = before is not None, []
+    for first, last in _parts(after.shape):
+        part = after.rows(first, last)
+        if not part.numel():
+            continue
+        numbers.see(part)
+        old = before.rows(first, last) if before else None
+        if old is not None and were:
+            were.see(old)
+            is_same = is_same and torch.equal(old.to(part.dtype), part)
+        if len(after.shape) > 1:
+            samples.append([_sampled(each, after.shape.numel()) for each in (part, old) if each is not None])
+        bar.add(part.numel() * (1 + (old is not None)))
+    dtypes = tuple(each.dtype for each in (before, after) if each)
+    now, *earlier = (torch.cat(each) for each in zip(*samples, strict=True)) if samples else (torch.empty(0, 1),)
+    weights = earlier[0] if earlier else now
+    lost, zeroed, moved = 0.0, 0.0, None
+    if rate and numbers.dtype in LOW and weights.numel():
+        lost = (rate < ulp(weights, numbers.dtype) / 2).float().mean().item()
+    if earlier and not is_same and numbers.is_finite and were and were.is_finite:
+        zeroed = ((now == 0) & (weights != 0)).float().mean().item()
+        moved = movement(weights.to(numbers.dtype).float(), now, numbers.dtype)
+    return Seen(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, lost)
