@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from hmpx.bench import measure
 from hmpx.rounding import backends, native, triton
+from hmpx.rounding.table import Launch, Row, Table
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
@@ -92,12 +93,23 @@ class Told(TorchDispatchMode):
     def _free(self, size: int) -> None:
         self.live -= size
 
-    def launch(self, kernel: str, parts: list, *constants: int) -> None:
-        """Count a launch; this stands in the place of `triton._start`."""
-        self.launches += 2 if kernel == "move_list" else 3  # with a table of tensors, and one of scalars
-        for part in parts:
-            sides = part.tensors if kernel == "move_list" else (*part.tensors, part.tensors[0], *part.tensors[2:])
-            self.moved += round(sum([part.lain.size * bytes_of(held.kind) for held in sides if held is not None]))
+    def added(self, table: Table, kernel: str, rows: list[Row], constants: tuple[int, ...]) -> Launch:
+        """Remember how many bytes a launch moves; this stands in the place of `Table._add`."""
+        launch, moved = _ADD(table, kernel, rows, constants), 0
+        for row in rows:
+            sides = row.tensors if kernel == "move_list" else (*row.tensors, row.tensors[0], *row.tensors[2:])
+            moved += round(sum([row.lain.size * bytes_of(held.kind) for held in sides if held is not None]))
+        _BYTES[launch] = moved
+        return launch
+
+    def launch(self, launch: Launch) -> None:
+        """Count a launch; this stands in the place of `Launch.run`."""
+        self.launches += 1
+        self.moved += _BYTES[launch]
+
+
+_ADD = Table._add
+_BYTES: weakref.WeakKeyDictionary[Launch, int] = weakref.WeakKeyDictionary()  # that each launch moves
 
 
 def _moved(name: str, args: Any, here: list[Tensor], made: list[Tensor]) -> int:
@@ -129,7 +141,8 @@ def counted(*, by_kernels: bool) -> Iterator[Told]:
             patches.enter_context(mock.patch.object(backends, "lacks_data", lambda tensor: False))
             patches.enter_context(mock.patch.object(triton, "can_read", _can_read))
             patches.enter_context(mock.patch.object(native, "is_plain", Tensor.is_contiguous))
-            patches.enter_context(mock.patch.object(triton, "_start", told.launch))
+            patches.enter_context(mock.patch.object(Table, "_add", lambda *args: told.added(*args)))
+            patches.enter_context(mock.patch.object(Launch, "run", lambda launch: told.launch(launch)))
         yield patches.enter_context(told)
 
 

@@ -29,6 +29,20 @@ void round_list(const Rounding *list, int64_t count, uint64_t step_key, int thre
   })
 }
 
+/* Keys of the launches of a step on a GPU: that of each name, in its place among the words. */
+void put_keys(uint64_t *words, const uint64_t *places, const uint64_t *names, int64_t count, uint64_t step_key) {
+  for (int64_t i = 0; i < count; i++) words[places[i]] = derive_key(step_key, names[i], 0);
+}
+
+/* Counts of steps, each in a tensor of its own. */
+void read_floats(const uint64_t *list, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; i++) out[i] = *(const float *)(uintptr_t)list[i];
+}
+
+void add_one(const uint64_t *list, int64_t count) {
+  for (int64_t i = 0; i < count; i++) *(float *)(uintptr_t)list[i] += 1.0f;
+}
+
 #include "native_masters.c" /* one library */
 #include "native_codes.c"
 #include "native_stored.c"

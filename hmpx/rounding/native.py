@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hmpx.rounding.blocks import BlockCodes
-from hmpx.rounding.keys import Span, name_id
+from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native_library import library
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
@@ -18,7 +18,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values 
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
-_STATES, _SCALARS = 3, 12
+_STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
 _STORED = 4  # words of a tensor that is held in some way
 _WORDS, _GRAD = 2 + _STORED * (2 + _STATES), 2 + _STORED  # of a parameter; the place of its gradient's pointer
 _SHOWN = 5 + _STORED
@@ -152,12 +152,52 @@ def _stored_words(held: StoredTensor | None) -> tuple[int, ...]:
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
     """Return the scalars, padded to the number that the kernels read."""
-    return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
+    return (*scalars, *(0.0,) * (SCALARS - len(scalars)))
 
 
-def gradients_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Fill in the current addresses of the gradients."""
-    words[_GRAD::_WORDS] = array("Q", addresses)
+def padded(scalars: Sequence[tuple[float, ...]]) -> array[float]:
+    """Return the scalars of parameters one after the other; most lists have the same object again and again."""
+    if scalars and scalars.count(scalars[0]) == len(scalars):
+        return array("f", scalars_of(scalars[0])) * len(scalars)
+    return array("f", [number for each in scalars for number in scalars_of(each)])
+
+
+class Steps:
+    """Parameters that are stepped in place by one of `KERNELS`, many times. Needs `library()`."""
+
+    def __init__(self, kernel: str, stepped: Sequence[StepArguments]) -> None:
+        self._kernel, self._words = kernel, words_of(stepped)
+
+    def takes(self, grads: Sequence[int]) -> bool:
+        """Return whether gradients at these addresses, of the same dtypes, can be stepped by the same words."""
+        return True
+
+    def run(self, grads: Sequence[int], scalars: Sequence[tuple[float, ...]], step_key: int) -> None:
+        """Step all of them. grads: the addresses of their gradients."""
+        self._words[_GRAD::_WORDS] = array("Q", grads)
+        step_words(self._kernel, self._words, padded(scalars), step_key)
+
+
+def put_keys(words: array[int], places: array[int], names: array[int], step_key: int) -> None:
+    """Write the key of each name into its place among the words."""
+    found = library()
+    if found is None:
+        for place, name in zip(places, names, strict=True):
+            words[place] = key_of(step_key, name)
+    elif names:
+        found.put_keys(*(each.buffer_info()[0] for each in (words, places, names)), len(names), step_key)
+
+
+def counts_at(addresses: array[int]) -> array[float]:
+    """Return FP32 numbers on the CPU. Needs `library()`."""
+    found = array("f", bytes(4 * len(addresses)))
+    _kernels().read_floats(addresses.buffer_info()[0], len(addresses), found.buffer_info()[0])
+    return found
+
+
+def raise_counts(addresses: array[int]) -> None:
+    """Add 1 to each of these FP32 numbers on the CPU. Needs `library()`."""
+    _kernels().add_one(addresses.buffer_info()[0], len(addresses))
 
 
 def step_words(kernel: str, words: array[int], scalars: array[float], step_key: int) -> None:

@@ -38,6 +38,9 @@ _SIGNATURES = {
     "encode_codes": (_INT, *(_POINTER,) * 3, _INT64, _UINT64, _UINT64, *(_INT64,) * 6, _INT, _INT),
     "decode_codes": (_INT, *(_POINTER,) * 3, *(_INT64,) * 5, _INT),
     "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),
+    "put_keys": (*(_POINTER,) * 3, _INT64, _UINT64),
+    "read_floats": (_POINTER, _INT64, _POINTER),
+    "add_one": (_POINTER, _INT64),
 }
 
 

@@ -2,8 +2,8 @@
 
 As in `native_stored.c`, a tensor is read to FP32 from the form in which it is stored between two steps, and written
 back. A program takes a tile of elements: `TILE` blocks of `CODES`. A table has a row of words for each parameter:
-`HEAD` for the parameter, `STORED` for each of its tensors. The first program of each parameter stands in the table; a
-program looks there for its own. To add a way of holding a tensor, write it into `opened` and `closed`.
+`HEAD` for the parameter, `STORED` for each of its tensors. A list says of which row each program takes a part. To add
+a way of holding a tensor, write it into `opened` and `closed`.
 """
 
 from __future__ import annotations
@@ -210,21 +210,20 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
 
 
 @triton.jit
-def own_part(table, count, WORDS: tl.constexpr):
-    """Return the number of the parameter that this program takes a part of, and the number of the part."""
+def own_part(table, rows, WORDS: tl.constexpr):
+    """Return the number of the parameter that this program takes a part of, and the number of the part.
+
+    rows: the parameter of each program; None where there is but one parameter.
+    """
     program = tl.program_id(0)
-    low, high = program - program, count
-    while low + 1 < high:
-        middle = (low + high) // 2
-        is_before = tl.load(table + middle * WORDS + FIRST) <= program
-        low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle)
-    return low, program - tl.load(table + low * WORDS + FIRST)
+    number = program - program if rows is None else tl.load(rows + program)
+    return number, program - tl.load(table + number * WORDS + FIRST)
 
 
-@triton.jit(do_not_specialize=["count"])
-def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, LIE: tl.constexpr):
+@triton.jit
+def move_list(table, rows, SOURCE: tl.constexpr, TARGET: tl.constexpr, LIE: tl.constexpr):
     """Read tensors held in one way, and write them in another way."""
-    number, part = own_part(table, count, HEAD + 2 * STORED)
+    number, part = own_part(table, rows, HEAD + 2 * STORED)
     one = table + number * (HEAD + 2 * STORED)
     source, target = one + HEAD, one + HEAD + STORED
     tile = tile_of(one, part, LIE)
@@ -271,13 +270,13 @@ def stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENT
     return p, a, b, c
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def step_list(
-    table, count, scalars, KERNEL: tl.constexpr, P: tl.constexpr, G: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    table, rows, scalars, KERNEL: tl.constexpr, P: tl.constexpr, G: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, LIE: tl.constexpr,
 ):  # fmt: skip
     """Step parameters whose weight, gradient and states are held in these ways."""
-    number, part = own_part(table, count, HEAD + 5 * STORED)
+    number, part = own_part(table, rows, HEAD + 5 * STORED)
     one = table + number * (HEAD + 5 * STORED)
     weight, state, s = one + HEAD, one + HEAD + 2 * STORED, scalars + number * SCALARS
     tile = tile_of(one, part, LIE)

@@ -256,12 +256,14 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
-        self.sync_parameters()
+        found = self._updates.look(call)
+        if found is None:
+            self.sync_parameters()
         self._counts.compare(call.optimizer, self._updates, call.seed)
         if self._released:
             released.finish(self._dtypes)
         try:
-            return self._updates.step(call)
+            return self._updates.step(call, found)
         finally:  # a signal that has waited for the end of the step may raise there
             if not self._updates.is_open:
                 self._released.clear()

@@ -12,14 +12,14 @@ from unittest import mock
 import torch
 
 import hmpx
-from hmpx.rounding import eager, halves, native, triton
+from hmpx.rounding import eager, halves, native, table, triton
 from hmpx.rounding.blocks import BlockCodes, Rows
 from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import batching, transfers
 from tests.support.fresh_python import print_checks
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -235,7 +235,7 @@ def check_a_read_of_codes():
             out = torch.empty(size)
             EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
         found = torch.empty(size)
-        triton.read_list([triton.Move(held, 0, size, found)])
+        table.launch_once("move_list", [triton.Move(held, 0, size, found).read()])
         assert same(found, out)
 
 
@@ -263,15 +263,15 @@ def trained(by, options):
 
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
-    launched, moved, launch, write = [], [], triton.step_list, triton.write_list
+    launched, moved, step, write = [], [], triton.Steps.run, transfers.Launches.write
 
-    def step_list(kernel, stepped, step_key):
-        launched.append(len(stepped))
-        launch(kernel, stepped, step_key)
+    def run(self, grads, scalars, step_key):
+        launched.append(len(scalars))
+        step(self, grads, scalars, step_key)
 
-    def write_list(moves, step_key):
-        moved.append(len(moves))
-        write(moves, step_key)
+    def written(self, rounding_key):
+        moved.append(self)
+        write(self, rounding_key)
 
     ways = {"a": "master", "b": "nearest", "c": "split"}
     every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
@@ -288,8 +288,8 @@ def check_attached_optimizers():
     ):
         launched.clear(), moved.clear()
         with (
-            mock.patch.object(triton, "step_list", step_list),
-            mock.patch.object(triton, "write_list", write_list),
+            mock.patch.object(triton.Steps, "run", run),
+            mock.patch.object(transfers.Launches, "write", written),
             mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter is cut
         ):
             one, other = (trained(by, options) for by in ("C", "Triton"))

@@ -48,13 +48,13 @@ _WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "ubyte": 1}  # 
 def compiled(target: GPUTarget, name: str, *constants: int) -> dict:
     """What a kernel is made of."""
     function = getattr(kernels, name)
-    signature = {"table": "*i64", "count": "i32"} | ({"scalars": "*fp32"} if name == "step_list" else {})
+    signature = {"table": "*i64", "rows": "*i32"} | ({"scalars": "*fp32"} if name == "step_list" else {})
     names = [each for each in function.arg_names if each not in signature]
     source = ASTSource(
         function,
         {each: signature.get(each, "constexpr") for each in function.arg_names},
         constexprs=dict(zip(names, constants, strict=True)),
-        attrs={(function.arg_names.index(each),): [["tt.divisibility", 16]] for each in signature if each != "count"},
+        attrs={(function.arg_names.index(each),): [["tt.divisibility", 16]] for each in signature},
     )
     done = triton.compile(source, target=target, options={"enable_fp_fusion": False})
     told = in_amdgcn(done.asm["amdgcn"]) if target.backend == "hip" else in_ptx(done.asm["ptx"], done.asm["cubin"])

@@ -7,6 +7,7 @@ for are there.
 
 from __future__ import annotations
 
+from itertools import chain, compress
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.shadows import can_be_written
@@ -43,15 +45,21 @@ class Batch:
         self.counts: list[CountClone] = [count for each in self._shown for count in each.counts]
         self.others: list[tuple[int, Parameter]] = []
         self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
-        self._names, self._is_settled = [segment.name for segment in segments], True
+        self._names, self._late, self._is_settled = [segment.name for segment in segments], context.late, True
+        self._can_be_as_shown = all([each.can_be_as_shown for each in self._shown])
 
     def kernels(self) -> ModuleType | None:
         """Return the kernels that can move all of it; None if there are none."""
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
-    def place_in(self, room: Tensor, kernels: ModuleType | None) -> None:
-        """Make the shadows and their state, with copies in this room."""
+    def place_in(self, room: Tensor, kernels: ModuleType | None, table: Table | None, gradients: list[Tensor]) -> None:
+        """Make the shadows and their state, with copies in this room.
+
+        Args:
+            table: of the launches of Triton's kernels.
+            gradients: of all parameters of the step.
+        """
         for each in self._shown:
             each.place_in(room)
             self._lists[each.group].append(each.shadow)
@@ -64,10 +72,17 @@ class Batch:
         if kernels is None:
             self._transfer = Operators(grads, moved)
         else:
-            self._transfer = Words(grads, moved, room) if kernels is native else Launches(grads, moved)
+            assert table is not None or kernels is native, "there is one for each device"
+            if table is None:
+                self._transfer = Words(grads, moved, room)
+            else:
+                self._transfer = Launches(grads, self._copied, gradients, moved, table)
         self._ready = [each for each in self._shown if each.grad is None]
         self._shadows = [each.shadow for each in self._shown]
         self._new = {each.shadow: state for each in self._shown if (state := each.state) is not None}
+        self._given = [self._new.get(shadow) for shadow in self._shadows]
+        self._copies = [given for each, given in zip(self._shown, self._given, strict=True) if each.shows_copies]
+        self._keys, self._values = list(chain(*self._copies)), values_of(self._copies)
         self._versioned = [(tensor, each.segment.name) for each in self._shown for tensor in each.versioned]
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
 
@@ -83,7 +98,7 @@ class Batch:
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
         shown = [shadow.grad for shadow in self._shadows]
-        seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
+        seen, versions = _versions(shown), [tensor._version for tensor, _ in self._versioned]
         lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
         try:
             self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
@@ -94,9 +109,10 @@ class Batch:
             for segment in self._sharded:
                 segment.mark_written()
             self._hand_back(optimizer, gradients, shown, seen)
-            self._is_settled = True
-            for each, left in zip(self._shown, self._states_left(), strict=True):
-                self._is_settled &= not each.take(left, optimizer, key)
+            left = self._states_left()
+            self._is_settled = self._is_as_shown(left)
+            if not self._is_settled:
+                self._is_settled = not any([e.take(s, optimizer, key) for e, s in zip(self._shown, left, strict=True)])
             key.flush()
         except BaseException:
             lists.hide()  # an interrupt may have come while they were shown or hidden
@@ -109,6 +125,19 @@ class Batch:
     def is_as_made(self) -> bool:
         """Whether the next step may use this batch again: all state is in the tensors that were shown."""
         return self._is_settled and all([each.is_as_made() for each in self._shown])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step has left all state as it was shown. Somebody may have changed the parameters' own since."""
+        return self._is_settled
+
+    def _is_as_shown(self, left: list[Any]) -> bool:
+        """Whether there is nothing to take from the state that a step has left: most optimizers write in place."""
+        if self._late or not self._can_be_as_shown or not all(map(is_, left, self._given)):
+            return False
+        values = values_of(self._copies)
+        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return is_same and list(chain(*self._copies)) == self._keys
 
     def _states_left(self) -> list[Any]:
         """Take the shadows' state out of the optimizer's state.
@@ -125,7 +154,7 @@ class Batch:
         left: list[Any] = [shadow.grad for shadow in self._shadows]
         # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
         is_hidden = getattr(optimizer, "grad_scale", None) is not None or torch._C._len_torch_dispatch_stack() > 0
-        if is_hidden or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
+        if is_hidden or not all(map(is_, left, shown)) or _versions(left) != seen:
             for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
                 if is_hidden or now is not grad or _version(now) != version:
                     _hand_back(each.segment, now, gradients, each.index)
@@ -173,3 +202,12 @@ def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], i
 
 def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
+
+
+def _versions(grads: list[Any]) -> list[int]:
+    return [0 if grad is None else grad._version for grad in grads]
+
+
+def values_of(states: list[dict[str, Any]]) -> list[Any]:
+    """Return all values of these dicts."""
+    return list(chain.from_iterable(map(dict.values, states)))

@@ -7,24 +7,26 @@ and one look says whether all of it is as it was: then the next step takes the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_
-from typing import Any
+from operator import is_, or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 from torch._C._dynamo.guards import TensorGuards
 
-from hmpx.rounding import native
+from hmpx.rounding import native, triton
+from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, local
-from hmpx.updates.stepping.batch import Batch
+from hmpx.updates.stepping.batch import Batch, values_of
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import Formula, is_scaled
-from hmpx.updates.stepping.names import Members, layout, membership, parameters
+from hmpx.updates.stepping.names import Members, layout, membership, names_in_groups, parameters
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.whole_batch import WholeBatch
@@ -33,6 +35,8 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
+ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
+
 
 class BatchedStep:
     """The batches of parameters that have gradients; under `torch.no_grad()`. It does not hold the optimizer.
@@ -40,6 +44,7 @@ class BatchedStep:
     Args:
         params: those that are to be stepped.
         formula: the arithmetic of the step. None: the optimizer's own step is called.
+        is_part: others are stepped, too, apart from these.
     """
 
     def __init__(
@@ -49,7 +54,10 @@ class BatchedStep:
         params: list[Parameter],
         write_back: WriteBack,
         formula: Formula | None = None,
+        *,
+        is_part: bool = False,
     ) -> None:
+        self._is_part = is_part
         self._params, self._stores, self._members, self._formula = params, write_back.stores, members, formula
         self._fingerprint: Fingerprint | None = None
         segments = [members.whole[p] for p in params if p in members.whole]
@@ -64,6 +72,7 @@ class BatchedStep:
         others = [(members.group[p], p) for p in params if p not in members.whole]
         self._batches: list[Batch | WholeBatch] = []
         self._rooms: list[tuple[Tensor, int]] = []
+        self._tables: list[Table] = []  # of the launches of each room's batches
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
             self._add([segment for segment in segments if segment.param.device == device], device, context, others)
@@ -72,6 +81,11 @@ class BatchedStep:
         self._counts = [count.clone for count in counts], [count.own for count in counts]
         last = [count for count in counts if count.is_last]
         self._last = [count.own for count in last], [count.clone for count in last]
+
+    @property
+    def _looked_at(self) -> list[Parameter]:
+        """The parameters whose masters are looked at; none stands for all."""
+        return self._params if self._is_part else []
 
     @property
     def _plain(self) -> list[Batch]:
@@ -89,7 +103,8 @@ class BatchedStep:
             return [context.gradients[context.indices[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
 
         batches: list[Batch] = []
-        for cut in batches_of(segments, context.optimizer, self._members.elements, beside):
+        elements = self._members.elements
+        for cut in batches_of(segments, context.optimizer, elements, beside, is_part=self._is_part):
             if cut[0].is_gathered:
                 self._batches.append(WholeBatch(cut, gathers=True))
             else:
@@ -104,9 +119,12 @@ class BatchedStep:
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
+        table = Table(device)
         for batch, own in zip(batches, kernels, strict=True):
-            batch.place_in(room, own if copied.isdisjoint([segment.param for segment in batch.segments]) else None)
+            own = own if copied.isdisjoint([segment.param for segment in batch.segments]) else None
+            batch.place_in(room, own, table if own is triton else None, context.gradients)
         self._rooms.append((room, room.nbytes))
+        self._tables.append(table)
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient. One that is cut otherwise than the parameter is redistributed."""
@@ -116,20 +134,26 @@ class BatchedStep:
             found.append(p.grad if type(p.grad) is Tensor else held_part(p, p.grad))
         return found
 
-    def run(self, call: StepCall, write_back: WriteBack) -> None:
-        """Take the step."""
+    def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
+        """Take the step. found: the gradients, by `fits`."""
         call, write_back = by_formula(call, self._formula, self._members.group), write_back.deferred()
         if self._fingerprint is not None:
             for room, size in self._rooms:
                 room.untyped_storage().resize_(size)
-        gradients = self._gradients()
+        gradients, addresses = found or (self._gradients(), None)
         self._late.clear()
         for batch in self._fused:
             batch.begin(call)
+        for (room, _), table in zip(self._rooms, self._tables, strict=True):
+            if table.has_launches:
+                addresses = addresses or [grad.data_ptr() for grad in gradients]
+                table.send(write_back.rounding_key.of_step, addresses, room.data_ptr())
         if self._counts[0]:
             torch._foreach_copy_(*self._counts)
-        for each in (*self._batches, *self._fused):
+        for each in self._batches:
             each.step(call, write_back, gradients)
+        for batch in self._fused:
+            batch.step(call, write_back, gradients, addresses)
         if self._last[0]:
             torch._foreach_copy_(*self._last)
 
@@ -137,25 +161,39 @@ class BatchedStep:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""
         if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
             return False
-        if not self.rest():
+        # Later the fingerprint looks at the parameters' own state, before the next step.
+        if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
             return False
-        self._fingerprint = Fingerprint(optimizer, self._params, self._stores.beside())
+        beside = self._stores.beside(*self._looked_at)
+        self._fingerprint = Fingerprint(optimizer, self._params, beside, is_part=self._is_part)
         return True
 
     def rest(self) -> bool:
         """After a step, free the copies; return whether the batches can be stepped again."""
-        batches: list[Batch | FusedBatch] = [*self._plain, *self._fused]
-        if not all([each.is_as_made() for each in batches]):
+        if not all([batch.is_settled for batch in (*self._plain, *self._fused)]):
             return False
         for room, _ in self._rooms:
             room.untyped_storage().resize_(0)
         return True
 
-    def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the next step can use these batches: only gradients and options have changed."""
-        if self._fingerprint is None or not self._fingerprint.holds(optimizer, self._stores.beside()):
-            return False
-        return all([batch.fits(optimizer.param_groups) for batch in self._fused])
+    def fits(self, optimizer: Optimizer) -> Gradients | None:
+        """Whether the next step can use these batches: return its gradients if nothing else but options has changed."""
+        beside, found = self._stores.beside(*self._looked_at), None
+        if self._fingerprint is not None:
+            found = self._fingerprint.holds(optimizer, beside)
+        if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
+            return None
+        if not functools.reduce(or_, found.addresses, 0) % ALIGNED:
+            return found
+        takes = [batch.takes for batch in self._fused] + [table.takes for table in self._tables]
+        return found if all([each(found.addresses) for each in takes]) else None
+
+
+class Gradients(NamedTuple):
+    """The gradients of a step as this rank holds them, and where they are."""
+
+    tensors: list[Tensor]
+    addresses: list[int]
 
 
 class Fingerprint:
@@ -164,19 +202,30 @@ class Fingerprint:
     Args:
         params: those that were stepped; they still have their gradients.
         beside: the tensors kept beside weights.
+        is_part: others are stepped, too, and are not looked at.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], beside: list[Tensor]) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, params: list[Parameter], beside: list[Tensor], *, is_part: bool = False
+    ) -> None:
         self._beside, self._states, self._members = beside, optimizer.state, membership(optimizer)
-        self._params = params
-        self._own = [optimizer.state.get(p) for p in params]
-        self._dicts = [state for state in self._own if state is not None]
-        self._keys, self._values = list(chain(*self._dicts)), _values(self._dicts)
-        different: dict[int, Tensor] = {id(each): each for each in (*parameters(optimizer), *self._values, *beside)}
+        self._params, self._all, self._is_part = params, params if is_part else parameters(optimizer), is_part
+        self._keys_of_states, self._own = self._look_at_states()
+        self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
+        self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
+        different: dict[int, Tensor] = {id(each): each for each in (*self._all, *self._values, *beside)}
         self._tensors = list(different.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        looks = *self._tensors, *(p.grad for p in params)
+        states = {id(value) for value in self._values if not value.dim()}  # counts of steps, which lie in one way alone
+        self._laid = [each for each in self._tensors if id(each) not in states]
+        looks = *self._laid, *(p.grad for p in params)
         self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def _look_at_states(self) -> tuple[list[Any], list[Any]]:
+        """Return parameters and their states; to list all hashes no keys, which tensors do in Python."""
+        if self._is_part:
+            return [], list(map(self._states.get, self._params))
+        return list(self._states), list(self._states.values())
 
     @staticmethod
     def can_be(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
@@ -195,26 +244,34 @@ class Fingerprint:
                     return False
         return True
 
-    def holds(self, optimizer: optim.Optimizer, beside: list[Tensor]) -> bool:
-        """Whether the next step is of the same parameters and tensors.
+    def holds(self, optimizer: optim.Optimizer, beside: list[Tensor]) -> Gradients | None:
+        """Return the gradients of the next step, if it is of the same parameters and tensors; else None.
 
         One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
         """
         if not _are(beside, self._beside) or optimizer.state is not self._states or is_scaled(optimizer):
-            return False
-        if membership(optimizer) != self._members or not _are(list(map(self._states.get, self._params)), self._own):
-            return False
-        if list(chain(*self._dicts)) != self._keys or not _are(_values(self._dicts), self._values):
-            return False
+            return None
+        now = self._params if self._is_part else parameters(optimizer)
+        if not _are(now, self._all) or names_in_groups(optimizer) != self._members[1:]:
+            return None
+        keys, own = self._look_at_states()
+        if not _are(keys, self._keys_of_states) or not _are(own, self._own):
+            return None
+        if list(chain(*self._dicts)) != self._keys:
+            return None
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values)):
+            return None
         grads: list[Any] = [p.grad for p in self._params]
-        if not self._guards.check(*self._tensors, *grads):  # None is not what a gradient was, either
-            return False
+        if not self._guards.check(*self._laid, *grads):  # None is not what a gradient was, either
+            return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
-            return False
-        if not all([grad.data_ptr() or not grad.numel() for grad in grads]):  # the memory is there
-            return False
-        params = parameters(optimizer)
-        return len(params) == len(grads) or sum([p.grad is not None for p in params]) == len(grads)
+            return None
+        addresses = list(map(Tensor.data_ptr, grads))
+        if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):
+            return None  # the memory is not there
+        if len(now) != len(grads) and sum([p.grad is not None for p in now]) != len(grads):
+            return None
+        return Gradients(grads, addresses)
 
 
 def _is_seen(tensor: Tensor) -> bool:
@@ -224,7 +281,3 @@ def _is_seen(tensor: Tensor) -> bool:
 def _are(now: Sequence[Any], before: Sequence[Any]) -> bool:
     """Whether these are the same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _values(states: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states)))

@@ -5,6 +5,7 @@ Only an optimizer that reads each element, or each parameter, by itself can be s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -27,6 +28,9 @@ _FLOOR_OF_ACCELERATORS = 1 << 20
 # FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
 _PARTS = 60
 _PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no temporaries; the latter where state is read
+_BYTES = 0.4  # a parameter, that a step in so many parts takes
+_MOST_OF_PART = 1 << 24  # elements of a step in backward, or the usual part of all
+_SHARE = 64  # of a GPU's memory, this part of which a step may take: activations are gone by then
 
 
 def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:
@@ -34,11 +38,20 @@ def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None =
 
     A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
     time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache of a CPU. On an
-    accelerator, where calls cost more and there is no such cache, the step of any model has about `parts` parts.
+    accelerator, where calls cost more and there is no such cache, the step of any model has about `parts` parts, or as
+    few as fit into a `_SHARE` of the memory.
     """
     size = max(elements // parts, _FLOOR)
-    size = min(size, _CEILING) if device is None or device.type == "cpu" else max(size, _FLOOR_OF_ACCELERATORS)
-    return size // _ALIGN * _ALIGN
+    if device is None or device.type == "cpu":
+        return min(size, _CEILING) // _ALIGN * _ALIGN
+    return max(size, _FLOOR_OF_ACCELERATORS, int(_memory(device) / _SHARE / (_BYTES * parts))) // _ALIGN * _ALIGN
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU; 0 of another device, and of a GPU that is not here."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_here else 0
 
 
 def batches_of(
@@ -46,11 +59,14 @@ def batches_of(
     optimizer: Optimizer,
     elements: int,
     beside: Callable[[Segment], Sequence[Tensor]],
+    *,
+    is_part: bool = False,
 ) -> Iterator[list[Segment]]:
     """Cut segments, each a whole parameter of one device, into batches.
 
     Args:
         elements: of all parameters of the optimizer, held here.
+        is_part: they are stepped in backward, while activations are there.
         beside: returns the tensors that are stepped along with a parameter: its gradient, state and masters.
     """
 
@@ -70,7 +86,9 @@ def batches_of(
         return iter(())
     if sum(segment.param.numel() for segment in segments) > _FLOOR:  # not what this rank holds: ranks must agree
         segments = _each_group_first(segments, optimizer)
-    size = slice_size(elements, _parts_of(optimizer, segments), segments[0].param.device)
+    number = _parts_of(optimizer, segments)
+    size = slice_size(elements, number, segments[0].param.device)
+    size = min(size, max(elements // number // _ALIGN * _ALIGN, _MOST_OF_PART)) if is_part else size
     return cut(segments, size, parts if scope_of(optimizer) == "element" else lambda segment, _: [segment])
 
 

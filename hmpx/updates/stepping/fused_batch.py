@@ -17,8 +17,9 @@ unscaling to the optimizer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -99,9 +100,30 @@ class _Taken:
     weight: StoredTensor
     states: tuple[StoredTensor | None, ...]
 
-    def with_gradient(self, grad: Tensor, scalars: tuple[float, ...] = ()) -> native.StepArguments:
-        """Return the arguments of the kernel for one step."""
-        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, scalars)
+    def with_gradient(self, grad: Tensor) -> native.StepArguments:
+        """Return the arguments of the kernel."""
+        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states)
+
+
+class _Counts:
+    """The counts of steps of many parameters, each an FP32 number on the CPU: read or raised in one call of C."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors, self._addresses = tensors, array("Q")
+        self._in_c = native.library() is not None and all([t.dtype is torch.float32 for t in tensors])
+        if self._in_c:
+            self._addresses.extend([tensor.data_ptr() for tensor in tensors])
+
+    def values(self) -> Sequence[float]:
+        if self._in_c:
+            return native.counts_at(self._addresses)
+        return [tensor.item() for tensor in self._tensors]
+
+    def raise_by_one(self) -> None:
+        if self._in_c:
+            native.raise_counts(self._addresses)
+        elif self._tensors:
+            torch._foreach_add_(self._tensors, torch.ones(()), alpha=1.0)  # for a number it would make many tensors
 
 
 class FusedBatch:
@@ -114,11 +136,13 @@ class FusedBatch:
         self._taken = [self._take(segment, context) for segment in segments]
         kernels = kernels_for(segments[0].param)
         assert kernels is not None, "they take these parameters"
-        self._kernels = kernels
-        self._words = None
-        if kernels is native:
-            self._words = native.words_of([each.with_gradient(context.gradients[each.index]) for each in self._taken])
-        self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
+        pairs = [(each, context.gradients[each.index]) for each in self._taken]
+        self._steps = kernels.Steps(formula.kernel, [each.with_gradient(gradient) for each, gradient in pairs])
+        self._counts = _Counts([each.known["step"] for each in self._taken] if formula.counts else [])
+        self._indices, self._params = [each.index for each in self._taken], [each.segment.param for each in self._taken]
+        self._names = [each.segment.name for each in self._taken]
+        self._has_new = any([each.new for each in self._taken])
+        self._in_groups = [(at, len(list(each))) for at, each in groupby(each.group for each in self._taken)]
 
     def _take(self, segment: Segment, context: StepContext) -> _Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
@@ -150,45 +174,58 @@ class FusedBatch:
                     return False
         return True
 
-    def is_as_made(self) -> bool:
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether all gradients of the step, which are at these addresses, lie as those for which this was made."""
+        return self._steps.takes([addresses[i] for i in self._indices])
+
+    @property
+    def is_settled(self) -> bool:
         """Whether the next step can pass the same words, with other gradients and scalars."""
         return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:
         """Compute the scalars. Wrong options raise here, before anything is written."""
-        formula, groups = self._formula, call.optimizer.param_groups
-        steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._taken)
-        known: dict[Any, tuple[float, ...]] = {}  # most parameters of a group have the same
+        formula, begin = self._formula, 0
+        counted: Sequence[float] = self._counts.values() if formula.counts else [0.0] * len(self._taken)
         self._scalars: list[tuple[float, ...]] = []
-        self._beside: list[Mapping[str, Any]] = []
-        for each, step in zip(self._taken, steps, strict=True):
+        self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
+        for at, size in self._in_groups:
+            steps, taken = counted[begin : begin + size], self._taken[begin : begin + size]
+            begin, group = begin + size, call.optimizer.param_groups[at]
+            if formula.tensors_alone and not self._has_new and steps.count(steps[0]) == size:
+                step, seen = steps[0] + formula.counts, formula.depends_on(taken[0].known)
+                self._scalars += [formula.scalars(call.optimizer, group, step, seen)] * size
+            else:
+                self._begin_each(call.optimizer, group, taken, [step + formula.counts for step in steps])
+
+    def _begin_each(self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]) -> None:
+        """Compute the scalars of parameters of one group, whose state may differ."""
+        formula = self._formula
+        known: dict[Any, tuple[float, ...]] = {}  # most parameters have the same
+        for each, step in zip(taken, steps, strict=True):
             before = self._states.get(each.segment.param) or {} if each.new else each.known
             seen = formula.depends_on(by_own_keys(before))
-            of = each.group, step, seen
-            if of not in known:
-                known[of] = formula.scalars(call.optimizer, groups[each.group], step, seen)
-            self._scalars.append(known[of])
-            self._beside.append(formula.beside(groups[each.group], step, seen))
-
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
-        """Step the parameters; see `Batch.step`. `begin` comes before."""
-        step_key = write_back.rounding_key.of_step
-        write_back.written.extend([each.segment.name for each in self._taken])
-        if self._words is not None:
-            padded = array("f", [number for each in self._scalars for number in native.scalars_of(each)])
-            native.gradients_at(self._words, [gradients[each.index].data_ptr() for each in self._taken])
-            native.step_words(self._formula.kernel, self._words, padded, step_key)
-        else:
-            pairs = zip(self._taken, self._scalars, strict=True)
-            stepped = [each.with_gradient(gradients[each.index], scalars) for each, scalars in pairs]
-            self._kernels.step_list(self._formula.kernel, stepped, step_key)
-        if self._counts:
-            torch._foreach_add_(self._counts, 1)
-        for each, beside in zip(self._taken, self._beside, strict=True):
+            if (step, seen) not in known:
+                known[step, seen] = formula.scalars(optimizer, group, step, seen)
+            self._scalars.append(known[step, seen])
+            beside = formula.beside(group, step, seen)
             if each.new or beside:
-                self._states[each.segment.param].update({**each.new, **beside})
-                each.new = {}
-        torch.autograd.graph.increment_version([each.segment.param for each in self._taken])
+                self._beside.append((each, beside))
+
+    def step(
+        self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], addresses: Sequence[int] | None = None
+    ) -> None:
+        """Step the parameters; see `Batch.step`. `begin` comes before. addresses: of all gradients, where known."""
+        write_back.written.extend(self._names)
+        if addresses is None:
+            addresses = [gradient.data_ptr() for gradient in gradients]
+        self._steps.run([addresses[i] for i in self._indices], self._scalars, write_back.rounding_key.of_step)
+        self._counts.raise_by_one()
+        for each, beside in self._beside:
+            self._states[each.segment.param].update({**each.new, **beside})
+            each.new = {}
+        self._has_new = False
+        torch.autograd.graph.increment_version(self._params)
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:

@@ -73,8 +73,13 @@ def membership(optimizer: Optimizer) -> tuple:
 
     The names that `attach` was given do not change.
     """
+    return list(map(id, parameters(optimizer))), *names_in_groups(optimizer)
+
+
+def names_in_groups(optimizer: Optimizer) -> tuple:
+    """Return `membership` without the parameters themselves."""
     groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
-    return list(map(id, parameters(optimizer))), groups, list(_shared_names.get(optimizer, {}).values())
+    return groups, list(_shared_names.get(optimizer, {}).values())
 
 
 def layout(optimizer: Optimizer) -> tuple | None:

@@ -158,6 +158,16 @@ class Shown:
         return self.weight.x
 
     @property
+    def shows_copies(self) -> bool:
+        """Whether the optimizer is shown copies of the parameter's state, and not that itself."""
+        return self._state.shown is not None
+
+    @property
+    def can_be_as_shown(self) -> bool:
+        """Whether there is nothing to take where a step leaves the state that it was shown."""
+        return not self._is_cast and not (self._state.own and not self.shows_copies and self.segment.start is not None)
+
+    @property
     def state(self) -> Any:
         """The state that the optimizer finds for the shadow, a copy that it may change; None for none."""
         return self._state.own if self._state.shown is None else self._state.shown.copy()

@@ -20,7 +20,7 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.batched_step import BatchedStep
+from hmpx.updates.stepping.batched_step import BatchedStep, Gradients
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_formulas import chosen
@@ -55,9 +55,18 @@ class WeightUpdates:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_kept": None, "_stepped": None}  # which a copy, or a pickle, cannot hold
 
-    def step(self, call: StepCall) -> Any:
-        """Run a step of the optimizer. If it raises, weights and gradients are as they were."""
-        return self._guarded(self._numbered_step, call)
+    def look(self, call: StepCall) -> Gradients | None:
+        """Return the gradients of a step that begins now, if it is sure to take the batches of the last one."""
+        if self._kept is None or self._open is not None or call.args or call.kwargs:
+            return None
+        return self._kept.fits(call.optimizer)
+
+    def step(self, call: StepCall, found: Gradients | None = None) -> Any:
+        """Run a step of the optimizer. If it raises, weights and gradients are as they were.
+
+        found: by `look`, after which nothing has changed.
+        """
+        return self._guarded(self._numbered_step, call, found)
 
     def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
         """Call `function` with signals that it may let wait; they come, and gradients are on or off as before."""
@@ -72,11 +81,11 @@ class WeightUpdates:
 
         return giving_back(give_back, function, call, signals, *args)
 
-    def _numbered_step(self, call: StepCall, signals: DeferredSignals) -> Any:
+    def _numbered_step(self, call: StepCall, signals: DeferredSignals, found: Gradients | None) -> Any:
         optimizer, write_back = call.optimizer, self._write_back(call, signals)
         number = write_back.rounding_key.step
         try:
-            result = self._step(call, write_back)
+            result = self._step(call, write_back, found)
             if not _skipped(optimizer):
                 seed = write_back.rounding_key.seed
                 step_count.keep(optimizer, **{STEP_KEY: number + (not step_count.is_trial()), SEED_KEY: seed})
@@ -87,7 +96,7 @@ class WeightUpdates:
         self._open = None
         return result
 
-    def _step(self, call: StepCall, write_back: WriteBack) -> Any:
+    def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
         optimizer, scope, result = call.optimizer, scope_of(call.optimizer), None
         if scope != "whole":
             if call.closure is not None:  # the listed classes call it before anything else
@@ -96,7 +105,7 @@ class WeightUpdates:
                 if self.settings.release_gradients:
                     finish(parameters(optimizer))
             call = call.without_arguments()
-            if self._kept_step(call, write_back):
+            if self._kept_step(call, write_back, found):
                 return result
         write_back.signals.begin()
         segments = self.segments(optimizer)
@@ -118,15 +127,18 @@ class WeightUpdates:
                 self._kept = step
         return result
 
-    def _kept_step(self, call: StepCall, write_back: WriteBack) -> bool:
+    def _kept_step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
         """Take the step in the batches of the last one if these fit; if not, nothing has changed."""
         step, self._kept = self._kept, None
-        if step is None or self._open is not None or not step.fits(call.optimizer):
+        if step is None or self._open is not None:
+            return False
+        found = found or step.fits(call.optimizer)
+        if found is None:
             return False
         write_back.signals.begin()
         self.kept_steps += 1
         with torch.no_grad():
-            step.run(call, write_back)
+            step.run(call, write_back, found)
             if step.rest():
                 self._kept = step
         return True

@@ -15,6 +15,7 @@ import torch
 from hmpx.rounding import native, triton
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import name_id
+from hmpx.rounding.table import Table
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
@@ -101,26 +102,46 @@ class Words:
 
 
 class Launches:
-    """A launch of the Triton kernels reads tensors that are held alike, and another one writes them. See `Words`."""
+    """Launches of the Triton kernels: a few read a batch, a few write it, one for each way in which tensors are held.
 
-    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
-        self._grads, self._pieces = ([self._move(piece) for piece in each] for each in (grads, pieces))
+    Their words are in a table with those of all batches of the step, which has been sent when a batch is stepped.
+
+    Args:
+        indices: of the gradients, each among all `gradients` of the step.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[Piece],
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        table: Table,
+    ) -> None:
+        pairs = zip(grads, indices, strict=True)
+        copied = [self._move(piece)._replace(grad=index).of(gradients[index]) for piece, index in pairs]
+        moves = [self._move(piece) for piece in pieces]
+        self._reads = table.add("move_list", [move.read() for move in (*copied, *moves)])
+        self._writes = table.add("move_list", [move.written() for move in moves])
+        self._written = [move.held.tensor for move in moves]
 
     @staticmethod
     def _move(piece: Piece) -> triton.Move:
         held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
         assert held is not None, "the kernels can move it"
-        return triton.Move(held, segment.offset, segment.count, piece.x)
+        room = None if piece.at is None else piece.at * FP32.itemsize
+        return triton.Move(held, segment.offset, segment.count, piece.x, room=room)
 
     def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill the tensors that the optimizer sees. grads: the gradients to copy, where they are now."""
-        pairs = zip(self._grads, grads, strict=True)
-        triton.read_list([*(move.of(grad) for move, grad in pairs), *self._pieces])
+        """Fill the tensors that the optimizer sees."""
+        for launch in self._reads:
+            launch.run()
 
     def write(self, rounding_key: RoundingKey) -> None:
         """Write the results of the optimizer back."""
-        triton.write_list(self._pieces, rounding_key.of_step)
-        torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
+        for launch in self._writes:
+            launch.run()
+        torch.autograd.graph.increment_version(self._written)
 
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:

@@ -1,0 +1,314 @@
+"""Tables: what launches of the Triton kernels are told of their tensors, a row of words for each.
+
+A table is made once for all launches of a step on one device, and is kept from one step to the next. Before a step, the
+words that have changed are filled in (addresses of gradients, keys, scalars, the address of a room), all of one kind at
+once, and one copy takes all words to the device. So a step costs the host the same few calls whatever the number of its
+tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import or_
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from hmpx.rounding import native
+from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
+
+# As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
+_CODES, _TILE = 128, 8
+_UNEVEN, _EVEN, _ALIGNED = range(3)
+_ABSENT, _CODED = 0, (CODED, FP8, FOUR)
+_KEY = 1  # the place of its key among the words of a tensor
+_SCALARS = native.SCALARS // 2  # words that hold the scalars of a row
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """Import the kernels when they are first asked for; None if there is no Triton."""
+    try:
+        from hmpx.rounding import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels
+
+
+class Lain(NamedTuple):
+    """The layout of elements in the parameter, and in the blocks of a tensor with scales.
+
+    Element i of the `size` is element `offset + i // width * stride + i % width` of the parameter. It is element
+    `start + i` of rows of `row` elements; such a row is that part of a row of `whole` blocks that begins at `column`.
+    """
+
+    size: int
+    offset: int
+    width: int
+    stride: int
+    row: int
+    whole: int
+    start: int = 0
+    column: int = 0
+
+    @classmethod
+    def in_rows(cls, count: int, offset: int, width: int, stride: int) -> Lain:
+        """Lay out a tensor without scales: a block ends where a row ends."""
+        return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
+
+    @classmethod
+    def alone(cls, count: int, row: int, start: int = 0) -> Lain:
+        """Lay out a whole parameter, or its elements from `start` on."""
+        return cls(count, start, count, 0, row, _blocks(row), start)
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
+        is_full = self.column == 0 and self.row == self.whole * _CODES
+        is_one = self.start % self.row + self.size <= self.row and (self.column + self.start) % _CODES == 0
+        return self.width >= self.size and (is_full or is_one)
+
+    def words(self, lie: int) -> tuple[int, ...]:
+        """Return the words of a row without the first program; the second word counts blocks."""
+        if lie != _UNEVEN:
+            blocks = _blocks(self.size + self.offset % 2)
+            return self.size, blocks, self._block(self.start, self.whole), self.offset, *(0,) * 6
+        parts = _blocks(self.column % _CODES + self.row)
+        first, last = (self._block(i, parts) for i in (self.start, self.start + self.size - 1))
+        left = self.column // _CODES
+        rest = self.row, self.column, self.whole, self.start, self.width, self.stride
+        return self.size, last - first + 1, first - left, self.offset, *rest
+
+    def _block(self, element: int, of_a_row: int) -> int:
+        row, column = divmod(element, self.row)
+        return row * of_a_row + (self.column + column) // _CODES
+
+
+def _blocks(count: int) -> int:
+    return -(-count // _CODES)
+
+
+class Row(NamedTuple):
+    """Tensors whose elements lie in one way.
+
+    Attributes:
+        keys: those of the tensors' random numbers; None where none are drawn.
+        by_name: whether `keys` are the names that keys are made of in each step.
+        scalars: what a step of the optimizer is told, if they are known already.
+        grad: which of the tensors is a gradient, its index among all gradients, and how far behind the gradient's
+            address the row begins, in bytes.
+        room: which of the tensors lies in a room, and how far behind the room's address, in bytes.
+    """
+
+    lain: Lain
+    tensors: tuple[StoredTensor | None, ...]
+    keys: tuple[int | None, ...]
+    by_name: bool = False
+    scalars: tuple[float, ...] = ()
+    grad: tuple[int, int, int] | None = None
+    room: tuple[int, int] | None = None
+
+    def alike(self) -> tuple[int, ...]:
+        """Return what the kernels are compiled for: kinds of tensors, and how elements lie."""
+        kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
+        there = [held for held in self.tensors if held is not None]
+        lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
+        lie = _EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
+        if lie == _EVEN and not (
+            lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
+        ):
+            lie = _ALIGNED
+        return *kinds, lie
+
+
+def _addresses(held: StoredTensor) -> list[int]:
+    return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside)]
+
+
+class _Places:
+    """Where words of one kind stand, and what comes there: the address of which tensor, and how far behind it."""
+
+    def __init__(self) -> None:
+        self._places, self._indices, self._offsets = array("q"), array("q"), array("q")
+
+    def add(self, place: int, index: int, offset: int) -> None:
+        self._places.append(place)
+        self._indices.append(index)
+        self._offsets.append(offset)
+
+    def fix(self) -> None:
+        """Look how the words lie; no more are added."""
+        places, count = self._places, len(self._places)
+        apart = places[1] - places[0] if count > 1 else 1
+        self._slice: slice | None = None
+        is_even = count and places == array("q", range(places[0], places[0] + apart * count, apart))
+        if is_even and self._indices == array("q", range(count)) and not any(self._offsets):  # a launch of all tensors
+            self._slice = slice(places[0], places[-1] + 1, apart)
+        self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
+
+    def fill(self, words: array[int], as_tensor: torch.Tensor, addresses: Sequence[int]) -> None:
+        """Write these addresses, each as often as it is asked for."""
+        if self._slice is not None and len(addresses) == len(self._places):
+            words[self._slice] = array("Q", addresses)
+        elif self._places:
+            places, indices, offsets = self._tensors
+            given = _as_tensor(array("q", addresses)).index_select(0, indices)
+            as_tensor.index_copy_(0, places, given.add_(offsets))
+
+
+def _as_tensor(numbers: array[int]) -> torch.Tensor:
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+class Launch:
+    """Rows that a kernel is compiled for in one way: one launch.
+
+    Attributes:
+        rows: their numbers among those that were added together.
+        programs: among how many each of them is divided.
+        at, end: where their words are in the table.
+    """
+
+    def __init__(self, kernel: str, constants: tuple[int, ...], programs: list[int], at: int, end: int) -> None:
+        self._kernel, self._constants, self._grid = kernel, constants, (sum(programs), 1, 1)
+        self.programs, self.count, self.at, self.end = programs, len(programs), at, end
+        self.rows: list[int] = []
+        self._args: tuple[Any, ...] = ()
+
+    def lie_in(self, table: torch.Tensor) -> None:
+        """Say where the words are on the device, and put the row of each program there."""
+        words, rows = table[self.at : self.end], None
+        if self.count > 1:
+            numbers = torch.arange(self.count, dtype=torch.int32, device="cpu")
+            rows = numbers.repeat_interleave(torch.tensor(self.programs, device="cpu")).to(table.device)
+        self._args = words, rows
+        if self._kernel == "step_list":
+            self._args += (words[-_SCALARS * self.count :].view(torch.float32),)
+
+    def run(self) -> None:
+        """Launch; the words have been sent."""
+        with torch.cuda.device_of(self._args[0]):  # Triton launches on the current device, which may be another one
+            _start(self._kernel, self._grid, self._args, self._constants)
+
+
+# Triton looks at each argument of a call, and makes a text of them to find what it has compiled: that takes longer than
+# the launch. What it has compiled can be launched itself.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _start(kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[int, ...]) -> None:
+    """Launch a kernel once. Its table begins at a multiple of 16 bytes, for which it is compiled."""
+    known = kernel, args[0].device, constants, args[1] is None
+    compiled = _compiled.get(known)
+    if compiled is not None:
+        compiled[grid](*args, *constants)
+        return
+    compiled = getattr(triton_kernels(), kernel)[grid](*args, *constants, enable_fp_fusion=False)
+    if compiled is not None:  # there is none in the interpreter
+        _compiled[known] = compiled
+
+
+class Table:
+    """The words of all launches of a step on one device; `native_stored.c` and `native_steps.c` have such words too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._words = device, array("Q")
+        self._names, self._keys = array("Q"), array("Q")  # of what is rounded in each step, and where its key stands
+        self._grads, self._in_room = _Places(), _Places()
+        self._aligned = array("q")  # gradients whose addresses must stay multiples of 16
+        self._launches: list[Launch] = []
+        self._host: torch.Tensor | None = None
+        self._sent: torch.Tensor
+
+    def add(self, kernel: str, rows: Iterable[Row], *constants: int) -> list[Launch]:
+        """Add a launch for each group of rows that the kernel is compiled for alike, which is nearly always one."""
+        lists: dict[tuple[int, ...], list[tuple[int, Row]]] = {}
+        for i, row in enumerate(rows):
+            if row.lain.size:
+                lists.setdefault(row.alike(), []).append((i, row))
+        launches = []
+        for kinds, alike in lists.items():
+            launches.append(self._add(kernel, [row for _, row in alike], (*constants, *kinds)))
+            launches[-1].rows = [i for i, _ in alike]
+        self._launches += launches
+        return launches
+
+    def _add(self, kernel: str, rows: list[Row], constants: tuple[int, ...]) -> Launch:
+        words, begin, programs, first = self._words, len(self._words), list[int](), 0
+        for row in rows:
+            where = row.lain.words(constants[-1])
+            words.extend((first, *where))
+            for i, (held, key) in enumerate(zip(row.tensors, row.keys, strict=True)):
+                place = len(words)
+                at, beside = (0, 0) if held is None else _addresses(held)
+                words.extend((at, 0 if row.by_name or key is None else key, beside))
+                if row.by_name and key is not None:
+                    self._names.append(key)
+                    self._keys.append(place + _KEY)
+                if row.grad is not None and i == row.grad[0]:
+                    self._grads.add(place, *row.grad[1:])
+                    if constants[-1] == _ALIGNED:
+                        self._aligned.append(row.grad[1])
+                if row.room is not None and i == row.room[0]:
+                    self._in_room.add(place, 0, row.room[1])
+            programs.append(-(-where[1] // _TILE))
+            first += programs[-1]
+        words.extend((0,) * (len(words) % 2))
+        if kernel == "step_list":
+            words.extend((0,) * (_SCALARS * len(rows)))
+        launch = Launch(kernel, constants, programs, begin, len(words))
+        if kernel == "step_list":
+            self.scale(launch, [row.scalars for row in rows])
+        return launch
+
+    def scale(self, launch: Launch, scalars: Sequence[tuple[float, ...]]) -> None:
+        """Fill in the scalars of the rows of a launch."""
+        padded = array("Q", native.padded(scalars).tobytes())
+        self._words[launch.end - _SCALARS * launch.count : launch.end] = padded
+
+    @property
+    def has_launches(self) -> bool:
+        """Whether anything is to be launched."""
+        return bool(self._launches)
+
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Return whether gradients at these addresses are aligned as those for which the launches were made."""
+        return not functools.reduce(or_, [addresses[i] for i in self._aligned], 0) % 16
+
+    def send(self, step_key: int | None = None, grads: Sequence[int] = (), room: int = 0) -> None:
+        """Copy the words to the device, with keys, addresses of gradients and of the room as they are in this step."""
+        if self._host is None:
+            self._grads.fix()
+            self._in_room.fix()
+            self._host = torch.frombuffer(self._words, dtype=torch.int64)
+            self._sent = torch.empty_like(self._host, device=self._device)
+            for launch in self._launches:
+                launch.lie_in(self._sent)
+        if step_key is not None:
+            native.put_keys(self._words, self._keys, self._names, step_key)
+        self._grads.fill(self._words, self._host, grads)
+        self._in_room.fill(self._words, self._host, (room,))
+        _send(self._host, self._sent)
+
+
+def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
+    """Copy to the device. The CPU waits only while a CUDA graph is captured, which fails: it would not copy again."""
+    if sent.is_cuda:
+        sent.copy_(host.pin_memory(), non_blocking=not torch.cuda.is_current_stream_capturing())
+    else:
+        sent.copy_(host)
+
+
+def launch_once(kernel: str, rows: Sequence[Row], *constants: int) -> None:
+    """Launch what is launched but once."""
+    device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)
+    if device is not None:
+        table = Table(device)
+        launches = table.add(kernel, rows, *constants)
+        if launches:
+            table.send()
+        for launch in launches:
+            launch.run()
