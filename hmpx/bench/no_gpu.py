@@ -10,6 +10,8 @@ These names of hmpx are replaced, and no others. Where one has moved, `mock` rai
 ``native.can_read``      no: a tensor is on no CPU
 ``triton.can_read``      as it is, but for tensors on a CPU
 ``batching.slice_size``  that of an accelerator
+``batching._memory``     that of a GPU of 80 GiB
+``Waiting.ELEMENTS``     that of an accelerator
 =======================  ===========================================================================
 """
 
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import batching, released
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -144,6 +146,8 @@ def no_gpu() -> Iterator[Counter[str]]:
         (native, "can_read", lambda *tensors: False),
         (triton, "can_read", _can_read),
         (batching, "slice_size", slice_size),
+        (batching, "_memory", lambda device: 80 << 30),
+        (released.Waiting, "ELEMENTS", released.Waiting.ELEMENTS_OF_ACCELERATORS),
         (_adam, "_fused_adam", fused_adam),
         (torch, "_foreach_add_", foreach_add_),
         (torch, "_fused_adamw_", _TorchsStep(torch._fused_adamw_)),

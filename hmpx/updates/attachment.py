@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from hmpx.base import forks
 from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
@@ -29,6 +30,7 @@ from hmpx.updates.stepping.step_count import SEED_KEY
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
+_lock = forks.lock()  # while parameters take a part of a step
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
 _GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
 _GONE["kept_steps"] = "measure a step with `python -m hmpx bench step`"
@@ -82,7 +84,8 @@ class Attachment:
             release=release if settings.release_gradients else None,
         )
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
-        self._released: set[int] = set()  # the parameters that have taken the next step in backward
+        self._waiting = released.Waiting()
+        self._released: set[int] = set()  # the parameters that have taken the next step in backward, or wait to do so
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
         self._places: dict[Parameter, tuple[int, int]] = {}  # of each then: its group, and where it stands in it
 
@@ -169,7 +172,7 @@ class Attachment:
             if outer is not None and outer is not self.optimizer:
                 self._checkpoints.watch_loads(outer, self._undo)
             self._undo.callback(self._claim.end)
-            self._undo.callback(_forget, self._dtypes, self._released)  # first: what stands there cannot be cast
+            self._undo.callback(_end, self._dtypes, self._released)  # first: what stands there cannot be cast
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
@@ -181,7 +184,7 @@ class Attachment:
     def _put_back(self) -> None:
         """Undo `install`, all of it again where an interrupt has come in the middle."""
         self.look_again()
-        _forget(self._dtypes, self._released)
+        self._forget()
         self._claim.end()
         self._undo.close()
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
@@ -246,6 +249,7 @@ class Attachment:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
             if self._released:  # the step that backward has begun goes with the weights and the state that it changed
+                self._waiting.forget()
                 released.finish(self._dtypes)
                 self._released.clear()
                 self._updates.abandon()
@@ -256,12 +260,13 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
+        if self._released:
+            self._settle(*self._waiting.ready())  # some wait after a backward that failed
+            released.finish(self._dtypes)
         found = self._updates.look(call)
         if found is None:
             self.sync_parameters()
         self._counts.compare(call.optimizer, self._updates, call.seed)
-        if self._released:
-            released.finish(self._dtypes)
         try:
             return self._updates.step(call, found)
         finally:  # a signal that has waited for the end of the step may raise there
@@ -280,15 +285,36 @@ class Attachment:
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
         released.refuse_scaled(self._alive)
-        if not self._updates.is_open:
-            self.sync_parameters()
-        step_hooks.step_alone(self._alive, self._updates, p)
-        released.release(p, self._alive)
-        self._released.add(id(p))
+        with _lock:  # another device has its backward in another thread
+            if not self._released:
+                self.sync_parameters()
+            self._released.add(id(p))
+            if self._waiting.add(p, self._alive):
+                self._step_waiting()
+            if self._waiting.is_first():
+                at_end = functools.partial(_call_if_alive, weakref.WeakMethod(self._step_waiting))
+                torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def _step_waiting(self) -> None:
+        """Step the parameters that wait, and free their gradients. If that raises, they have their gradients again."""
+        with _lock:
+            for where in self._waiting.ready():
+                try:
+                    step_hooks.step_part(self._alive, self._updates, self._waiting.show(where))
+                finally:
+                    self._settle(where)
+
+    def _settle(self, *wheres: Any) -> None:
+        for where in wheres:
+            self._released.difference_update(map(id, self._waiting.settle(where, self._updates.have_stepped)))
+
+    def _forget(self) -> None:
+        """Put away what the last step has left; warn if it has not ended."""
+        self._settle(*self._waiting.ready())
+        _end(self._dtypes, self._released)
 
 
-def _forget(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:
-    """Put away what the last step has left; warn if it has not ended."""
+def _end(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:
     if taken:
         logger.warning(
             "hmpx: %d parameters have stepped in a backward() that no optimizer.step() followed "
@@ -299,7 +325,7 @@ def _forget(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:
     taken.clear()
 
 
-def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:
+def _call_if_alive(reference: weakref.WeakMethod, *args: Parameter) -> None:
     method = reference()
     if method is not None:
-        method(p)
+        method(*args)

@@ -101,10 +101,10 @@ def _watch() -> None:
     watch_joins(_changes)
 
 
-def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
-    """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
+def step_part(optimizer: Optimizer, updates: WeightUpdates, params: list[torch.nn.Parameter]) -> None:
+    """Step some parameters of an attached optimizer, outside of the optimizer's `step`."""
     call = StepCall(optimizer, own_step(type(optimizer)))
-    run_in_region.run_step(optimizer, None, updates.step_alone, (call, p))
+    run_in_region.run_step(optimizer, None, updates.step_part, (call, params))
 
 
 def own_step(cls: type[Optimizer]) -> Callable:

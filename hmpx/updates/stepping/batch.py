@@ -7,7 +7,7 @@ for are there.
 
 from __future__ import annotations
 
-from itertools import chain, compress
+from itertools import chain
 from operator import is_
 from types import ModuleType
 from typing import Any

@@ -24,7 +24,7 @@ from hmpx.updates.ranks.sharding import held_part, local
 from hmpx.updates.stepping.batch import Batch, values_of
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.formula_step import by_formula
-from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
+from hmpx.updates.stepping.fused_batch import fused_batches
 from hmpx.updates.stepping.fused_formulas import Formula, is_scaled
 from hmpx.updates.stepping.names import Members, layout, membership, names_in_groups, parameters
 from hmpx.updates.stepping.shown import StepContext

@@ -5,6 +5,9 @@ Clipping, norms, GradScaler, a second backward and the step of another optimizer
 training run would train unclipped. `Optimizer.zero_grad()` raises too: what it would drop is in the weights.
 
 A loss that a GradScaler has scaled raises in backward, before any parameter steps.
+
+A step of one parameter costs the host about what a step of ten does. So gradients wait, out of sight, until there are
+enough of them or the backward pass ends, and their parameters step together.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
+from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
+_Where = tuple[torch.device, Any]  # a device, and the stream of it on which gradients are made
 
 _is_used = False  # whether a gradient was ever released
 _scaled_backward = -1  # the last backward of a loss that a GradScaler has scaled, as autograd counts them
@@ -57,11 +62,77 @@ def _error(what: str, gradient: Released) -> HmpxError:
     )
 
 
-def release(p: Parameter, optimizer: Optimizer) -> None:
-    """Free the gradient of a parameter that has stepped."""
-    global _is_used
-    assert p.grad is not None, "the parameter has stepped"
-    p.grad, _is_used = Released(p.grad, optimizer), True
+class Waiting:
+    """Gradients of one optimizer that are complete, and whose parameters have not stepped yet.
+
+    They are kept by device and stream, and so many elements of each at most: that is the memory that they take.
+    """
+
+    ELEMENTS = 1 << 20
+    ELEMENTS_OF_ACCELERATORS = 1 << 24
+
+    def __init__(self) -> None:
+        self._kept: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
+        self._elements: dict[_Where, int] = {}
+        self._backward = -1  # the last one, as autograd counts them
+
+    def add(self, p: Parameter, optimizer: Optimizer) -> bool:
+        """Let the gradient of a parameter wait; return whether there are enough to step, or no backward pass runs."""
+        global _is_used
+        gradient, where = p.grad, _where(p)
+        assert gradient is not None, "it is complete"
+        mark = Released(gradient, optimizer)
+        self._kept.setdefault(where, []).append((p, gradient, mark))
+        self._elements[where] = elements = self._elements.get(where, 0) + p.numel()
+        p.grad, _is_used = mark, True
+        most = self.ELEMENTS if p.device.type == "cpu" else self.ELEMENTS_OF_ACCELERATORS
+        return elements >= most or torch._C._current_graph_task_id() == -1
+
+    def is_first(self) -> bool:
+        """Whether this is the first time that somebody asks in the backward pass that runs now."""
+        before, self._backward = self._backward, torch._C._current_graph_task_id()
+        return self._backward not in (-1, before)
+
+    def ready(self) -> list[_Where]:
+        """Return where gradients wait."""
+        return list(self._kept)
+
+    def show(self, where: _Where) -> list[Parameter]:
+        """Give the parameters that wait there their gradients again, for a step; `settle` comes after it."""
+        kept = self._kept[where]
+        for p, gradient, _ in kept:
+            p.grad = gradient
+        if where[1] is not None and where[1] != (now := torch.cuda.current_stream(where[0])):
+            now.wait_stream(where[1])
+            for _, gradient, _ in kept:
+                local(gradient).record_stream(now)
+        return [p for p, _, _ in kept]
+
+    def settle(self, where: _Where, have_stepped: Callable[[list[Parameter]], bool]) -> list[Parameter]:
+        """Free the gradients of parameters that have stepped, and give back those of others; all of them wait no more.
+
+        Returns:
+            Those that have not stepped.
+        """
+        kept = self._kept[where]
+        params = [p for p, _, _ in kept]
+        are_stepped = have_stepped(params)
+        for p, gradient, mark in kept:
+            p.grad = mark if are_stepped else gradient
+        del self._kept[where], self._elements[where]
+        return [] if are_stepped else params
+
+    def forget(self) -> None:
+        """Drop all gradients that wait."""
+        for kept in self._kept.values():
+            for p, _, _ in kept:
+                p.grad = None
+        self._kept.clear()
+        self._elements.clear()
+
+
+def _where(p: Parameter) -> _Where:
+    return p.device, torch.cuda.current_stream(p.device) if p.is_cuda else None
 
 
 def refuse_scaled(optimizer: Optimizer) -> None:

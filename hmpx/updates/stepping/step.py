@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_formulas import chosen
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
-from hmpx.updates.stepping.names import BF16Parameters, Members, parameters
+from hmpx.updates.stepping.names import BF16Parameters, Members, membership, parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
@@ -51,9 +51,14 @@ class WeightUpdates:
         self._kept: BatchedStep | None = None
         self._stepped: list[int] | None = None  # the parameters of the last step, by id
         self._open: _OpenStep | None = None
+        # Parts of the step before and of this one, by the parameters that have taken them together.
+        self._parts: dict[tuple[int, ...], BatchedStep] = {}
+        self._taken: dict[tuple[int, ...], BatchedStep] = {}
+        self._members: tuple | None = None  # when the last of these was opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": None, "_stepped": None}  # which a copy, or a pickle, cannot hold
+        none = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # a copy, or a pickle, cannot hold them
+        return {**vars(self), **none}
 
     def look(self, call: StepCall) -> Gradients | None:
         """Return the gradients of a step that begins now, if it is sure to take the batches of the last one."""
@@ -93,7 +98,8 @@ class WeightUpdates:
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
             raise
-        self._open = None
+        if self._open is not None:
+            self._open, self._parts, self._taken = None, self._taken, {}
         return result
 
     def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
@@ -107,6 +113,8 @@ class WeightUpdates:
             call = call.without_arguments()
             if self._kept_step(call, write_back, found):
                 return result
+            if self._open is not None and all([p.grad is None for p in parameters(optimizer)]):
+                return result  # all have taken it in parts
         write_back.signals.begin()
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
@@ -143,26 +151,47 @@ class WeightUpdates:
                 self._kept = step
         return True
 
-    def step_alone(self, call: StepCall, p: Parameter) -> None:
-        """Step one parameter, as a part of the next step."""
-        self._guarded(self._part_of_step, call, p)
+    def step_part(self, call: StepCall, params: list[Parameter]) -> None:
+        """Step some parameters, as a part of the next step."""
+        self._guarded(self._part_of_step, call, params)
 
-    def _part_of_step(self, call: StepCall, signals: DeferredSignals, p: Parameter) -> None:
+    def _part_of_step(self, call: StepCall, signals: DeferredSignals, params: list[Parameter]) -> None:
         signals.begin()
         if self._open is None:
-            write_back = self._write_back(call, signals)
-            segments = self.segments(call.optimizer)
-            self._adopt_states(call.optimizer, segments, write_back.rounding_key)
-            self._open = _OpenStep(Members(call.optimizer, segments), write_back)
-        members, write_back = self._open
+            self._open = _OpenStep(self._write_back(call, signals))
+            before, self._members = self._members, membership(call.optimizer)
+            if before != self._members:
+                self._parts.clear()
+        write_back, key = self._open.write_back, tuple(map(id, params))
+        part = self._parts.pop(key, None)
         try:
             with torch.no_grad():
-                formula = chosen(call.optimizer, self.settings.fused)
-                part = BatchedStep(call.optimizer, members, [p], write_back, formula)
-                part.run(call, write_back)
+                found = None if part is None else part.fits(call.optimizer)
+                if part is None or found is None:
+                    formula = chosen(call.optimizer, self.settings.fused)
+                    members = self._open.members_of(call.optimizer, self)
+                    part = BatchedStep(call.optimizer, members, params, write_back, formula, is_part=True)
+                    part.run(call, write_back)
+                    is_kept = part.keep(call.optimizer)
+                else:
+                    part.run(call, write_back, found)
+                    is_kept = part.rest()
+                self._open.stepped.update(key)
+                if is_kept:
+                    self._taken[key] = part
         except BaseException as error:
             mark_incomplete(call.optimizer, write_back, error)
             raise
+
+    def have_stepped(self, params: list[Parameter]) -> bool:
+        """Whether these parameters have taken the step that is open, together."""
+        return self._open is not None and self._open.stepped.issuperset(map(id, params))
+
+    def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
+        """Look at every parameter, and bring all state to the form in which it is held."""
+        segments = self.segments(optimizer)
+        self._adopt_states(optimizer, segments, key)
+        return Members(optimizer, segments)
 
     @property
     def is_open(self) -> bool:
@@ -203,7 +232,7 @@ class WeightUpdates:
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
         """Take over FP32 masters from a checkpoint; return how many were dropped, by the reason."""
-        self._kept = None
+        self.look_again()
         dropped: Counter[str] = Counter()
         for segment in self._parameters.every(optimizer):
             given, weights = masters.get(segment.param), segment.way.weights
@@ -244,18 +273,31 @@ class WeightUpdates:
     def look_again(self) -> None:
         """Forget everything kept from the last step, tensors included: a load is about to replace them."""
         self._kept = None
+        self._parts.clear()
+        self._taken.clear()
         self._parameters.forget()
 
     def abandon(self) -> None:
-        """Forget the step that parameters have begun to take one by one."""
+        """Forget the step that parameters have begun to take in parts."""
         self._open = None
 
 
-class _OpenStep(NamedTuple):
-    """A step that parameters take one by one (`release_gradients`)."""
+class _OpenStep:
+    """A step that parameters take in parts, as their gradients come (`release_gradients`).
 
-    members: Members
-    write_back: WriteBack
+    Attributes:
+        stepped: those that have taken it, by id.
+    """
+
+    def __init__(self, write_back: WriteBack) -> None:
+        self.write_back, self.stepped = write_back, set[int]()
+        self._members: Members | None = None
+
+    def members_of(self, optimizer: Optimizer, updates: WeightUpdates) -> Members:
+        """Look at every parameter, if a part of this step has not done it: none of the step before fits."""
+        if self._members is None:
+            self._members = updates.members(optimizer, self.write_back.rounding_key)
+        return self._members
 
 
 def _skipped(optimizer: Optimizer) -> bool:
