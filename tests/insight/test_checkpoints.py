@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def weights(seed=0, dtype=BF16):
-    """Two matrices whose weights lie in many binades, a norm and a bias."""
+    """Two matrices whose weights lie in many binades, a norm at 1.0 and a bias."""
     torch.manual_seed(seed)
     found = {name: torch.randn(64, 64) * 0.1 for name in ("up.weight", "down.weight")}
     found |= {"norm.weight": torch.ones(64), "norm.bias": torch.randn(64) * 0.01}
@@ -264,6 +264,17 @@ def test_lost_updates_are_wrong_and_healthy_ones_are_not(files):
     assert "norm.weight" in str(found) and "0.0039" in str(found)
     found = files(before, moved(before))
     assert not found.findings and not found.not_checked and found.status == 0 and found.kept > 0.95
+
+
+def test_a_norm_that_cannot_show_its_movement_is_no_finding(files):
+    """By 1e-3 a norm at 1.0 moves in FP32, and no file in BF16 shows it."""
+    before = {name: each for name, each in weights().items() if name != "norm.bias"}
+    before |= {"last.weight": torch.ones(64, dtype=BF16)}
+    found = files(before, moved(before, way=1e-3))
+    assert not found.findings and found.status == 0, str(found)
+    after = {**moved(before, way=0.02), "last.weight": before["last.weight"]}
+    found = files(before, after)
+    assert kinds(found) == [("norms", False)] and "1 of 2 norms and biases did not move" in str(found)
 
 
 def test_numbers_in_float32_that_are_bfloat16_s_are_judged_as_such(files):

@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.checkpoints.findings import kept_of, of_both, of_each, of_state, of_steps
+from hmpx.insight.checkpoints.findings import LOST, kept_of, of_both, of_each, of_state, of_steps
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
 from hmpx.insight.checkpoints.tensors import Bar, Seen, seen
 from hmpx.insight.doctor.diagnosis import Diagnosis, percent, some
@@ -74,7 +74,8 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
     names = matched(first.weights, last.weights) if after else {}
     if after and not names:
         each = (f"{some((*one.weights,), 2)} in {path}" for path, one in ((before, first), (after, last)))
-        raise HmpxError(f"no tensor has one name in both: {'; '.join(each)}")
+        merge = "; merge adapters first" if any("lora_" in name for name in (*first.weights, *last.weights)) else ""
+        raise HmpxError(f"no tensor has one name in both: {'; '.join(each)}{merge}")
     pairs = {name: (first.weights[names[name]] if name in names else None, now) for name, now in last.weights.items()}
     coded = [name for name, (old, now) in pairs.items() if _is_coded(now) or (old and _is_coded(old))]
     if coded:
@@ -95,13 +96,13 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
     found.findings += [*of_each(found.tensors, is_alone=not after), *of_state(last.state)]
     if after:
         found.kept = kept_of(found.tensors)
-        if not math.isnan(found.kept):
-            judged = _many(sum(each.count for each in found.tensors if each.tells))
-            said = f"{100 * min(found.kept, 1):.0f} % as far as float32 weights would have"
-            found.looked.append(f"{judged} weights, in matrices, moved {said}")
         problems, unclear = of_both(found.tensors, found.kept)
         found.findings += problems
         found.not_checked += unclear
+        if not math.isnan(found.kept) and not any(each.kind == LOST for each in problems):
+            judged = _many(sum(each.count for each in found.tensors if each.tells))
+            said = f"{100 * min(found.kept, 1):.0f} % as far as float32 weights would have"
+            found.looked.append(f"{judged} weights, in matrices, moved {said}")
     problems, told = of_steps(found.tensors, rate, steps, found.kept)
     found.looked += told
     found.findings += problems

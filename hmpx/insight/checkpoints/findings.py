@@ -15,6 +15,7 @@ from hmpx.insight.checkpoints.tensors import LOW, Seen
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
 from hmpx.insight.text_table import number
 
+LOST = "lost updates"
 _LEAST = 0.9  # that is kept where no update was lost
 _HALF, _MANY = 0.5, 0.25  # that so large a share of the weights keeps less than half is wrong, too
 _SOME = 0.1  # the share of the weights that moved, or of the rows, which must be judged
@@ -30,6 +31,12 @@ def kept_of(tensors: Sequence[Seen]) -> float:
     told = [each.moved for each in tensors if each.moved and each.tells]
     expected = sum(each.expected for each in told)
     return sum(min(each.went, each.expected) for each in told) / expected if expected else math.nan
+
+
+def way_of(told: Sequence[Seen]) -> float:
+    """Return how far the smallest weights moved, in the median of the tensors; 0 if nothing tells."""
+    ways = sorted(each.moved.fine for each in told if each.moved)
+    return ways[len(ways) // 2] if ways else 0.0
 
 
 def of_each(tensors: Sequence[Seen], is_alone: bool) -> Iterator[Problem]:
@@ -65,8 +72,7 @@ def of_steps(tensors: Sequence[Seen], rate: float, steps: int, kept: float) -> t
     names = tuple(each.name for each in sorted(low, key=lambda each: -each.lost) if each.lost > _HALF)
     said = f"a step of {rate:g} is less than half an ulp of {percent(lost)} of the weights"
     told = []
-    if steps and (far := sorted(each.moved.fine for each in low if each.moved and each.tells)):
-        way = far[len(far) // 2]
+    if steps and (way := way_of([each for each in low if each.moved and each.tells])):
         told.append(f"{steps} steps of {rate:g} add up to {steps * rate:.2g}; the smallest weights moved {way:.2g}")
     if lost < _HALF or kept >= _LEAST:
         return [], [said, *told]
@@ -100,20 +106,21 @@ def of_both(tensors: Sequence[Seen], kept: float) -> tuple[list[Problem], list[s
     half = sum(each.count for each in dead) / judged if judged else 0.0
     if kept < _LEAST or half >= _MANY:
         found.append(_lost(told, kept, half))
+    still = tuple(each.name for each in weights if each.is_same)
+    if still:
+        said = f"{len(still)} of {len(weights)} weight matrices did not move at all ({some(still)})"
+        found.append(Problem("not trained", False, said, "if they should be, give them to the optimizer", names=still))
     unclear = [*_unclear(weights, kept)]
     vectors = [each for each in both if each.is_vector and each.numbers.one != 0]
-    low = [each for each in vectors if each.is_same and (each.dtypes[-1] in LOW or kept < _LEAST)]
-    if kept >= _LEAST and len(vectors) > 1 and all(each.is_same for each in vectors):
+    shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
+    if kept >= _LEAST and len(vectors) > 1 and all(each.is_same for each in vectors) and (still or shown):
         unclear.append(_MERGED)
-    elif low:
+    elif low := [each for each in (shown if kept >= _LEAST else vectors) if each.is_same]:
         ones = [each for each in low if each.numbers.one == 1]
         at_one = f", {len(ones)} of them at 1.0 in every element" if ones else ""
         names = tuple(each.name for each in low)
         said = f"{len(low)} of {len(vectors)} norms and biases did not move at all{at_one} ({some(names)}): not trained"
         found.append(Problem("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
-    if frozen := tuple(each.name for each in weights if each.is_same):
-        said = f"{len(frozen)} of {len(weights)} weight matrices did not move at all ({some(frozen)})"
-        found.append(Problem("not trained", False, said, "if they should be, give them to the optimizer", names=frozen))
     return found, unclear
 
 
@@ -125,7 +132,7 @@ def _lost(told: Sequence[Seen], kept: float, half: float) -> Problem:
     said = f"{dtype_name(held)} weights moved {100 * min(kept, 1):.0f} % as far as float32 weights would have "
     said += f"({len(names)} of {len(told)} matrices less than {100 * _LEAST:.0f} %; {percent(half)} of the weights in "
     said += f"matrices below {100 * _HALF:.0f} %; worst {worst[0].name}: {100 * first.kept:.0f} %)"
-    return Problem("lost updates", True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
+    return Problem(LOST, True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
 
 
 def _of_dtypes(both: Sequence[Seen]) -> Iterator[Problem]:

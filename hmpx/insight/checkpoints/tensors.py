@@ -58,7 +58,8 @@ class Seen:
         numbers: of the tensor. were: of the tensor before; None if there is none.
         is_same: whether not one number moved. zeroed: the share of its numbers that are zero now, and were not.
         moved: how its weights moved; None if it has no rows of weights, or is as it was.
-        lost: the share of its weights that a step of the given rate, rounded to nearest, leaves where they are.
+        ulp: of the median weight. lost: the share of its weights that a step of the given rate, rounded to nearest,
+            leaves where they are.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Seen:
     is_same: bool
     zeroed: float
     moved: Movement | None
+    ulp: float
     lost: float
 
     @property
@@ -120,6 +122,8 @@ def _parts(shape: torch.Size) -> Iterator[tuple[int, int]]:
 
 def _sampled(part: Tensor, whole: int) -> Tensor:
     """Return rows of a part of a tensor that has `whole` numbers: all, or as many as make a sample."""
+    if part.dim() < 2:
+        part = part.reshape(-1, 1)
     rows = part.flatten(0, -2) if part.shape[-1] >= _LONG_ROW else part.flatten(1)
     return rows[:: -(-whole // _SAMPLE)].float()
 
@@ -137,16 +141,15 @@ def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar)
         if old is not None and were:
             were.see(old)
             is_same = is_same and torch.equal(old.to(part.dtype), part)
-        if len(after.shape) > 1:
-            samples.append([_sampled(each, after.shape.numel()) for each in (part, old) if each is not None])
+        samples.append([_sampled(each, after.shape.numel()) for each in (part, old) if each is not None])
         bar.add(part.numel() * (1 + (old is not None)))
     dtypes = tuple(each.dtype for each in (before, after) if each)
     now, *earlier = (torch.cat(each) for each in zip(*samples, strict=True)) if samples else (torch.empty(0, 1),)
     weights = earlier[0] if earlier else now
-    lost, zeroed, moved = 0.0, 0.0, None
-    if rate and numbers.dtype in LOW and weights.numel():
-        lost = (rate < ulp(weights, numbers.dtype) / 2).float().mean().item()
-    if earlier and not is_same and numbers.is_finite and were and were.is_finite:
+    digits = ulp(weights, numbers.dtype).flatten()
+    digit, lost = (digits.median().item(), (digits > 2 * rate).float().mean().item()) if len(digits) else (0.0, 0.0)
+    zeroed, moved = 0.0, None
+    if len(after.shape) > 1 and earlier and not is_same and numbers.is_finite and were and were.is_finite:
         zeroed = ((now == 0) & (weights != 0)).float().mean().item()
         moved = movement(weights.to(numbers.dtype).float(), now, numbers.dtype)
-    return Seen(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, lost)
+    return Seen(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, digit, lost)
