@@ -20,7 +20,7 @@ FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # k
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
 _STORED = 4  # words of a tensor that is held in some way
-_WORDS, _GRAD = 2 + _STORED * (2 + _STATES), 2 + _STORED  # of a parameter; the place of its gradient's pointer
+_WORDS, _GRAD = 3 + _STORED * (2 + _STATES), 3 + _STORED  # of a parameter; the place of its gradient's pointer
 _SHOWN = 5 + _STORED
 
 
@@ -73,12 +73,15 @@ class StepArguments(NamedTuple):
     weight, grad, states: of one shape; the gradient is FP32 or BF16. States stand in the order of `native_steps.c`,
         with None where the optimizer keeps none.
     scalars: at most 12, which `native_steps.c` names.
+    first: the index of the first element in the whole parameter, of which this may be a part: elements that follow one
+        another, among the first 2^32.
     """
 
     weight: StoredTensor
     grad: StoredTensor
     states: tuple[StoredTensor | None, ...]
     scalars: tuple[float, ...] = ()
+    first: int = 0
 
     def tensors(self) -> tuple[StoredTensor | None, ...]:
         """Return all of them, with as many states as kernels have room for."""
@@ -138,7 +141,7 @@ def words_of(stepped: Sequence[StepArguments]) -> array[int]:
     """Return the words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
-        words.extend((each.weight.tensor.numel(), each.row))
+        words.extend((each.weight.tensor.numel(), each.row, each.first))
         for held in each.tensors():
             words.extend(_stored_words(held))
     return words

@@ -7,7 +7,7 @@
 #define SCALARS 12
 
 enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
-typedef struct { int64_t n, row; Stored stored[TENSORS]; } Stepped; /* native.py has the same */
+typedef struct { int64_t n, row, first; Stored stored[TENSORS]; } Stepped; /* native.py has the same */
 
 /* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. Its inputs are there too, or still in BF16:
    `halves` is the number of tensors in BF16, counted in the order gradient, weight, states. A kernel reads BF16 at no
@@ -137,7 +137,8 @@ static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
   for (int64_t byte = 0; byte < count * halves[stored->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }
 
-/* scalars: SCALARS of each parameter. step_key: of the seed and the step. No parameter has 2^32 elements or more. */
+/* scalars: SCALARS of each parameter. step_key: of the seed and the step. The `n` elements of one follow one another
+   in the whole parameter from `first` on, all of them among its first 2^32. */
 void step_list(int kernel, const Stepped *list, const float *scalars, int64_t count, uint64_t step_key, int threads) {
   FOR_EACH_SHARE(Stepped, {
     const Stored *stored = one->stored;
@@ -161,7 +162,7 @@ void step_list(int kernel, const Stepped *list, const float *scalars, int64_t co
       }
       KERNELS[kernel][halves](x, half, scalars + (one - list) * SCALARS, n);
       for (int i = 0; i < tensors; i++)
-        if (i != GRAD) closed(&stored[i], at, n, row, x[i], keys[i]);
+        if (i != GRAD) closed(&stored[i], at, n, row, x[i], keys[i], one->first);
     }
   })
 }

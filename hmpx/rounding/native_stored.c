@@ -74,14 +74,16 @@ static inline float *opened(const Stored *stored, int64_t at, int64_t count, int
   return room;
 }
 
+/* first: of the tensor's elements, in the whole parameter. */
 static inline void closed(const Stored *stored, int64_t at, int64_t count, int64_t row, const float *room,
-                          uint64_t key) {
+                          uint64_t key, int64_t first) {
+  uint64_t element = (uint64_t)(first + at);
   uint16_t *to = AS(uint16_t, stored->at) + at;
-  if (stored->kind == BF16) round_block(room, to, count, key, (uint64_t)at);
+  if (stored->kind == BF16) round_block(room, to, count, key, element);
   if (stored->kind == CODED || stored->kind >= FP8) {
     uint8_t *codes = AS(uint8_t, stored->at) + at;
     Numbers numbers;
-    const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
+    const uint16_t *r = draw(&numbers, count, key, element);
     if (stored->kind != CODED) {
       FOR_EACH_SCALE(encode_other(stored->kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, 0);)
       return;
@@ -98,7 +100,7 @@ static inline void closed(const Stored *stored, int64_t at, int64_t count, int64
   if (stored->kind == MASTER && AS(float, stored->beside) + at != room)
     memcpy(AS(float, stored->beside) + at, room, (size_t)count * sizeof *room);
   if (stored->kind == SPLIT) split_block(room, to, AS(uint16_t, stored->beside) + at, count);
-  if (stored->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, stored->beside) + at, count, key, (uint64_t)at);
+  if (stored->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, stored->beside) + at, count, key, element);
 }
 
 /* Rows as FOR_EACH_SCALE wants them, of a tensor of `n` elements. */
@@ -142,7 +144,7 @@ void read_list(const Shown *list, int64_t count, int threads) {
 /* step_key: of the seed and the step. */
 void write_list(const Shown *list, int64_t count, uint64_t step_key, int threads) {
   FOR_EACH_SHOWN(const int at_once = 0; uint64_t key = derive_key(step_key, one->stored.name, 0);
-                 , closed(&one->stored, at, n, row, x, key);)
+                 , closed(&one->stored, at, n, row, x, key, 0);)
 }
 
 /* Goes through the blocks, or the stored parts of them, of elements `start` ... `start + n - 1` of rows of `row`

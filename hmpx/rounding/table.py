@@ -60,9 +60,9 @@ class Lain(NamedTuple):
         return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
 
     @classmethod
-    def alone(cls, count: int, row: int, start: int = 0) -> Lain:
-        """Lay out a whole parameter, or its elements from `start` on."""
-        return cls(count, start, count, 0, row, _blocks(row), start)
+    def alone(cls, count: int, row: int, start: int = 0, offset: int = 0) -> Lain:
+        """Lay out the elements from `start` on of a tensor, whose own begin with that element of the parameter."""
+        return cls(count, offset + start, count, 0, row, _blocks(row), start)
 
     @property
     def is_even(self) -> bool:

@@ -119,7 +119,7 @@ class Steps:
     def __init__(self, kernel: str, stepped: Sequence[StepArguments]) -> None:
         self._table, rows = Table(stepped[0].weight.tensor.device), []
         for i, each in enumerate(stepped):
-            lain, held = Lain.alone(each.weight.tensor.numel(), each.row), each.tensors()
+            lain, held = Lain.alone(each.weight.tensor.numel(), each.row, offset=each.first), each.tensors()
             rows.append(Row(lain, held, tuple(map(_drawn, held)), by_name=True, grad=(1, i, 0)))
         self._launches = self._table.add("step_list", rows, KERNELS.index(kernel))
 

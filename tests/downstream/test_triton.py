@@ -15,7 +15,7 @@ SOURCE = ast.parse((ROOT / "tests/support/triton_checks.py").read_text(encoding=
 CHECKS = [
     f.name for f in SOURCE.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_") and not f.args.args
 ]
-IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers")
+IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers", "check_a_shard_takes_the_numbers_of_its_elements")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 

@@ -83,6 +83,24 @@ def _coded(size, row, signed, name, generator):
     return StoredTensor(codes, CODED, name, (-scales if signed else scales).bfloat16(), row=row)
 
 
+def shard_of(one, start, stop):
+    """Elements `start` ... `stop - 1` of what `made` returns, whole rows, as a rank holds them."""
+
+    def part(held):
+        if held is None:
+            return None
+        beside = held.beside
+        if held.kind == CODED:
+            beside = beside[start // held.row * -(-held.row // 128) : stop // held.row * -(-held.row // 128)]
+        elif beside is not None:
+            beside = beside[start:stop]
+        beside = None if beside is None else beside.clone()
+        return held._replace(tensor=held.tensor[start:stop].clone(), beside=beside)
+
+    weight, grad, *states = (part(held) for held in (one.weight, one.grad, *one.states))
+    return StepArguments(weight, grad, tuple(states), one.scalars, one.first + start)
+
+
 def tensors(one):
     """All that a step writes to."""
     held = [each for tensor in (one.weight, *one.states) for each in (tensor.tensor, tensor.beside)]

@@ -21,7 +21,7 @@ from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.updates.stepping import batching, transfers
 from tests.support.fresh_python import print_checks
-from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
+from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, shard_of, stepped, tensors
 from tests.support.numbers import special_values, spread
 from tests.support.state_codes import beside_the_finest_steps
 
@@ -204,6 +204,20 @@ def step_as_specified(size, row, kind):
             expected += [codes, scales]
     for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
         assert same(a, b), (kind, size, row, number)
+
+
+def check_a_shard_takes_the_numbers_of_its_elements():
+    """In rows of all kinds, from even and odd elements on: the bits of C, and of the whole parameter."""
+    for kind in KINDS:
+        for row in (128, 75, 300):
+            whole = made(6 * row, row, kind)
+            parts = [[shard_of(whole, row * a, row * b) for a, b in ((0, 1), (1, 3), (3, 6), (6, 6))] for _ in range(2)]
+            native.step_list("adam", [whole], 7)
+            for module, of_it in zip((native, triton), parts, strict=True):
+                module.step_list("adam", of_it, 7)
+                for number, expected in enumerate(tensors(whole)):
+                    found = torch.cat([tensors(part)[number] for part in of_it])
+                    assert same(found, expected), (module.__name__, kind, row, number)
 
 
 def check_the_largest_numbers_of_24_bits():

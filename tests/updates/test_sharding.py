@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import hmpx
+from hmpx.rounding import native
 from hmpx.rounding.native import Rounding
 from hmpx.rounding.stochastic import round_all
 from hmpx.updates.holding.state_tensors import HeldState, held_states
 from hmpx.updates.ranks.sharding import Box
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import batching, fused_batch
 from hmpx.updates.stepping.released import Released
 from tests.support import ranks
 from tests.support.optimizers import UnlistedAdamW
@@ -75,6 +77,11 @@ ELEMENT = [
     (optim.RAdam, {}, {"weights": "nearest"}, SHAPES),
     (optim.AdamW, {"lr": 1e-2}, MIXED, SHAPES),
 ]
+ELEMENT += [
+    (cls, options, {**attached, "fused": True}, shapes)
+    for cls, options, attached, shapes in ELEMENT
+    if cls is not optim.RAdam
+]
 PARAMETER = [
     (optim.Adafactor, {}, {}, SHAPES),
     (optim.Adafactor, {}, {"weights": "split", "state_dtype": BF16}, SHAPES),
@@ -124,6 +131,31 @@ def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
     for found in ranks.run(world, _cut_in_every_way, CASES):
         for case, one, ways in zip(CASES, of_one_process(), found, strict=True):
             assert ways == [one] * len(ways), case
+
+
+def _taken_by_kernels(rank):
+    """The names of the parameters that kernels have stepped, by the dimension that is cut and by how state is held."""
+    line, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    for dim, state_dtype in itertools.product((0, 1), (torch.float32, "8bit")):
+        stepped = []
+
+        class Told(fused_batch.FusedBatch):
+            def __init__(self, segments, *args, stepped=stepped):
+                super().__init__(segments, *args)
+                stepped += [segment.name for segment in segments]
+
+        with mock.patch.object(fused_batch, "FusedBatch", Told):
+            train((optim.AdamW, {}, {"fused": True, "state_dtype": state_dtype}, SHAPES), placer(line, Shard(dim)))
+        found[dim, state_dtype] = {*stepped}
+    return found
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
+def test_kernels_take_shards_of_whole_rows():
+    """Not what has gaps, nor codes of rows that ranks share; those step by the formula, to the same bits."""
+    for found in ranks.run(2, _taken_by_kernels):
+        assert found[0, torch.float32] == {*SHAPES} and found[0, "8bit"] == {*SHAPES} - {"c"}
+        assert found[1, torch.float32] == {"c", "e", "f"} and found[1, "8bit"] == {"f"}
 
 
 def _in_small_slices(rank, cases):

@@ -12,7 +12,7 @@ from hmpx.rounding.keys import Keys, Span, step_key
 from hmpx.rounding.native import Rounding
 from hmpx.rounding.stochastic import round_all
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.ranks.sharding import Box
+from hmpx.updates.ranks.sharding import Box, local
 
 Tensor = torch.Tensor
 
@@ -107,7 +107,7 @@ class Held:
 
         name: the hash of the name that the random numbers depend on.
         """
-        return None if self.kind is None else native.StoredTensor(self.tensor.detach(), self.kind, name)
+        return None if self.kind is None else native.StoredTensor(local(self.tensor.detach()), self.kind, name)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         """Copy a segment into `out`, in FP32."""

@@ -48,7 +48,7 @@ class HeldTensor(HeldState):
         return None if self.tensor.dtype is BF16 else segment.of(self.tensor)
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        return native.StoredTensor(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
+        return native.StoredTensor(local(self.tensor), native.BF16, name) if self.tensor.dtype is BF16 else None
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
@@ -86,7 +86,8 @@ class HeldCodes(HeldState):
         return torch.empty(local(self._param).shape, device="meta")
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        return native.StoredTensor(self.tensor, self.code.kind, name, self.scales, row=self._layout.rows.width)
+        codes, scales = local(self.tensor), local(self.scales)
+        return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._layout.is_scattered:  # a part is all that this rank holds

@@ -116,7 +116,7 @@ class Master(Store):
         return None if segment.by_rows else segment.of(self._here).data
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        held = self.tensor.detach()
+        held = local(self.tensor.detach())
         if kernels_for(held, self._here) is None:
             return None
         return native.StoredTensor(held, native.MASTER, name, self._here)
@@ -183,7 +183,7 @@ class _InHalves(Store):
         return [held for held in (self._loaded, self._lower) if held is not None]
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        held = self.tensor.detach()
+        held = local(self.tensor.detach())
         if self._loaded is not None or self._lower is None or kernels_for(held, self._lower) is None:
             return None
         return native.StoredTensor(held, self.kind, name, self._lower)

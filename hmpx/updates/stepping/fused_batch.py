@@ -7,7 +7,8 @@ a training run may change between fused and other steps.
 `formula_step.py` steps those that no kernel takes as they are held, to the same bits:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
-- sharded ones (DTensors), other subclasses of tensors; ones with 2^32 elements or more;
+- of which this rank holds elements with gaps between them, or with 2^32 elements or more; other subclasses of tensors;
+- with state in codes whose rows are cut between ranks, which agree on the scales;
 - where weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
 
 The optimizer's own step remains with amsgrad, differentiable, sparse gradients, and where a GradScaler leaves the
@@ -32,9 +33,11 @@ from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
 from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.fused_formulas import Formula
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
@@ -49,33 +52,41 @@ def fused_batches(
     optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
-        if _takes(formula, group, segment, optimizer.state.get(p) or {}):
+        grad = context.gradients[context.indices[p]]
+        if _takes(formula, group, segment, grad, optimizer.state.get(p) or {}):
             together.setdefault(p.device, []).append(segment)
     return [FusedBatch(each, formula, context, write_back) for each in together.values()]
 
 
-def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
+def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
     """Whether a kernel can step this parameter.
 
     Raises:
         HmpxError: a state tensor is in a dtype in which no step leaves it.
     """
-    if segment.box is not None:  # a kernel numbers elements as they lie in memory
+    first = _first(segment)
+    if first is None or first + segment.count > 2**32:
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
         return False
-    p, grad, kernels, known = segment.param, segment.grad, kernels_for(segment.param), by_own_keys(state)
+    p, kernels, known = local(segment.param), kernels_for(local(segment.param)), by_own_keys(state)
     if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
         return False
     _refuse_dtypes(segment, formula.states(group), state)
     is_coded = segment.way.is_coded and any(formula.states(group))
     if is_coded and not _can_be_coded(segment, state):
         return False
-    held = [v for v in known.values() if isinstance(v, Tensor) and v.dim()]
+    held = [local(v) for v in known.values() if isinstance(v, Tensor) and v.dim()]
     alike, codes = [v for v in held if v.dtype is not torch.uint8], [v for v in held if v.dtype is torch.uint8]
-    if p.numel() >= 2**32 or grad.dtype not in (torch.bfloat16, torch.float32):
+    if grad.dtype not in (torch.bfloat16, torch.float32):
         return False
     return kernels.can_read(p, grad, *alike) and all(map(kernels.can_read, codes))
+
+
+def _first(segment: Segment) -> int | None:
+    """Return the index of its first element in the whole parameter; None if its elements do not follow one another."""
+    box = segment.box
+    return 0 if box is None else None if box.loops else box.offset
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +113,7 @@ class _Taken:
 
     def with_gradient(self, grad: Tensor) -> native.StepArguments:
         """Return the arguments of the kernel."""
-        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states)
+        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, first=_first(self.segment) or 0)
 
 
 class _Counts:
@@ -134,7 +145,7 @@ class FusedBatch:
         for segment in segments:
             context.stores.of(segment).settle(segment, write_back.rounding_key)
         self._taken = [self._take(segment, context) for segment in segments]
-        kernels = kernels_for(segments[0].param)
+        kernels = kernels_for(local(segments[0].param))
         assert kernels is not None, "they take these parameters"
         pairs = [(each, context.gradients[each.index]) for each in self._taken]
         self._steps = kernels.Steps(formula.kernel, [each.with_gradient(gradient) for each, gradient in pairs])
@@ -246,11 +257,12 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     name = name_id(f"{segment.name}.{key}")
     code = next((code for code in STATE_CODES.values() if code.prefix + key in state), None)
     if code is None:
-        return StoredTensor.of(state[key], name)
+        return StoredTensor.of(local(state[key]), name)
     return HeldCodes(code, state[code.prefix + key], state[SCALES + key], segment.param).for_kernels(segment, name)
 
 
 def _can_be_coded(segment: Segment, state: dict) -> bool:
-    """Whether kernels can step a parameter whose state is in codes."""
-    scales = [value for key, value in state.items() if key.startswith(SCALES)]
-    return all(native.is_plain(each) and each.device == segment.param.device for each in scales)
+    """Whether kernels can step a parameter whose state is in codes: no other rank has a say in its scales."""
+    layout, scales = StateBlocks.of(segment.param), [local(v) for key, v in state.items() if key.startswith(SCALES)]
+    is_own = not layout.cut and not layout.is_scattered
+    return is_own and all(native.is_plain(each) and each.device == segment.param.device for each in scales)
