@@ -24,9 +24,9 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight.comparing.comparison import Comparison as Comparison
     from hmpx.insight.comparing.row import Row as Row
     from hmpx.insight.doctor.diagnosis import Diagnosis as Diagnosis
-    from hmpx.insight.doctor.diagnosis import Problem as Problem
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
+    from hmpx.insight.finding import Problem as Problem
     from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.choices import Choice as Choice
@@ -93,7 +93,7 @@ _LATER = {
     "Comparison": "hmpx.insight.comparing.comparison",
     "Diagnosis": "hmpx.insight.doctor.diagnosis",
     "Log": "hmpx.insight.recording.log",
-    "Problem": "hmpx.insight.doctor.diagnosis",
+    "Problem": "hmpx.insight.finding",
     "Row": "hmpx.insight.comparing.row",
     "Tuned": "hmpx.insight.tuning.tuned",
 }

@@ -16,7 +16,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_p
 OTHERS = frozenset(  # of Python's own library, of namedtuples, torchao's, Accelerate's and lion_pytorch's
     """
     _getframe _current_frames _get_running_loop _lru_cache_wrapper _replace _fields _asdict _dlopen _SubParsersAction
-    _at_fork_reinit _target _AdamW _fp32_to_bf16_sr _shared_state _init_lr _signal
+    _at_fork_reinit _target _AdamW _fp32_to_bf16_sr _shared_state _init_lr _signal _instances _exit
     """.split()
 )
 LISTED = frozenset(part for name in NAMES for part in re.split(r"\W+", name))

@@ -108,6 +108,9 @@ NAMES: dict[str, str] = {
     "torch._ops.OpOverload": "tells ops of the dispatcher from higher-order ones",
     "torch._ops.OpOverload()._schema": "an op's name, and whether it writes",
     "torch._C._current_autograd_node": "tells backward from forward, and a function's backward from a hook",
+    # doctor: `insight.capture`
+    "torch.autograd._get_sequence_nr": "which node of autograd an op of the forward pass has made",
+    "torch.autograd.graph.Node._sequence_nr": "the same, of a node of the backward pass",
     # record
     "torch._C.DisableTorchFunctionSubclass": "reads dtypes of tensors whose classes know no function for that",
     "torch._C._DisableTorchDispatch": "what it computes itself is seen by no dispatch mode",

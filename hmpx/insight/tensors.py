@@ -11,6 +11,7 @@ import torch
 from hmpx.base import run_in_region
 from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.wrapping.overriding import PLAIN
+from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
 LOW = frozenset({torch.bfloat16, torch.float16})
@@ -32,6 +33,13 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
         elif type(value) is dict:
             found += floating(value.values())
     return found
+
+
+def sample(tensor: Tensor, most: int = 1024) -> Tensor:
+    """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
+    flat = local(tensor.detach()).reshape(-1)
+    step = -(-flat.numel() // most)
+    return flat[:: step + (step % 2 == 0)] if step > 1 else flat  # an odd step does not stay in one column of a matrix
 
 
 def differentiable(dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.ops import autocast_questions, model_calls
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.ops.captured_names.rewriting import Capture
+from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
 from hmpx.ops.computing.kernels import Kernels
@@ -62,7 +62,7 @@ class Casts:
         return (*self._table.standing.values(), *self._functions.patched.values())
 
     @property
-    def captures(self) -> list[Capture]:
+    def captures(self) -> list[CapturedName]:
         """Every place outside torch that had captured a function."""
         return [capture for rebinding in self._rebindings for capture in rebinding.captures]
 

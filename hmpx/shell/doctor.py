@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import examined
+from hmpx.insight.doctor.examination import Examination
 from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
 from hmpx.shell.options import keys_asked
 from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
+from hmpx.shell.watching import Watcher, end_in_time, put_bars_away, terminal
 
 _STEPS = 50
 
@@ -104,9 +107,22 @@ def _doctor(options: argparse.Namespace) -> int:
     if recipe and named:
         is_file, folder = os.path.splitext(named)[1], os.path.dirname(options.fix or "") or "."
         base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
-    found, started, status = Diagnosis(), Counter[str](), 0
+    report = _Report(outputs)
+    leave, pid = os._exit, os.getpid()
+
+    def left(status: int) -> None:  # without `finally` blocks, and without an end of this function
+        if os.getpid() == pid and (examination := report.examination) is not None:
+            examination.finish()
+            status = report(status)
+        leave(status)
+
+    os._exit = left  # type: ignore[assignment]
+    status = 0
     try:
-        with started_processes() as started, examined(options.steps or None, options.at, base) as found:
+        with (
+            started_processes() as report.started,
+            examined(options.steps or None, options.at, base, report.heard) as report.found,
+        ):
             try:
                 run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:
@@ -116,20 +132,56 @@ def _doctor(options: argparse.Namespace) -> int:
             print(end.code, file=sys.stderr)
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
-        are_all = _show(found, outputs, started)
-    return status or (found.status if is_first_rank() else 0) or 2 * (not are_all)
+        os._exit = leave
+        status = report(status)
+    return status
 
 
-def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> bool:
-    """Write the files, and print what was found beneath all that the script has printed; whether all were written."""
-    own = {kind: path for kind, path in outputs.items() if kind != "fix" or (found.recipe and is_first_rank())}
-    written, are_all = save(found, own)
-    if "fix" in outputs and found.recipe is None:
-        written.append(f"hmpx: {found.unfixed}, so no recipe was written")
-    if is_first_rank():
-        sys.stdout.flush()
-        if started:
-            names = ", ".join(f"{name} ({number})" for name, number in started.items())
-            written.append(f"hmpx: the script started processes, which were not looked at: {names}")
-        print("", *written, found, sep="\n", file=sys.stderr)
-    return are_all
+class _Report:
+    """What is printed at the end, once: of a script that ends, is ended, leaves by ``os._exit``, waits or is killed."""
+
+    def __init__(self, outputs: dict[str, Path]) -> None:
+        self._outputs, self._terminal = outputs, terminal()
+        self._watcher = Watcher(self._terminal) if is_first_rank() else None
+        self._lock = threading.Lock()
+        self._status: int | None = None
+        self.found, self.started = Diagnosis(), Counter[str]()
+        self.examination: Examination | None = None
+
+    def heard(self, examination: Examination) -> None:
+        """Keep what was found so far, in case that the script is killed."""
+        self.examination = examination
+        if self._watcher is not None:
+            self._watcher.give(str(examination.so_far()))
+        if examination.is_ending:
+            end_in_time(self._of_thread, lambda: self._status is not None, self._terminal)
+
+    def _of_thread(self) -> int:
+        if self._status is None and self.examination is not None:
+            self.examination.finish()
+        return self(0)
+
+    def __call__(self, status: int) -> int:
+        """Write the files, print what was found beneath all that the script has printed, and return the exit status."""
+        with self._lock:
+            if self._status is None:
+                are_all = self._print()
+                self._status = status or (self.found.status if is_first_rank() else 0) or 2 * (not are_all)
+            return self._status
+
+    def _print(self) -> bool:
+        """Return whether all files were written."""
+        if self.started:
+            names = ", ".join(f"{name} ({number})" for name, number in self.started.items())
+            self.found.not_checked.append(f"processes that the script started: {names}")
+        first = is_first_rank()
+        own = {kind: path for kind, path in self._outputs.items() if kind != "fix" or (self.found.recipe and first)}
+        written, are_all = save(self.found, own)
+        if "fix" in self._outputs and self.found.recipe is None:
+            written.append(f"hmpx: {self.found.unfixed}, so no recipe was written")
+        if first:
+            put_bars_away()
+            print("", *written, self.found, sep="\n", file=self._terminal, flush=True)
+        if self._watcher is not None:
+            self._watcher.done()
+        return are_all

@@ -79,7 +79,9 @@ def started_processes() -> Iterator[Counter[str]]:
     start, inside = BaseProcess.start, True
 
     def counted(process: BaseProcess) -> None:
-        found[str(getattr(getattr(process, "_target", None), "__name__", type(process).__name__))] += 1
+        target = getattr(process, "_target", None)
+        if not str(getattr(target, "__module__", "")).startswith("torch.utils.data."):  # DataLoader's own workers
+            found[str(getattr(target, "__name__", type(process).__name__))] += 1
         start(process)
 
     def heard(event: str, values: tuple[Any, ...]) -> None:

@@ -134,7 +134,7 @@ def attach(
             share_names(optimizer, target)
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})
-        _check(target, settings, given)
+        check_optimizer(target, settings, given)
     except HmpxError as error:
         refuse(what, error, process_group)
         raise
@@ -183,7 +183,12 @@ def detach(optimizer: Optimizer) -> None:
     step_count.remove(optimizer)
 
 
-def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
+def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
+    """Check that an optimizer can be attached; nothing is changed.
+
+    Raises:
+        HmpxError: it cannot.
+    """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise HmpxError(
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.insight.doctor.steps import Moves
+from hmpx.insight.looks.steps import Moves
 from hmpx.updates.stepping.names import parameters
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,6 +44,8 @@ def trained(optimizer, model, steps=12):
 
 
 def matrices(model):
+    for p in model.parameters():
+        p.requires_grad_(p.ndim == 2)
     return [p for p in model.parameters() if p.ndim == 2]
 
 

@@ -12,7 +12,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.checkpoints.movement import FEWEST
 from hmpx.insight.checkpoints.opened import Stored
 from hmpx.insight.checkpoints.tensors import LOW, Seen
-from hmpx.insight.doctor.diagnosis import Problem, percent, some
+from hmpx.insight.finding import Problem, percent, some
 from hmpx.insight.text_table import number
 
 LOST = "lost updates"

@@ -1,66 +1,21 @@
-"""`Problem` and `Diagnosis`: what the doctor has found, to be printed, saved, or answered by a recipe."""
+"""`Diagnosis`: what the doctor has found, to be printed, saved, or answered by a recipe."""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
+from hmpx.insight.finding import Problem
 from hmpx.insight.report import Lines, Report
-from hmpx.insight.text_table import number, short_places
+from hmpx.insight.text_table import number
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1  # of the JSON
-Names = Mapping[torch.nn.Parameter, str]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One finding.
-
-    Attributes:
-        kind: what it is, in a word or two: "lost updates", "loss", "mask".
-        wrong: whether it harms the training; otherwise it is a note, which is worth knowing.
-        said: what was found, with the number that shows it.
-        do: the one thing to do about it.
-        where: the line of your code, as file:line; "" if there is none.
-        names: the parameters, buffers or modules concerned, the worst first. ops: names in op lists.
-        weight: from 0 to 1, how much of the training it touches; findings are sorted by it.
-        recipe: the keys of a recipe that answer it; empty if no recipe does.
-        edit: the lines that no recipe mends.
-
-    It prints as a sentence; `as_json()` is a dict of its attributes.
-    """
-
-    kind: str
-    wrong: bool
-    said: str
-    do: str
-    where: str = ""
-    names: tuple[str, ...] = ()
-    ops: tuple[str, ...] = ()
-    weight: float = 0.0
-    recipe: dict[str, Any] = field(default_factory=dict)
-    edit: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        place = f"{short_places(self.where)}: " if self.where else ""
-        return f"{'WRONG' if self.wrong else 'note'}  {self.kind}: {place}{self.said}"
-
-    @property
-    def to_do(self) -> str:
-        """What to do, and whether a recipe does it as well."""
-        left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
-        return f"{self.do}, or --fix recipe.yaml{left}" if self.recipe else self.do
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -101,6 +56,8 @@ class Diagnosis(Report):
         lines = [*self.looked, ""]
         for i, each in enumerate(self.findings):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
+            for figure in each.evidence:
+                lines += textwrap.wrap(figure, width, initial_indent=" " * 7, subsequent_indent=" " * 7)
             if [each.to_do] != [later.to_do for later in self.findings[i + 1 : i + 2]]:  # say it once, below the last
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
         for reason in self.not_checked:
@@ -141,7 +98,9 @@ class Diagnosis(Report):
 
     def _sections(self) -> Iterator[Lines]:
         for each in self.findings:
-            yield Lines(each.kind, [each.where, each.said, f"Do: {each.do}"], each.wrong, names=each.names)
+            yield Lines(
+                each.kind, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names
+            )
         yield Lines("Not checked", self.not_checked)
         yield Lines("The smallest recipe that answers them", self.recipe_text.splitlines(), closed=True)
 
@@ -154,27 +113,3 @@ class Diagnosis(Report):
         if self.recipe is None:
             raise HmpxError(self.unfixed)
         write(path, self.recipe_text)
-
-
-def merged(problems: Iterable[Problem]) -> list[Problem]:
-    """Return one problem for a kind and a line; of several, the one that weighs most, with the names of all."""
-    found: dict[tuple[str, str], Problem] = {}
-    for each in problems:
-        key = (each.kind, each.where or each.said)
-        before = found.get(key, each)
-        most = max(before, each, key=lambda one: (one.wrong, one.weight))
-        found[key] = replace(most, names=tuple(dict.fromkeys((*most.names, *before.names, *each.names))))
-    return [*found.values()]
-
-
-def percent(share: float) -> str:
-    """Return a share as "93.1 %"; as "100 %" or "0 %" only if it is all or nothing."""
-    if share in (0, 1):
-        return f"{100 * share:.0f} %"
-    return f"{min(max(100 * share, 0.1), 99.9):.1f} %"
-
-
-def some(names: tuple[str, ...], most: int = 3) -> str:
-    """Return the first few of some names, and how many others there are."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

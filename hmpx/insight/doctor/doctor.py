@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from hmpx.base import process_state
 from hmpx.errors import HmpxError
@@ -17,9 +17,9 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.Abs
     """Look at a training as it is, and say what is wrong with its precision.
 
     Beside steps 2 to 9, 20 to 27, 40 to 47, 80 to 87 and so on, FP32 copies of weights in BF16 and FP16 take the same
-    steps. Ops are looked at in the third iteration, and in every tenth as long as that takes no more than a twentieth
-    of the time. Nothing is converted, and the training has the bits that it has without. What could not be looked at
-    is told: compiled code hides its ops. The thread that opens it is looked at, on each rank its own part.
+    steps. Ops are looked at in the third iteration, the 11th, the 24th and so on, as long as that takes no more than a
+    twentieth of the time. Nothing is converted, and the training has the bits that it has without. What could not be
+    looked at is told: compiled code hides its ops. The thread that opens it is looked at, on each rank its own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.
@@ -43,14 +43,25 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.Abs
 
 
 @contextlib.contextmanager
-def examined(steps: int | None, at: Collection[int], base: Base | None = None) -> Iterator[Diagnosis]:
-    """Do what `doctor` does. base: the recipe that the program runs under, which the recipe that is found extends."""
+def examined(
+    steps: int | None,
+    at: Collection[int],
+    base: Base | None = None,
+    heard: Callable[[Examination], None] = lambda examination: None,
+) -> Iterator[Diagnosis]:
+    """Do what `doctor` does.
+
+    base: the recipe that the program runs under, which the recipe that is found extends. heard: is called with what
+    was found so far: at the start, when a window of steps is over, and before the program is ended.
+    """
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
     if process_state.examined:
         raise HmpxError("hmpx.doctor is open already: leave its `with` block before you open another")
-    found, examination = Diagnosis(not_checked=["all of it: the region is still open"]), Examination(steps, at, base)
+    found = Diagnosis(not_checked=["all of it: the region is still open"])
+    examination = Examination(found, steps, at, base, heard)
     process_state.examined.append(examination)
+    heard(examination)
     try:
         with examination.hooks():
             yield found
@@ -58,4 +69,4 @@ def examined(steps: int | None, at: Collection[int], base: Base | None = None) -
         pass
     finally:
         process_state.examined.remove(examination)
-        examination.finish(found)
+        examination.finish()

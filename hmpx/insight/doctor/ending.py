@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import NoReturn
 
@@ -13,5 +14,6 @@ class Enough(BaseException):
 def end() -> NoReturn:
     """End the script. Its `finally` blocks run, and may save something."""
     said = "hmpx: doctor is ending the script; what its `finally` blocks save is of an early step"
-    print(said, file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed it
+        print(said, file=sys.stderr)
     raise Enough

@@ -4,37 +4,75 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Problem
+from hmpx.errors import HmpxError
+from hmpx.insight.capture.capture import Capture
+from hmpx.insight.finding import Problem
+from hmpx.insight.looks import products
 from hmpx.insight.module_names import numberless
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.op_facts import O2_BF16
-from hmpx.recipes.keys import DTYPES, EXTENDS
+from hmpx.recipes.keys import EXTENDS
+from hmpx.recipes.module_patterns import check_names, module_names
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe
+from hmpx.updates.attach import attached, check_optimizer
+from hmpx.updates.stepping.names import has_bf16
 
 Parameter = torch.nn.Parameter
 
 
-class Script(NamedTuple):
+class Script:
     """What a recipe depends on.
 
-    trained: the parameters of the optimizers. names: of every parameter of the models, trained or not. modules: names
-    of those of the models. products_in_low: whether the program itself, without torch.autocast, computes products in
-    low precision.
+    Attributes:
+        trained: the parameters of the optimizers. names: of every parameter of the models, trained or not.
+        modules: the names of the modules of each model. in_low: whether the program itself, without torch.autocast,
+            computes products in low precision.
     """
 
-    trained: Sequence[Parameter]
-    names: Mapping[Parameter, str]
-    modules: Collection[str]
-    products_in_low: bool
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.trained, self.names = capture.trained, capture.names
+        models = dict.fromkeys(model for several in capture.models.values() for model in several)
+        self.modules = {model: {*module_names(model)} for model in models}
+        self.in_low = products.are_low_by_hand(capture.notes)
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a rule for a module of this name is for that one alone, and legal where each optimizer is made."""
+        having = {model for model, names in self.modules.items() if name in names}
+        return len(having) == 1 and all(having & {*models} for models in self._capture.models.values())
+
+    def check(self, recipe: Recipe) -> None:
+        """Read a recipe as `hmpx.activate` does where these optimizers are made.
+
+        Raises:
+            HmpxError: it would stop the script.
+        """
+        for optimizer in self._capture.optimizers:
+            check_names(self._capture.models[id(optimizer)], recipe)
+            if has_bf16(optimizer) and attached(optimizer) is None:
+                check_optimizer(optimizer, recipe.settings(), {})
+
+    def products(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the products for the bf16 list, and the modules that compute theirs in FP32 on purpose."""
+        names = sorted(O2_BF16 & catalog().keys())
+        low, wide = (self._capture.notes.spots(kind) for kind in ("product in low", "product"))
+        ops, held = ({spot.op for spot in spots} for spots in (low, wide))
+        only = {each for op in held - ops for each in (op, *callers(op))} - {
+            each for op in ops for each in (op, *callers(op))
+        }
+        apart = {spot.module for spot in wide if spot.place.is_inside} - {spot.module for spot in low}
+        left = [name for name in names if name not in only]
+        return left, {name: {"fp32": left} for name in sorted(apart) if self.is_plain(name)}
 
 
 class Base(NamedTuple):
@@ -54,6 +92,9 @@ def recipe_for(
     """Return the recipe, the reason for each of its keys, and its text with these as comments; None if none is of use.
 
     base: what it extends. Of all findings, `recipe` says which keys answer it.
+
+    Raises:
+        HmpxError: it would stop the script.
     """
     answered = [each for each in problems if each.recipe]
     if not answered:
@@ -61,26 +102,26 @@ def recipe_for(
     asked = {key for each in answered for key in each.recipe}
     reasons = {key: "\n".join(each.said for each in answered if key in each.recipe) for key in asked}
     half = any(p.dtype is torch.float16 for p in script.trained)
-    every = {*script.trained, *script.names}
-    low = [p for p in every if p.dtype is torch.bfloat16]
+    low = any(p.dtype is torch.bfloat16 for p in (*script.trained, *script.names))
     listed = {op for each in answered for op in each.recipe.get("fp32", ())}
     policy = base and base.recipe.policy()
     keys: dict[str, Any] = {EXTENDS: base.name, **base.keys} if base else {"opt_level": None}
+    apart: dict[str, Any] = {}
     if policy:
         lists = {side: {*getattr(policy, side)} - listed for side in SIDES}
         lists["fp32"] |= listed
         keys |= {side: sorted(names) for side, names in lists.items() if names != {*getattr(policy, side)}}
     elif half or asked & {"fp32", "modules"}:
-        products = sorted(O2_BF16 & catalog().keys()) if half or low or script.products_in_low else []
+        products, apart = script.products() if half or low or script.in_low else ([], {})
         keys |= {"opt_level": "O1", "bf16": products, "fp32": sorted(listed), "promote": []}
         reasons["bf16"] = "products are in BF16" if products else "products stay as they are"
     elif base is None:
         reasons["opt_level"] = "torch's ops stay as they are"
-    if modules := _modules(answered, base.recipe.modules if base else {}):
-        keys["modules"] = by_patterns(modules, script.modules)
-    dtype = "bfloat16" if 2 * len(low) > len(every) and not half else "float32"
+    if modules := {**apart, **_modules(answered, base.recipe.modules if base else {})}:
+        keys["modules"] = by_patterns(modules, {name for names in script.modules.values() for name in names})
     if base is None or "parameter_dtype" in asked:
-        keys["parameter_dtype"] = dtype
+        keys["parameter_dtype"] = "float32" if half else None
+        reasons.setdefault("parameter_dtype", "parameters keep their dtypes")
     if not half:  # a recipe holds weights in BF16 or FP32, and FP32 weights need no more
         if "weights" in asked or ("use_fp32_grad_acc" in asked and base is None):
             keys["weights"] = "stochastic" if "weights" in asked else "nearest"
@@ -88,12 +129,27 @@ def recipe_for(
             keys["use_fp32_grad_acc"] = True
         if "state_dtype" in asked:
             keys["state_dtype"] = "bfloat16"
-        dtypes = by_patterns({name: dtype_name(p.dtype) for p, name in script.names.items()}, script.names.values())
-        exceptions = {name: each for name, each in dtypes.items() if each != dtype and each in DTYPES}
-        if exceptions and base is None:
-            keys["parameters"], reasons["parameters"] = exceptions, "as they are in the script"
     recipe = as_recipe({**keys, EXTENDS: base.recipe} if base else keys)
+    script.check(recipe)
     return recipe, reasons, _text(keys, reasons, problems)
+
+
+def legal(problem: Problem, script: Script) -> Problem:
+    """Return a finding without what a recipe cannot say of this script: a module's name that two models have, say."""
+    recipe, do = dict(problem.recipe), problem.do
+    of_steps: dict[str, Any] = {
+        key: recipe[key] for key in ("weights", "state_dtype", "use_fp32_grad_acc") if key in recipe
+    }
+    try:
+        script.check(as_recipe({"opt_level": None, "parameter_dtype": None, **of_steps}))
+    except HmpxError as error:
+        recipe = {key: value for key, value in recipe.items() if key not in of_steps}
+        do = f"keep these weights in float32: hmpx does not take the optimizer ({error})" if of_steps else do
+    rules = recipe.pop("modules", {})
+    plain = {name: rule for name, rule in rules.items() if script.is_plain(name)}
+    recipe |= {"modules": plain} if plain else {}
+    edit = problem.edit or (problem.where,) if len(plain) < len(rules) else problem.edit
+    return replace(problem, recipe=recipe, do=do, edit=edit if recipe else ())
 
 
 def _modules(answered: Iterable[Problem], around: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Subject
 from hmpx.insight.tuning.choices import choices_of, lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.worth import Chosen, Look, Low, Worths, words_of
+from hmpx.insight.tuning.worth import Chosen, Low, Weighing, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
@@ -64,7 +64,7 @@ class Tuning:
         worths, runs = self._worths, self._runs
         with self._everything():
             for number in (*self._searched, *self._held_out):
-                if not runs.exact(number, Look(worths, number) if number < self.tuning else exactly):
+                if not runs.exact(number, Weighing(worths, number) if number < self.tuning else exactly):
                     raise HmpxError(f"tune: {self._not_finite(number)}")
             runs.find_noise()
             if not worths.of_place:

@@ -64,7 +64,7 @@ class Worth:
 
 
 class Worths:
-    """The worth of each place. `Look` counts it. of_place: by place, in the order in which they were met."""
+    """The worth of each place. `Weighing` counts it. of_place: by place, in the order in which they were met."""
 
     def __init__(self, low: Low = "bf16", modules: Collection[str] = (), words: str = "") -> None:
         self.low, self.wide, self.names = low, WIDE[low], decidable(low)
@@ -114,7 +114,7 @@ def decidable(low: Low = "bf16") -> frozenset[str]:
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
 
 
-class Look:
+class Weighing:
     """Computes the calls of a batch in FP32, and counts what each is worth in low precision."""
 
     def __init__(self, worths: Worths, batch: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.raw import Access
-from hmpx.ops.captured_names.rewriting import Capture
+from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.captured_names.sweep import Sweep
 
 logger = logging.getLogger("hmpx")
@@ -44,14 +44,14 @@ class Rebinding:
     """Names captured elsewhere that hold replacements now."""
 
     def __init__(self) -> None:
-        self._captures: dict[Capture, None] = {}
+        self._captures: dict[CapturedName, None] = {}
         self._places = Places()
         self._pending: dict[Any, Any] = {}  # function -> replacement, not looked for everywhere yet
         self._back: dict[Any, Any] = {}  # replacement -> function
         self._references: dict[int, int] = {}  # to replacements that nobody has been able to take yet, by identity
 
     @property
-    def captures(self) -> list[Capture]:
+    def captures(self) -> list[CapturedName]:
         """One capture for each place. Searches for pending pairs; after an interrupt it may be called again."""
         pending = self._pending
         try:

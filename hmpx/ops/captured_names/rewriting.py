@@ -25,7 +25,7 @@ HOLDERS = (functools.partial, functools._lru_cache_wrapper, property, types.Cell
 
 
 @dataclass(frozen=True)
-class Capture:
+class CapturedName:
     """A place that holds a function of torch under a name of its own. `reason`: why it still does."""
 
     where: str
@@ -54,7 +54,7 @@ class Rewriting:
     """
 
     def __init__(self, by_id: dict[int, Any], put: PlaceWriter, leads: Callable[[Any, int], bool], keys: bool) -> None:
-        self.captures: list[Capture] = []
+        self.captures: list[CapturedName] = []
         self.done: dict[int, Any] = {}  # by identity: its replacement, or itself if it was written to
         self._by_id, self._put, self._leads, self._keys = by_id, put, leads, keys
         self._kept: list[Any] = []  # so that no identity of these is given to something else
@@ -110,7 +110,7 @@ class Rewriting:
     def replaced(self, value: Any, where: str, depth: int) -> Any:
         """Return the replacement of a value; the value itself if nothing changes or it was changed in place."""
         if id(value) in self._by_id:
-            self.captures.append(Capture(where, raw.function_name(value)))
+            self.captures.append(CapturedName(where, raw.function_name(value)))
             return self._by_id[id(value)]
         if id(value) in self.done:
             return self.done[id(value)]
@@ -237,8 +237,8 @@ class Rewriting:
 
     def _failed(self, count: int, reason: str) -> None:
         """Mark the captures from `count` on as places that could not be changed."""
-        self.captures[count:] = [Capture(c.where, c.function, c.reason or reason) for c in self.captures[count:]]
+        self.captures[count:] = [CapturedName(c.where, c.function, c.reason or reason) for c in self.captures[count:]]
 
     def escaped(self, value: Any, where: str, reason: str) -> None:
         if id(value) in self._by_id:
-            self.captures.append(Capture(where, raw.function_name(value), reason))
+            self.captures.append(CapturedName(where, raw.function_name(value), reason))

@@ -22,7 +22,7 @@ import torch
 
 from hmpx.base.garbage import none_collected
 from hmpx.ops.captured_names import raw
-from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Capture, PlaceWriter, Rewriting
+from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, CapturedName, PlaceWriter, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
@@ -57,7 +57,7 @@ class Sweep:
         self._off: dict[int, bool] = {}  # of modules' namespaces: whether they stay as they are
 
     @property
-    def captures(self) -> list[Capture]:
+    def captures(self) -> list[CapturedName]:
         return self._rewriting.captures
 
     def let_go(self) -> None:
@@ -113,7 +113,7 @@ class Sweep:
             look(thing)
         except Exception as error:
             where = f"a {raw.class_name(type(thing))}"
-            self.captures.append(Capture(where, "a function of torch", f"it could not be looked through: {error}"))
+            self.captures.append(CapturedName(where, "a function of torch", f"it could not be looked through: {error}"))
 
     def _bind(self, methods: list[types.BuiltinFunctionType]) -> None:
         """Add bound methods of tensors (``x.exp``): each is an object of its own, which does not hold `Tensor.exp`."""

@@ -7,7 +7,6 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.insight.doctor.twin import NotChecked, Twin, sample, samples, twins_of
-from hmpx.insight.tensors import LOW
+from hmpx.insight.looks.twin import NotChecked, Twin, samples, twins_of
+from hmpx.insight.tensors import LOW, sample
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
@@ -25,7 +24,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-_LENGTH = 8  # steps of a window
+LENGTH = 8  # steps of a window
 
 
 def window_of(step: int) -> int:
@@ -36,7 +35,7 @@ def window_of(step: int) -> int:
     start = 2 if step < 20 else 20
     while start > 2 and 2 * start <= step:
         start *= 2
-    return start if start <= step < start + _LENGTH else 0
+    return start if start <= step < start + LENGTH else 0
 
 
 class Moves(NamedTuple):
@@ -161,7 +160,8 @@ class SteppedOptimizer:
         where: the line that steps it. steps, looked: how many there were, and how many of them were looked at.
         moves: by window and parameter. medians: of |update| in units of a weight's last digit.
         unchecked: why its updates could not be looked at; "" if they could.
-        asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp.
+        asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp. decay: the most that it
+            takes of a weight in a step.
         falls, stays: by key of state in low precision: elements that fall where the gradient is 0, and those that stay.
     """
 
@@ -171,11 +171,9 @@ class SteppedOptimizer:
         self.moves: dict[int, dict[Parameter, Moves]] = {}
         self.medians: list[float] = []
         self.unchecked = ""
-        self.asked = self.arrived = 0.0
+        self.asked = self.arrived = self.decay = 0.0
         self.falls: Counter[str] = Counter()
         self.stays: Counter[str] = Counter()
-        self.nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
-        self.evaluations = 0  # of a closure, in the step that runs
         self._window = 0
         self._beside: list[_Beside] = []
         self._with_grad: list[int] = []
@@ -189,8 +187,6 @@ class SteppedOptimizer:
             return
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
         grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
-        few = sorted(grads, key=lambda p: p.numel())[:8]  # NaN spreads to all
-        self._look_for_nonfinite("gradients", [grads[p] for p in few])
         window = window_of(self.steps + 1)
         if window != self._window:
             self.close()
@@ -210,15 +206,13 @@ class SteppedOptimizer:
         except NotChecked as why:
             self._beside, self.unchecked = [], str(why)
 
-    def end(self) -> None:
-        """The step is done."""
+    def end(self, evaluations: int) -> None:
+        """The step is done, and has called a closure so often."""
         self.steps += 1
-        few = sorted(parameters(self.optimizer), key=lambda p: p.numel())[:8]
-        self._look_for_nonfinite("weights", [p for p in few if p.requires_grad])
         if self._stepping:
             self._stepping = False
-            if self.evaluations > 1:
-                self._beside, self.unchecked = [], f"its step calls the closure {self.evaluations} times"
+            if evaluations > 1:
+                self._beside, self.unchecked = [], f"its step calls the closure {evaluations} times"
             self.looked += bool(self._beside)
             for each in self._beside:
                 each.end()
@@ -240,6 +234,7 @@ class SteppedOptimizer:
         for each in self._beside if own_attachment(self.optimizer) is None else ():
             params, known, decay = each.twin.params, dict[str, Tensor](), each.twin.group.get("weight_decay")
             if decay and each.twin.is_sampled:
+                self.decay = max(self.decay, float(decay) * float(each.twin.group["lr"]))
                 wide, narrow = (
                     self._once(params, known, is_wide).weights()
                     - self._once(params, known, is_wide, weight_decay=0 * decay).weights()
@@ -264,18 +259,9 @@ class SteppedOptimizer:
         twin.step(gradient)
         return twin
 
-    def _look_for_nonfinite(self, what: str, tensors: Sequence[Tensor]) -> None:
-        if self.nonfinite is None and not _are_finite(tensors):
-            self.nonfinite = what, self.steps + (what == "gradients")
-
 
 def _spacing(weight: Tensor) -> Tensor:
     """Return the distance of each BF16 or FP16 number to the next one of its power of two, in FP32."""
     digits, least = (8, -133) if weight.dtype is torch.bfloat16 else (11, -24)
     exponent = torch.frexp(weight.float()).exponent
     return torch.ldexp(torch.ones_like(weight, dtype=torch.float32), (exponent - digits).clamp(min=least))
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    dense = [few.float() for each in tensors if each.layout is torch.strided and (few := sample(each)).numel()]
-    return not dense or all(map(math.isfinite, torch._foreach_norm(dense, math.inf)))

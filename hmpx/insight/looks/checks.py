@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Names, Problem, some
-from hmpx.insight.doctor.notes import BACKWARD, Notes, OpCall, Spot
-from hmpx.insight.doctor.op_watch import VIEWS
+from hmpx.insight.capture.look import OpLook
+from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.finding import Names, Problem, some
 from hmpx.insight.module_names import MIXING, unchosen
-from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_masked
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
 from hmpx.insight.text_table import number, short_places
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
@@ -119,9 +119,11 @@ def _indices(op: OpCall, notes: Notes) -> str | None:
     )
 
 
-def _mask(op: OpCall, notes: Notes) -> str | None:
+def overflow(op: OpCall, notes: Notes) -> str | None:
     """A constant that is finite as it is written, and inf in low precision."""
     if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
+        return None
+    if not all(map(math.isfinite, op.scalars)) or not all(is_finite(each) for each in op.given if each.numel()):
         return None
     largest = max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
     return f"{largest:.4g} in {dtype_name(op.out.dtype)}" if largest >= _HUGE else None
@@ -183,7 +185,7 @@ CHECKS = [
     ),
     Check(
         "mask", True, "a finite mask value becomes -inf in low precision, and a wholly masked row becomes NaN",
-        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, _CONSTANTS, _mask, "place",
+        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, _CONSTANTS, overflow, "place",
     ),
     Check(
         "dtype", False, "an op runs in a dtype that nobody chose",
@@ -200,7 +202,7 @@ _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in
 def look_at_op(notes: Notes, op: OpCall) -> None:
     """Look at one op of the forward pass by the table; while the model is made, by the rows `_OF_SETUP` alone."""
     is_index = not op.results and op.name == "_to_copy" and op.kwargs.get("dtype") is not torch.bool
-    if op.stage not in ("forward", "set up") or op.before is not None or not (op.results or is_index):
+    if op.before is not None or not (op.results or is_index):
         return
     if op.results and (moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else "")):
         notes.add(op.out, moment=moment)
@@ -240,7 +242,7 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     A cast that hmpx makes is for a listed op: the answer is this op. No recipe changes a cast that the program makes,
     unless this cast follows the dtype of a module's argument: a rule for the module casts the argument.
     """
-    if check.mended == "module" and spot.is_inside:
+    if check.mended == "module" and spot.place.is_inside:
         return "module"
     if check.evidence is _probabilities and notes.facts(op.given[0]).get("cast") is not None:
         return ""  # the program itself has rounded the probabilities
@@ -250,12 +252,12 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
         if rule_of(frame) is not None:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
-    path, _, line = spot.where.rpartition(":")
+    path, _, line = spot.place.where.rpartition(":")
     written = linecache.getlines(path)[int(line) - 1 :] if path else []
     text = ""
     while written and (not text or text.count("(") > text.count(")")):  # a call may take several lines
         text += written.pop(0)
-    return "module" if spot.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
+    return "module" if spot.place.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
@@ -284,7 +286,7 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
             rules[spot.module] = "float32"
         elif op is None or not op.computes:
             left[spot.where] = None
-        elif check.mended != "place" or not spot.is_inside:
+        elif check.mended != "place" or not spot.place.is_inside:
             listed |= {op.name, *check.also}
         elif (rule := rules.setdefault(spot.module, {"fp32": []})) != "float32":
             rule["fp32"] = sorted({*rule["fp32"], op.name})
@@ -293,31 +295,4 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
     return keys, tuple(left) if keys else ()
 
 
-_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split()) | VIEWS
-
-
-def look_for_nonfinite(notes: Notes, op: OpCall) -> None:
-    """Look for the first op that makes an inf or a NaN of finite numbers, in any stage."""
-    if op.name in _UNMADE or notes.made_nan or op.stage == "set up" or op.nonfinite is None:
-        return
-    masked = _mask(op, notes) is not None or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)
-    if masked and op.stage != "backward":
-        return
-    notes.made_nan = bool(op.nonfinite.isnan().any())
-    stages = {"forward": "forward", "step": "in the step"}
-    stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
-    if not notes.spots("inf or NaN"):
-        low, backward = op.out.dtype in LOW, op.stage == "backward"
-        notes.note("inf or NaN", op, stage, nan=notes.made_nan, backward=backward, low=low)
-
-
-def of_nonfinite(notes: Notes, names: Names) -> Iterator[Problem]:
-    for spot in notes.spots("inf or NaN") if notes.made_nan else ():
-        if notes.skipped and spot.numbers["backward"]:
-            return  # a GradScaler finds its scale by such gradients
-        what = "a NaN" if spot.numbers["nan"] else "an inf"
-        said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
-        said += f", in {spot.module}" if spot.module else ""
-        do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
-        modules = (spot.module,) if spot.module else ()
-        yield Problem("inf or NaN", True, said, do, spot.where, modules, (spot.name,), 0.97)
+OPS = OpLook(look_at_op, of_ops, "set up", "forward")

@@ -1,24 +1,24 @@
 """The ops of whole iterations, forward, backward and step, seen at torch's dispatcher as `record` sees what escapes.
 
 There each op has the dtypes that it computes in, after the casts of autocast. A dispatch mode changes no result and
-patches nothing. `checks` says what is looked for in one op, `followed` what is looked for in several.
+patches nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from time import perf_counter
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hmpx.base import process_state
-from hmpx.insight.doctor.notes import Notes, OpCall
-from hmpx.insight.doctor.twin import sample
+from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.escaped import DispatchWatch
-from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.tensors import LOW, Tensor, floating, sample
 from hmpx.ops.wrapping.observing import unobserved
 
 FEW = 256  # elements of one tensor that are looked at
@@ -30,17 +30,18 @@ _WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name 
 INDEXED = frozenset(("index_add_", "scatter_add_", "index_put_"))
 _WRITES |= INDEXED
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
-_SHARE = 0.05  # of the time: what looking at ops may take, after the first iteration that is looked at
+ITERATION = 50_000  # ops of one iteration that are looked at
+See = Callable[[Notes, OpCall], None]
 _node = torch._C._current_autograd_node
 
 
 class OpWatch(DispatchWatch):
-    """Looks at ops while it is open, by functions of the notes and the op.
+    """Hands the ops of an iteration to what looks at each stage, while it is open.
 
     setting_up: whether the ops are those that make the model. stepping: whether an optimizer's step runs.
     """
 
-    def __init__(self, notes: Notes, looks: Sequence[Callable[[Notes, OpCall], None]], trouble: list[str]) -> None:
+    def __init__(self, notes: Notes, looks: Mapping[str, Sequence[See]], trouble: list[str]) -> None:
         super().__init__()
         self._notes, self._looks, self._trouble = notes, looks, trouble
         self.stepping = self.setting_up = False
@@ -60,7 +61,7 @@ class OpWatch(DispatchWatch):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Look at nothing that runs inside."""
-        left, self._left = self._left, 0
+        left, self._left = self._left, -math.inf
         try:
             yield
         finally:
@@ -76,6 +77,8 @@ class OpWatch(DispatchWatch):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self._left <= 0:
+            if self._left == 0:
+                self._notes.unseen[f"ops of an iteration behind its {ITERATION:,}th"] += 1
             return func(*args, **kwargs)
         self._left -= 1
         name = self._names.get(func)
@@ -89,13 +92,19 @@ class OpWatch(DispatchWatch):
         result = func(*args, **kwargs)
         with aside(self._trouble):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
-            if (given or results) and all(map(_is_plain, (*given, *results))):
+            odd = next((each for each in (*given, *results) if not _is_plain(each)), None)
+            if odd is not None:
+                self._notes.unseen[f"ops of {type(odd).__name__}"] += not odd.is_meta
+            elif given or results:
                 node = _node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
-                self._trace(name, stage, given if graphed and name != "detach" else [], results)
                 frame = sys._getframe(1)
-                self._look(OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed))
+                if stage == "forward" and graphed and any(each.requires_grad for each in given):
+                    self._notes.note_node(frame)
+                op = OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed)
+                self._trace(op)
+                self._look(op)
         return result
 
     def _before(self, targets: Sequence[Any], part: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
@@ -106,25 +115,33 @@ class OpWatch(DispatchWatch):
             return None
         return [part(t).clone() for t in targets]
 
-    def _trace(self, name: str, stage: str, given: list[Tensor], results: list[Tensor]) -> None:
-        """Note which memory is of this iteration, and which holds weights. given: what autograd looks at."""
-        if name not in VIEWS and not (name.endswith("_") and stage != "backward"):  # which writes to gradients
-            self._notes.born.update(memory(t) for t in results if t.dtype in LOW)
-        for t in given:
+    def _trace(self, op: OpCall) -> None:
+        """Note which memory is of this iteration, and which holds weights: leaves that autograd looks at."""
+        notes = self._notes
+        if op.name not in VIEWS and not (op.name.endswith("_") and op.stage != "backward"):  # which writes to gradients
+            notes.born.update(memory(t) for t in op.results if t.dtype in LOW)
+        for t in op.given if op.graphed and op.name != "detach" else ():
             if t.requires_grad and t.is_leaf:
-                self._notes.leaves.setdefault(t.dtype, set()).add(memory(t))
+                notes.leaves.setdefault(t.dtype, set()).add(memory(t))
+                if t.dtype in LOW:
+                    notes.weights.setdefault(id(t), (weakref.ref(t), set()))[1].add(notes.iteration)
 
     def _look(self, op: OpCall) -> None:
         if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):
             for result in op.results:
                 self._notes.add(result, **facts)
-        for look in self._looks:
-            look(self._notes, op)
+        for see in self._looks[op.stage]:
+            see(self._notes, op)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the values can be read: a plain strided tensor, not on meta, while no CUDA graph is captured."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    """Whether the values can be read: a strided tensor, not on meta, while no CUDA graph is captured.
+
+    A class that has no own ops at the dispatcher holds its values as a plain tensor does.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -148,7 +165,7 @@ def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     uncast = unobserved() if process_state.converted else contextlib.nullcontext()
     hidden = contextlib.nullcontext() if is_whole else torch._C._DisableTorchDispatch()
     try:
-        with torch.no_grad(), hidden, uncast:
+        with torch.no_grad(), hidden, torch._C.DisableTorchFunctionSubclass(), uncast:
             yield
     except Exception as error:  # doctor meets kinds of tensors that it does not know
         if not trouble:
@@ -160,38 +177,3 @@ def in_autocast() -> bool:
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth > 1
-
-
-class Iterations:
-    """Counts iterations, and says before each whether its ops are to be looked at.
-
-    Attributes:
-        count: how many are over. watched: the iterations whose ops were looked at. is_due: whether the next one is too.
-    """
-
-    def __init__(self, at: Collection[int]) -> None:
-        self._at = frozenset(at)  # in any case
-        self.count = 0
-        self.watched: list[int] = []
-        self.is_due = False
-        self._began = self._last = perf_counter()
-        self._took = 0.0  # looking at ops
-        self._plain = 0.0  # the shortest iteration in which nobody looked
-
-    @property
-    def first_is_due(self) -> bool:
-        return 1 in self._at
-
-    def over(self, was_looked_at: bool) -> None:
-        """Count an iteration, and decide about the next one."""
-        self.count += 1
-        now = perf_counter()
-        took, self._last = now - self._last, now
-        if was_looked_at:
-            self.watched.append(self.count)
-            self._took += took - self._plain if self.count > 1 else 0.0
-        elif self.count > 1:
-            self._plain = min(self._plain or took, took)
-        next_one = self.count + 1
-        is_affordable = self._took <= _SHARE * (now - self._began)
-        self.is_due = next_one in self._at or next_one == 3 or (next_one % 10 == 0 and is_affordable)

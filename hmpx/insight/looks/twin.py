@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW
+from hmpx.insight.tensors import LOW, sample
 from hmpx.insight.text_table import size
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
@@ -30,20 +30,12 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-MOST = 1024  # elements of one tensor that are looked at
 BOUND = 1e9  # bytes that the copies of one optimizer may take
 _PLAINLY = {"foreach": False, "capturable": False, "differentiable": False, "fused": False}
 
 
 class NotChecked(Exception):
     """Says why updates could not be looked at."""
-
-
-def sample(tensor: Tensor, most: int = MOST) -> Tensor:
-    """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
-    flat = local(tensor.detach()).reshape(-1)
-    step = -(-flat.numel() // most)
-    return flat[:: step + (step % 2 == 0)] if step > 1 else flat  # an odd step does not stay in one column of a matrix
 
 
 def samples(tensors: Iterable[Tensor]) -> Tensor:

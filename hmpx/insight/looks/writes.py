@@ -13,24 +13,34 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Names, Problem, percent
-from hmpx.insight.doctor.findings import LIMIT
-from hmpx.insight.doctor.notes import Notes, OpCall, Spot
-from hmpx.insight.doctor.op_watch import INDEXED, NORMS, few, memory
+from hmpx.insight.capture.dispatch import INDEXED, NORMS, few, memory
+from hmpx.insight.capture.look import OpLook
+from hmpx.insight.capture.places import Notes, OpCall, Place, Spot
+from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.tensors import LOW, Tensor
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
 _LOST = 0.5  # the *kept* below which an average does not follow
 _HARMLESS = 2e-5  # a factor that is nearer to 1 changes nothing that matters
+_MOVING = ("_to_copy", "clone", "detach")  # the numbers stay
+_MANY = 16  # steps of a state, after which it is judged
 _SETTLES = 5  # in last digits: with a larger share, running statistics stop within a tenth of where they belong
 
 
 def look_at_writes(notes: Notes, op: OpCall) -> None:
     """Follow tensors in low precision that live on between iterations and that this op updates."""
-    is_of_these = op.before is not None or op.name.rstrip("_") in (*_ARITHMETIC, "index", "index_put")
-    if op.stage != "forward" or not is_of_these or not op.args or not op.given or op.is_beside:
+    for weight in op.given if notes.rewritten else ():
+        if weight.requires_grad and weight.is_leaf and (made := notes.rewritten.pop(memory(weight), None)) is not None:
+            _count(notes, op, weight, *made)
+    if op.is_beside or not op.args or not op.given:
         return
-    if _is_by_index(notes, op):
+    if not op.graphed or not any(each.requires_grad for each in op.given):
+        _follow(notes, op)
+    if op.name in ("add", "add_", "sub", "sub_"):
+        _state(notes, op)
+    is_of_these = op.before is not None or op.name.rstrip("_") in (*_ARITHMETIC, "index", "index_put")
+    if not is_of_these or _is_by_index(notes, op):
         return
     if op.before is not None:
         (_statistics if op.name in NORMS else _in_place)(notes, op, op.before)
@@ -39,6 +49,68 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
         return
     if not op.is_in_forward or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
         _out_of_place(notes, op)
+
+
+def _follow(notes: Notes, op: OpCall) -> None:
+    """Compute in FP32 what is made of numbers that live on, until it is written to where they are.
+
+    However that is spelt: ``p.copy_(p.lerp(q, d))``, ``p.data = (p.float() - u).to(p.dtype)``, ``p.set_(...)``.
+    """
+    if op.name == "copy_" and op.given[0].dtype in LOW and len(op.given) > 1:
+        roots, exact = notes.facts(op.given[1]).get("made", ({}, None))
+        old = roots.get(memory(op.given[0]))
+        if old is not None and exact is not None and old.shape == few(op.given[0]).shape:
+            _count(notes, op, op.given[0], old, few(op.given[0]), exact, memory(op.given[0]))
+    if op.name not in (*_ARITHMETIC, *_MOVING, "addcmul", "addcdiv") or not op.results:
+        return
+    same = [each for each in op.given if each.shape == op.out.shape]
+    if not same or any(each.numel() > 1 for each in op.given if each.shape != op.out.shape):
+        return
+    roots = {}
+    for each in same:
+        known = notes.facts(each).get("made")
+        if known is not None:
+            roots |= known[0]
+        elif each.dtype in LOW and memory(each) not in notes.born:
+            roots[memory(each)] = few(each).clone()
+    if roots:
+        exact = (
+            _exact(notes, same[0])
+            if op.name in _MOVING
+            else op.func(
+                *tree_map_only(Tensor, lambda each: _exact(notes, each), op.args),
+                **tree_map_only(Tensor, lambda each: _exact(notes, each), op.kwargs),
+            )
+        )
+        notes.add(op.out, made=(roots, exact))
+        weights = [place for place in roots if notes.are_weights({place})]
+        if weights and op.out.dtype in LOW and op.name not in ("clone", "detach"):
+            place = notes.place(op.frame)
+            notes.rewritten[memory(op.out)] = roots[weights[0]], few(op.out).clone(), exact, weights[0], place
+
+
+def _exact(notes: Notes, tensor: Tensor) -> Tensor:
+    return notes.facts(tensor).get("made", (None, few(tensor).float()))[1].clone()
+
+
+def _state(notes: Notes, op: OpCall) -> None:
+    """Follow what one line moves again and again by small parts, as the state of an ODE."""
+    first, other = (*op.args, None)[:2]
+    if op.out.dtype not in LOW or not isinstance(other, Tensor) or not isinstance(first, Tensor):
+        return
+    if first.dtype not in LOW or other.shape != first.shape or other.numel() < 2 or op.before is not None:
+        return
+    sign = -1.0 if op.name.startswith("sub") else 1.0
+    update = sign * float(op.kwargs.get("alpha", 1.0)) * few(other).float()
+    begun, ideal, steps, place = notes.facts(first).get("sum", (None, None, 0, None))
+    if place != notes.place(op.frame):
+        begun, ideal, steps = (few(first) if op.name in ("add", "sub") else few(op.out) - update).float(), 0 * update, 0
+    ideal = ideal + update
+    notes.add(op.out, sum=(begun, ideal, steps + 1, notes.place(op.frame)))
+    size = float(ideal.square().sum())
+    if steps + 1 >= _MANY and size:
+        dot = float(((few(op.out).float() - begun) * ideal).sum()) / size
+        notes.note("state", op, dtype_name(op.out.dtype), dot=dot, tensors=1)
 
 
 def _in_place(notes: Notes, op: OpCall, before: list[Tensor]) -> None:
@@ -112,21 +184,21 @@ def _average(notes: Notes, op: OpCall, product: Tensor, rest: Tensor) -> None:
         _count(notes, op, op.out, average, few(op.out), exact, where, memory(op.out))
 
 
-def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *places: int) -> None:
+def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *places: Any) -> None:
+    """Count a write. places: where the memory begins that it writes to; a `Place`, if it is not the one of this op."""
     ideal, real = exact.float() - old.float(), new.float() - old.float()
     if not bool(torch.isfinite(ideal).all()) or not bool(ideal.any()):
         return
     size = float(ideal.square().sum())
     numbers = {"dot": float((real * ideal).sum()) / size, "elements": target.numel(), "moves": int((ideal != 0).sum())}
-    by_torch = op.is_called_from("swa_utils.py")
-    spot = notes.note("write", op, dtype_name(target.dtype), **numbers, tensors=1, by_torch=by_torch)
-    spot.places.update(places)
-
-
-def are_steps(notes: Notes) -> bool:
-    """Whether weights were seen that are FP32, or that the program itself updates."""
-    is_written = any(notes.are_weights(spot.places) for spot in notes.spots("write"))
-    return is_written or (bool(notes.leaves) and not notes.leaves.keys() & LOW)
+    by_torch, place = (
+        op.is_called_from("swa_utils.py"),
+        next((each for each in places if isinstance(each, Place)), None),
+    )
+    said = dtype_name(target.dtype)
+    spot = notes.note_line("write", op.name, op.frame, said, place, **numbers, tensors=1, by_torch=by_torch)
+    spot.places.update(each for each in places if isinstance(each, int))
+    spot.places.add(memory(target))
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
@@ -162,6 +234,12 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
             recipe = {"weights": "stochastic"} if of_torch else {}
             yield Problem("average of weights", True, said, do, where, (), (op,), 0.7, recipe)
 
+    for spot in notes.spots("state"):
+        if (kept := max(_kept(spot), 0)) < _LOST:
+            move = f"{percent(min(kept, 1))} of the way that it moves a float32 copy"
+            said = f"{spot.name} moves a state in {spot.said}, step by step, {move}{spot.place.within}"
+            yield Problem("running value", True, said, "keep the state in float32", spot.where, (), (spot.name,), 0.5)
+
 
 def _kept(spot: Spot) -> float:
     return spot.numbers["dot"] / spot.numbers["tensors"]
@@ -175,3 +253,6 @@ def _in_fp32(values: Any, part: Callable[[Tensor], Tensor] = few) -> Any:
         return taken.float() if taken.dtype in LOW else taken
 
     return tree_map_only(Tensor, of, values)
+
+
+WRITES = OpLook(look_at_writes, of_writes, "forward")

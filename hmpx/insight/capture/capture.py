@@ -1,0 +1,289 @@
+"""`Capture`: sees a training as it runs, and hands what it sees to the looks that it was given.
+
+It owns the hooks around the optimizers' steps, `backward`, `GradScaler.step` and the one dispatch mode, which is open
+in an iteration now and then. Nothing is converted, nothing else of torch is patched, and no random number is drawn, so
+the training has the bits that it has without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hmpx.base.changes import Attribute, Changes
+from hmpx.insight.capture.dispatch import ITERATION, OpWatch, aside
+from hmpx.insight.capture.iterations import Iterations
+from hmpx.insight.capture.look import Look, of_stage
+from hmpx.insight.capture.places import Notes
+from hmpx.ops.wrapping.callers import frames, users_line
+from hmpx.updates.stepping.names import inside_zero, names_in, parameters
+from hmpx.updates.stepping.step_call import StepCall
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+
+
+class Capture:
+    """The hooks around a training, and what they have seen.
+
+    ``with capture.hooks(): ...`` looks at what runs inside, in the thread that opens it; `close()` comes after it.
+
+    Args:
+        looks: what is looked for; each is called for the optimizers, the steps and the ops that it asks for.
+        at: iterations, from 1, whose ops are looked at in any case.
+        is_enough: is told how many steps an optimizer has done, and may raise to end the program.
+
+    Attributes:
+        notes: what the ops have told. iterations: which were looked at.
+        optimizers: those that have stepped here. steps: how many steps each has done, by identity.
+        names: of every parameter of their models, trained or not. models: these, by the identity of an optimizer.
+        elsewhere: what other threads have done, which is not looked at. trouble: the first error of a look.
+    """
+
+    def __init__(
+        self, looks: Sequence[Look], at: Collection[int] = (), is_enough: Callable[[int], None] = lambda steps: None
+    ) -> None:
+        self.looks, self._is_enough = looks, is_enough
+        self.notes, self.iterations, self.trouble = Notes(), Iterations(at), list[str]()
+        self.optimizers: list[Optimizer] = []
+        self.steps: Counter[int] = Counter()
+        self.names: dict[Parameter, str] = {}
+        self.models: dict[int, list[torch.nn.Module]] = {}
+        self.elsewhere: dict[str, None] = {}
+        self._watch = OpWatch(self.notes, of_stage(looks), self.trouble)
+        self._leader: Optimizer | None = None  # whose steps end the iterations
+        self._since: Counter[int] = Counter()  # the steps of the iteration that runs, by optimizer
+        self._evaluations = 0  # of a closure, in the step that runs
+        self._running: FrameType | None = None  # of the step that runs
+        self._forward_hook: Any = None
+        self._last_hook: Any = None  # behind the hooks that the program has put around the step
+        self._thread = threading.get_ident()
+        self._compiled = _frames_compiled()  # before
+        self._changes = Changes()
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Look at what runs inside."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._changes.close)
+            changes = self._changes
+            changes.callback(self._watch.close)
+            changes.callback(register_optimizer_step_pre_hook(self._before).remove)
+            changes.callback(register_optimizer_step_post_hook(self._after).remove)
+            changes.callback(lambda: self._forward_hook and self._forward_hook.remove())
+            self._await_forward(True)
+            changes.callback(lambda: self._last_hook and self._last_hook.remove())
+            backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
+            changes.put(backward, self._backward(torch.autograd.backward))
+            place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
+            changes.put(place, self._scaled(torch.amp.GradScaler.step))
+            self._watch.look_at(math.inf, setting_up=not self.iterations.first_is_due)
+            yield
+
+    def close(self) -> None:
+        """The run is over."""
+        for each in self.looks:
+            with aside(self.trouble, is_whole=True):
+                each.close(self.optimizers)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Look at no ops that run inside."""
+        return self._watch.paused()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile has compiled anything meanwhile."""
+        return _frames_compiled() > self._compiled
+
+    @property
+    def trained(self) -> list[Parameter]:
+        """The parameters of the optimizers."""
+        return [*dict.fromkeys(p for each in self.optimizers for p in parameters(each))]
+
+    def _is_here(self, what: str) -> bool:
+        if threading.get_ident() == self._thread:
+            return True
+        self.elsewhere[what] = None
+        return False
+
+    def _await_forward(self, waits: bool) -> None:
+        """Have the next forward pass tell, or no more: such a hook makes each call of a module slower."""
+        if waits is (self._forward_hook is not None) or self.compiles:  # Dynamo would compile again
+            return
+        if waits:
+            self._forward_hook = register_module_forward_pre_hook(self._forward_begins)
+        else:
+            self._forward_hook = self._forward_hook.remove()
+
+    def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # Dynamo traces the hooks of modules
+            return
+        # What is computed again in a backward pass was seen before.
+        if torch._C._current_graph_task_id() == -1 and next(module.parameters(), None) is not None:
+            self._is_here("forward passes")
+        if threading.get_ident() == self._thread:
+            self._model_is_made()
+
+    def _model_is_made(self) -> None:
+        """A forward pass or a step begins."""
+        if self._watch.setting_up:
+            self._watch.close()
+        self._look_if_due()
+
+    def _look_if_due(self) -> None:
+        if torch._C._current_graph_task_id() != -1:  # at the end of a backward pass, modes are what they were before
+            self._await_forward(True)
+            return
+        if not self._watch.is_looking:
+            self._watch.close()
+        self._await_forward(self._watch.is_open and not self._watch.is_looking)  # below another mode it waits
+        if self.iterations.is_due and not self.compiles:  # compiled code hides its ops
+            self.iterations.is_due = False
+            self._watch.look_at(ITERATION)
+
+    def _backward(self, backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._is_here("backward passes"):
+                seeded = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
+                losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                with aside(self.trouble):
+                    if seeded is None:
+                        self.notes.loss(losses, sys._getframe(1))
+                # Updates by hand come after a backward pass, and before the next one.
+                if not self.optimizers and torch._C._current_graph_task_id() == -1:
+                    self._iterated()
+                    if self.notes.are_steps:
+                        self._is_enough(self.iterations.count - 1)
+            backward(tensors, grad_tensors, *args, **kwargs)
+
+        return begins
+
+    def _scaled(self, step: Callable) -> Callable:
+        @functools.wraps(step)
+        def scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps.total()
+            result = step(scaler, optimizer, *args, **kwargs)
+            is_skipped = self.steps.total() == before
+            if scaler.is_enabled():
+                self.notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
+                self.notes.scale = scaler.get_scale()
+            if is_skipped:
+                self._is_enough(len(self.notes.skipped))
+            return result
+
+        return scaled
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
+        """A step begins. Return its arguments, if one is a closure, which makes the gradients."""
+        is_here, caller = self._is_here("steps, such as those of a backward pass on a GPU"), sys._getframe(1)
+        is_inside = self._running is not None and any(each is self._running for each in frames(caller))
+        if not is_here or is_inside or inside_zero(optimizer) is not None:
+            return None
+        self._running = caller
+        self._model_is_made()
+        self._watch.stepping = True
+        with aside(self.trouble):
+            if not any(each is optimizer for each in self.optimizers):
+                self._meet(optimizer, caller)
+        self._evaluations = 0
+        call = StepCall(optimizer, type(optimizer).step, args[1:], kwargs).with_functions(
+            functools.partial(self._evaluated, optimizer)
+        )
+        if call.closure is not None:
+            return (optimizer, *call.args), dict(call.kwargs)
+        if self._last_hook is not None:
+            self._last_hook.remove()
+        self._last_hook = optimizer.register_step_pre_hook(lambda *_: self._begin(optimizer))
+        return None
+
+    def _meet(self, optimizer: Optimizer, caller: FrameType) -> None:
+        """Take an optimizer that steps for the first time, with its models."""
+        if not self.optimizers:
+            self.iterations.restart()
+            self.notes.iteration, self._leader = 1, optimizer
+        self.optimizers.append(optimizer)
+        self.models[id(optimizer)] = [*_models_around(caller, {*parameters(optimizer)})]
+        for model in self.models[id(optimizer)]:
+            self.names = {**names_in(model), **self.names}
+            self.notes.names.add(model)
+        for each in self.looks:
+            each.met(optimizer, users_line(caller))
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """The gradients of a step are there."""
+        with self._watch.paused(), aside(self.trouble, is_whole=True):
+            for each in self.looks:
+                each.begin(optimizer, self.notes.iteration)
+
+    def _evaluated(self, optimizer: Optimizer, closure: Callable) -> Callable:
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            self._watch.stepping = False
+            result = closure(*args, **kwargs)
+            self._watch.stepping = True
+            self._evaluations += 1
+            if self._evaluations == 1:
+                self._begin(optimizer)
+            return result
+
+        return evaluated
+
+    def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._running is not sys._getframe(1) or not any(each is optimizer for each in self.optimizers):
+            return
+        self._watch.stepping, self._running = False, None
+        with self._watch.paused(), aside(self.trouble, is_whole=True):
+            for each in self.looks:
+                each.end(optimizer, self._evaluations)
+        self.steps[id(optimizer)] += 1
+        self._since[id(optimizer)] += 1
+        if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # which has not stepped meanwhile
+            self._leader = optimizer
+            self.iterations.begin_stage()
+        if optimizer is self._leader:
+            self._iterated()
+        self._is_enough(self.steps[id(optimizer)])
+
+    def _iterated(self) -> None:
+        """An iteration is over, and the next one begins."""
+        self.iterations.over(self._watch.is_looking)
+        self.notes.iteration = self.iterations.count + 1
+        self._since.clear()
+        if self._watch.is_looking:
+            self._watch.close()
+        self._look_if_due()
+
+
+def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
+    """Find the models that hold these parameters.
+
+    They stand in the variables of whoever steps the optimizer, or in the object whose method does.
+    """
+    for frame in frames(caller):
+        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        models = [value for value in values if isinstance(value, torch.nn.Module)]
+        for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
+            if not wanted.isdisjoint(model.parameters()):
+                wanted = wanted.difference(model.parameters())
+                yield model
+        if not wanted:
+            return
+
+
+def _frames_compiled() -> int:
+    """Return how much torch.compile has had to compile in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    counters = sys.modules["torch._dynamo"].utils.counters
+    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # one of them counts

@@ -1,0 +1,279 @@
+"""What is noted of ops: one call of an op, its place, the lines at which something was found, and facts of tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import types as python_types
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.observed import OF_STEPS
+from hmpx.insight.tensors import LOW, Tensor, is_finite
+from hmpx.insight.text_table import PACKAGES, short_place
+from hmpx.ops.policies.catalog import canonical
+from hmpx.ops.wrapping.callers import frames, modules, users_frame
+from hmpx.ops.wrapping.overriding import PLAIN
+
+BACKWARD = "backward"
+_BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
+
+
+_LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
+
+
+class Place(NamedTuple):
+    """Where an op was called.
+
+    Attributes:
+        where: the line, as file:line. script: the same, or the line of the script that called a library's line.
+        module: the name of the module that ran. is_inside: whether that is not the outermost one.
+    """
+
+    where: str
+    script: str
+    module: str
+    is_inside: bool
+
+    @property
+    def within(self) -> str:
+        """The library's line, behind a comma; "" if it is the script's."""
+        return "" if self.where == self.script else f", in {short_place(self.where)}"
+
+
+@dataclass
+class Spot:
+    """One line of the program at which one kind of thing was found.
+
+    said: what was found there the first time. mended_by: what puts the op into FP32, if one of `checks` has looked for
+    that. numbers: sums over the calls. places: where the memory of the tensors begins that it writes to.
+    """
+
+    kind: str
+    op: str
+    place: Place
+    said: str
+    mended_by: str = ""
+    calls: int = 0
+    numbers: Counter[str] = field(default_factory=Counter)
+    places: set[int] = field(default_factory=set)
+
+    @property
+    def where(self) -> str:
+        """The line that can be edited."""
+        return self.place.script
+
+    @property
+    def module(self) -> str:
+        return self.place.module
+
+    @property
+    def name(self) -> str:
+        """What a user calls the op: "softmax" for "_softmax"."""
+        return "to" if self.op == "_to_copy" else canonical(self.op.strip("_").removesuffix("_forward"))
+
+
+@dataclass
+class OpCall:
+    """One call of an op.
+
+    Attributes:
+        func: the op with its overload. name: without overload, as in "add_" or "_softmax".
+        given, results: the floating tensors among its arguments and its results.
+        before: copies, or samples, of the low-precision tensors that it writes to in place, from before; None if there
+            are none, or outside of a backward pass if they are of this iteration.
+        frame: the innermost Python frame below torch's dispatcher.
+        stage: "set up" before the first forward pass, "forward", "backward" or "step". node: of autograd, in a backward
+            pass. graphed: whether autograd looks on.
+    """
+
+    func: Any
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    given: list[Tensor]
+    results: list[Tensor]
+    before: list[Tensor] | None
+    frame: python_types.FrameType
+    stage: str
+    node: Any
+    graphed: bool
+
+    @property
+    def out(self) -> Tensor:
+        return self.results[0]
+
+    def inner_frames(self) -> Iterator[python_types.FrameType]:
+        """Return the frames of torch and hmpx between the op and the user's line."""
+        user = users_frame(self.frame)
+        return itertools.takewhile(lambda each: each is not user, frames(self.frame))
+
+    @cached_property
+    def is_beside(self) -> bool:
+        """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
+        files = [frame.f_code.co_filename for frame in self.inner_frames()]
+        return any(file.startswith(_BESIDE) and not file.endswith("swa_utils.py") for file in files)
+
+    @cached_property
+    def scalars(self) -> list[float]:
+        return [float(v) for v in (*self.args, *self.kwargs.values()) if isinstance(v, int | float)]
+
+    @property
+    def nonfinite(self) -> Tensor | None:
+        """The first result with an inf or a NaN."""
+        return next((each for each in self.results if each.numel() and not is_finite(each)), None)
+
+    def is_called_from(self, *names: str) -> bool:
+        """Whether one of the nearest callers is a function, or in a file, of such a name."""
+        near = itertools.islice(frames(self.frame), 4)  # Dynamo, if it was imported, stands around a mode's function
+        return any(each.f_code.co_name in names or each.f_code.co_filename.endswith(names) for each in near)
+
+    @cached_property
+    def is_in_forward(self) -> bool:
+        """Whether a module's forward is running."""
+        calls = (each for each in frames(self.frame) if each.f_code.co_name in ("_call_impl", "forward"))
+        return any(next(modules(each), None) is not None for each in calls)
+
+
+class Notes:
+    """What the ops tell: lines at which something was found, and facts of tensors, as long as these live.
+
+    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
+    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger; "made": where the
+    memory of what it was made of begins, samples of that and of what this would be in FP32; "sum": of a chain of sums,
+    how far it has moved and how far it would have in FP32.
+
+    Attributes:
+        names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
+        iteration: from 1, the one that runs. born: addresses of tensors in low precision that this iteration has made,
+            or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: these, by
+            identity, and the iterations in which they were read.
+        rewritten: by the address of what a line has made of numbers that live on, what was noted of it.
+        skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
+        unseen: what was not looked at, and how often.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self.names = ModuleNames()
+        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
+        self.iteration = 1
+        self.born: set[int] = set()
+        self.leaves: dict[torch.dtype, set[int]] = {}
+        self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        self.rewritten: dict[int, tuple[Any, ...]] = {}
+        self.skipped: list[bool] = []
+        self.scale = 0.0
+        self.unseen: Counter[str] = Counter()
+        self._spots: dict[tuple, Spot] = {}
+        self._places: dict[tuple, Place] = {}
+        self._nodes: dict[int, Place] = {}  # by the number that autograd gives to the node of an op
+        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
+        self._of_memory: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}
+
+    def place(self, frame: python_types.FrameType) -> Place:
+        """Return the place that runs in a frame."""
+        user, module = users_frame(frame), next(modules(frame), None)
+        key = user and user.f_code, user and user.f_lineno, module
+        if key not in self._places:
+            script = next((each for each in frames(user) if not _is_of_library(each.f_code.co_filename)), user)
+            where, editable = (f"{each.f_code.co_filename}:{each.f_lineno}" if each else "" for each in (user, script))
+            name = self.names.of_module(module, frame)
+            inside = name not in ("", type(module).__name__)
+            self._places[key] = Place(where, editable, name, inside)
+        return self._places[key]
+
+    def note_node(self, frame: python_types.FrameType) -> None:
+        """Note which line calls an op whose node autograd has just made."""
+        number = torch.autograd._get_sequence_nr() - 1
+        if number not in self._nodes:
+            self._nodes[number] = self.place(frame)
+
+    def place_of(self, node: Any) -> Place | None:
+        """Return the place of the op that a node of autograd belongs to; None if that was not looked at."""
+        return None if node is None else self._nodes.get(node._sequence_nr())
+
+    def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
+        """Count one call at its line; a line is kept once for a kind, an op and a module."""
+        return self.note_line(kind, op.name, op.frame, said, None, **numbers)
+
+    def note_line(
+        self,
+        kind: str,
+        op: str,
+        frame: python_types.FrameType,
+        said: str = "",
+        place: Place | None = None,
+        **numbers: float,
+    ) -> Spot:
+        """Count one call of the line that runs in a frame, or at a place that is known."""
+        place = place or self.place(frame)
+        key = kind, op, place
+        spot = self._spots.setdefault(key, Spot(kind, op, place, said))
+        spot.calls += 1
+        spot.numbers.update(numbers)
+        return spot
+
+    def loss(self, losses: Sequence[Tensor], frame: python_types.FrameType) -> None:
+        """Note a backward pass that begins with these scalars, each with a gradient of 1."""
+        low = [each for each in losses if each.dtype in LOW]
+        if low:
+            self.note_line("loss", BACKWARD, frame, place=self.place_of(low[0].grad_fn))
+
+    def are_weights(self, places: set[int]) -> bool:
+        """Whether the memory that begins at one of these places holds weights."""
+        return any(places & known for known in self.leaves.values())
+
+    @property
+    def are_steps(self) -> bool:
+        """Whether weights were seen that are FP32, or that the program itself updates."""
+        is_written = any(self.are_weights(spot.places) for spot in self.spots("write"))
+        return is_written or (bool(self.leaves) and not self.leaves.keys() & LOW)
+
+    def spots(self, *kinds: str) -> list[Spot]:
+        """Return the lines of some kinds, in the order in which they were found."""
+        return [spot for spot in self._spots.values() if spot.kind in kinds]
+
+    def facts(self, tensor: Any) -> dict[str, Any]:
+        """Return the facts of a tensor, to be read."""
+        ref, facts = self._facts.get(id(tensor), (None, {}))
+        if ref is not None and ref() is tensor:
+            return facts
+        if not isinstance(tensor, Tensor) or type(tensor) in PLAIN:
+            return {}
+        storage, facts = self._of_memory.get(_key(tensor), (None, {}))  # torch gives results a class by an alias
+        return facts if storage is not None and not storage.expired() else {}
+
+    def add(self, tensor: Tensor, **facts: Any) -> None:
+        """Note more facts of a tensor."""
+        if len(self._facts) > self._MOST:
+            self._facts.clear()
+            self._of_memory.clear()
+        facts = {**self.facts(tensor), **facts}
+        self._facts[id(tensor)] = weakref.ref(tensor), facts
+        self._of_memory[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), facts
+
+    def forget_facts(self) -> None:
+        self._facts.clear()
+        self._of_memory.clear()
+        self._nodes.clear()
+        self.rewritten.clear()
+        self.last_cast = None
+        self.born.clear()
+
+
+def _key(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(f"{os.sep}{each}-packages{os.sep}" in file for each in ("site", "dist"))

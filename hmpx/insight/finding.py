@@ -1,0 +1,82 @@
+"""`Problem`: one thing that a look has found, to be printed, saved, or answered by a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hmpx.insight.text_table import short_places
+
+Names = Mapping[torch.nn.Parameter, str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding.
+
+    Attributes:
+        kind: what it is, in a word or two: "lost updates", "loss", "mask".
+        wrong: whether it harms the training; otherwise it is a note, which is worth knowing.
+        said: what was found, with the number that shows it.
+        do: the one thing to do about it.
+        where: the line of your code, as file:line; "" if there is none.
+        names: the parameters, buffers or modules concerned, the worst first. ops: names in op lists.
+        weight: from 0 to 1, how much of the training it touches; findings are sorted by it.
+        recipe: the keys of a recipe that answer it; empty if no recipe does.
+        edit: the lines that no recipe mends.
+        evidence: figures behind what is said, one sentence each.
+
+    It prints as a sentence; `as_json()` is a dict of its attributes.
+    """
+
+    kind: str
+    wrong: bool
+    said: str
+    do: str
+    where: str = ""
+    names: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    weight: float = 0.0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    edit: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = f"{short_places(self.where)}: " if self.where else ""
+        return f"{'WRONG' if self.wrong else 'note'}  {self.kind}: {place}{self.said}"
+
+    @property
+    def to_do(self) -> str:
+        """What to do, and whether a recipe does it as well."""
+        left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
+        return f"{self.do}, or --fix recipe.yaml{left}" if self.recipe else self.do
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def merged(problems: Iterable[Problem]) -> list[Problem]:
+    """Return one problem for a kind and a line; of several, the one that weighs most, with the names of all."""
+    found: dict[tuple[str, str], Problem] = {}
+    for each in problems:
+        key = (each.kind, each.where or each.said)
+        before = found.get(key, each)
+        most = max(before, each, key=lambda one: (one.wrong, one.weight))
+        found[key] = replace(most, names=tuple(dict.fromkeys((*most.names, *before.names, *each.names))))
+    return [*found.values()]
+
+
+def percent(share: float) -> str:
+    """Return a share as "93.1 %"; as "100 %" or "0 %" only if it is all or nothing."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return f"{min(max(100 * share, 0.1), 99.9):.1f} %"
+
+
+def some(names: tuple[str, ...], most: int = 3) -> str:
+    """Return the first few of some names, and how many others there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

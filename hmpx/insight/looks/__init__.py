@@ -1,0 +1,1 @@
+"""What is looked for in a run: one file for each `hmpx.insight.capture.look.Look`."""

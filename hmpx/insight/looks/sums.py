@@ -1,0 +1,71 @@
+"""Gradients of several backward passes, which are added up before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeGuard
+
+import torch
+
+from hmpx.base.dtype_names import dtype_name
+from hmpx.insight.capture.dispatch import few
+from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.places import Notes, OpCall
+from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.tensors import Tensor
+from hmpx.updates.stepping.names import parameters
+
+
+class _Sum(NamedTuple):
+    """A gradient after so many backward passes, and what it would be in FP32."""
+
+    now: Tensor
+    exact: Tensor
+    passes: int
+
+    def is_along(self, other: Tensor) -> bool:
+        return other.shape == self.now.shape and bool((other * self.now).sum() >= 0.99 * other.norm() * self.now.norm())
+
+
+def _is_dense(grad: Tensor | None) -> TypeGuard[Tensor]:
+    return type(grad) is Tensor and grad.layout is torch.strided
+
+
+class Sums(Look):
+    """Adds up in FP32 what backward passes add to gradients in low precision."""
+
+    stages = ("backward",)
+
+    def __init__(self) -> None:
+        self._sums: dict[int, _Sum] = {}  # by the place of a gradient
+        self._error = self._size = 0.0  # squares, of all steps: of what is off, and of the sums
+        self._most = 0  # backward passes before a step
+        self._dtype: torch.dtype | None = None
+
+    def see(self, notes: Notes, op: OpCall) -> None:
+        if op.name == "add_" and op.before and "AccumulateGrad" in op.node.name() and len(op.given) > 1:
+            now, more, before = (few(each).float() for each in (*op.given[:2], op.before[0]))
+            known = self._sums.get(op.given[0].data_ptr(), _Sum(before, before, 1))
+            passes = 1 + known.passes if before.any() else 1  # zeros: another sum begins
+            self._sums[op.given[0].data_ptr()] = _Sum(now, known.exact + more if before.any() else more, passes)
+            self._dtype = op.given[0].dtype
+
+    def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+        """Count what the gradients are off by. Clipping leaves their direction; a sum that was thrown away is none."""
+        for p in parameters(optimizer):
+            if not _is_dense(grad := p.grad):
+                continue
+            made = self._sums.pop(grad.data_ptr(), None)
+            if made is not None and made.passes > 1 and made.is_along(few(grad).float()):
+                self._most = max(self._most, made.passes)
+                self._error += float((made.now - made.exact).square().sum())
+                self._size += float(made.exact.square().sum())
+
+    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+        if self._size and self._dtype is not None:
+            error = (self._error / self._size) ** 0.5
+            said = f"gradients of {self._most} backward passes are accumulated in {dtype_name(self._dtype)}, and are "
+            said += f"off by {percent(error)}"
+            do, recipe = "accumulate in float32: use_fp32_grad_acc in hmpx.attach", {"use_fp32_grad_acc": True}
+            wrong, weight = error > 0.01, min(0.2 + error, 0.8)
+            yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)

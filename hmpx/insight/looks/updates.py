@@ -1,0 +1,263 @@
+"""What the windows of steps say about a training: one finding for a kind and a line, whoever shares it.
+
+Each parameter is judged in each window. What is dead or half dead is told by its share of the weights: or else a few
+large updates would speak for all, those of a head that learns fast for a backbone that stands still.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hmpx.base.dtype_names import dtype_name
+from hmpx.insight.capture.dispatch import memory
+from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.places import Notes
+from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
+from hmpx.insight.module_names import numberless
+from hmpx.insight.tensors import LOW
+from hmpx.insight.text_table import number
+from hmpx.recipes.recipe import Recipe
+from hmpx.updates.holding.segment import Way
+from hmpx.updates.optimizer_hooks import own_attachment
+from hmpx.updates.stepping.names import parameters
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+# Of `kept`, in all steps that were looked at, and in one window of them: below, training falls behind FP32. The README
+# of insight has the table.
+LIMIT, _OF_WINDOW = 0.9, 0.8
+_HALF, _DEAD = 0.5, 0.1  # and of a single parameter: below, it is half dead, and dead
+_SHARE = 0.2  # of the weights: if more of them are half dead in one window, that costs loss
+_LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
+_HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen
+_LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: what is less, rounding to nearest takes away
+_SR = "hmpx.attach(optimizer) (steps and state in FP32, stochastic rounding{})"
+_WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does{}"
+
+
+class Updates(Look):
+    """Steps FP32 copies of weights beside each optimizer.
+
+    Attributes:
+        looked: beside how many steps.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, SteppedOptimizer] = {}
+
+    @property
+    def looked(self) -> int:
+        return max((each.looked for each in self._seen.values()), default=0)
+
+    def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
+        self._seen[id(optimizer)] = SteppedOptimizer(optimizer, where)
+
+    def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+        self._seen[id(optimizer)].begin()
+
+    def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
+        self._seen[id(optimizer)].end(evaluations)
+
+    def close(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        for each in self._seen.values():
+            each.close()
+
+    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+        lines: dict[str, list[SteppedOptimizer]] = {}
+        for each in self._seen.values():
+            lines.setdefault(each.where, []).append(each)
+        for where, seen in lines.items():
+            yield from _of_line(where, seen, names)
+
+    def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
+        yield from _unchecked([*self._seen.values()])
+        if self._seen or notes.are_steps:
+            yield from _uncovered(notes, names)
+
+
+def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
+    half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
+    recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
+    do = (_WIDE if half else _SR).format(_bytes(seen, Recipe(**recipe)))
+    ways = [way for each in seen for way in _ways(each)]
+    loses_no_update = all(map(_ways, seen)) and all(way.weights != "nearest" for way in ways)
+    if loses_no_update and any(way.is_coded for way in ways):
+        do = "hmpx.attach(optimizer, state_dtype=torch.bfloat16): its state is in too few bits for these gradients"
+        recipe["state_dtype"] = "bfloat16"
+    lost = _lost(where, seen, names, do, recipe)
+    if lost is not None:
+        yield lost
+    asked, arrived = sum(each.asked for each in seen), sum(each.arrived for each in seen)
+    dtype = next((dtype_name(p.dtype) for each in seen for p in parameters(each.optimizer) if p.dtype in LOW), "")
+    if asked >= _LEAST_DECAY and arrived < 0.1 * asked:
+        decay = max(each.decay for each in seen)
+        said = (
+            f"weight decay has no effect on weights in {dtype}: it is to take {decay:.1g} of a weight in a step, and "
+        )
+        said += f"less than {_LEAST[dtype]:.1g} is rounded away"
+        yield Problem("weight decay", decay > _HARMLESS, said, do, where, weight=0.3, recipe=recipe)
+    for key in dict.fromkeys(key for each in seen for key in each.falls):
+        falls, stays = sum(each.falls[key] for each in seen), sum(each.stays[key] for each in seen)
+        if stays > 0.5 * falls:
+            said = (
+                f"{percent(stays / falls)} of the numbers in {key} cannot become smaller in {dtype}: a step without a "
+            )
+            said += "gradient is to take so little of them that it is rounded away"
+            is_why = lost is not None and lost.wrong
+            yield Problem("optimizer state", is_why, said, do, where, weight=0.25, recipe=recipe)
+    rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
+    low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
+    if low is not None:
+        said = f"the learning rate is a tensor in {dtype_name(low)}: a factor of 0.999 leaves it as it is"
+        do = "give the optimizer a float, or a tensor in float32"
+        yield Problem("learning rate", True, said, do, where, weight=0.4)
+
+
+def _ways(each: SteppedOptimizer) -> list[Way]:
+    """Return how an attached optimizer holds weights and state; empty if it is not attached."""
+    attachment = own_attachment(each.optimizer)
+    return [] if attachment is None else attachment.settings.ways
+
+
+def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
+    windows: dict[int, dict[Parameter, Moves]] = {}
+    for each in seen:
+        for window, rows in each.moves.items():
+            windows.setdefault(window, {}).update(rows)
+    if not windows:
+        return None
+    params = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
+    every, whole = total(params.values()), {window: total(rows.values()) for window, rows in windows.items()}
+    behind = [window for window in windows if whole[window].is_below(_OF_WINDOW)]
+    half = {w: [p for p, moves in rows.items() if moves.is_below(_HALF)] for w, rows in windows.items()}
+    worst = max(windows, key=lambda window: (_weights(half[window]) / _weights(windows[window]), -whole[window].kept))
+    share = _weights(half[worst]) / _weights(windows[worst])
+    if not (every.is_below(LIMIT) or behind or half[worst]):
+        return None
+    wrong = bool(every.is_below(LIMIT) or behind or share > _SHARE)
+    is_all = every.is_below(LIMIT) or not (behind or half[worst])
+    if behind and not is_all and not half[worst]:
+        worst = min(behind, key=lambda window: whole[window].kept)
+    kept = min(max(every.kept if is_all else whole[worst].kept, 0), 1)
+    dtype, rows = dtype_name(next(iter(params)).dtype), windows[worst]
+    steps = (
+        "" if len(windows) == 1 or half[worst] == half[min(windows)] else f" in steps {worst} to {worst + LENGTH - 1}"
+    )
+    if half[worst] and share < 1 and kept > _HALF:
+        dead = all(rows[p].kept < _DEAD for p in half[worst])
+        how = "do not move" if dead else f"move less than {percent(_HALF)} as far as float32 weights would"
+        said = f"{percent(share)} of the {dtype} weights{_which(half[worst], rows, names)} {how}{steps}"
+    else:
+        said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
+    weight = max(1 - kept, share)
+    losing = [p for p in params if params[p].kept < LIMIT or p in half[worst]] or [*params]
+    told = tuple(names[p] for p in sorted(losing, key=lambda p: rows.get(p, params[p]).kept))
+    figures = tuple(_figures(params, rows, seen, names))
+    return Problem(
+        "lost updates",
+        wrong,
+        said,
+        do,
+        where,
+        told,
+        (),
+        0.5 + 0.45 * weight if wrong else 0.2 * share,
+        recipe,
+        (),
+        figures,
+    )
+
+
+def _figures(
+    params: Mapping[Parameter, Moves], rows: Mapping[Parameter, Moves], seen: Sequence[SteppedOptimizer], names: Names
+) -> Iterator[str]:
+    every, worst = total(params.values()), min(rows, key=lambda p: rows[p].kept)
+    losing = [p for p in params if params[p].kept < LIMIT]
+    yield (
+        f"beside {' and '.join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))}, {len(losing)} of "
+        f"{number(len(params), 'parameter')} move less than {percent(LIMIT)} as far as float32 copies; the least, "
+        f"{names[worst]}, {percent(min(max(rows[worst].kept, 0), 1))}; weighted by squared updates, all move "
+        f"{percent(min(max(every.kept, 0), 1))}"
+    )
+    medians = [each for one in seen for each in one.medians]
+    yield (
+        f"{percent(every.lost / max(every.updates, 1))} of the updates leave a weight as it was; the median update is "
+        f"{statistics.median(medians):.2g} of the distance to the next number that the weight can be"
+    )
+
+
+def _weights(params: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in params)
+
+
+def _which(some_of: Collection[Parameter], every: Collection[Parameter], names: Names) -> str:
+    """Say in brackets which parameters are meant: all but a few, or these."""
+    meant = set(some_of)
+    others = _roots([names[p] for p in every if p not in meant], [names[p] for p in meant])
+    these = _roots([names[p] for p in some_of], [names[p] for p in every if p not in meant])
+    if len(others) < min(len(these), 3):
+        return f" (all but {some(tuple(others))})"
+    return f" ({some(tuple(these))})"
+
+
+def _roots(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return the shortest starts of dotted names that no other name has, with a star for each number."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        starts = (".".join(parts[:n]) for n in range(1, len(parts)))
+        root = next((each for each in starts if not any(f"{one}.".startswith(f"{each}.") for one in others)), name)
+        found[numberless(root) if len(parts) > 2 else root] = None
+    return [*found]
+
+
+def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
+    """Return in words the updates of weights in low precision that could not be judged, and why."""
+    reasons: dict[str, None] = {}
+    for each in seen:
+        low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
+        known = total(moves for rows in each.moves.values() for moves in rows.values())
+        why = each.unchecked
+        if not why and not each.looked:
+            why = f"in {number(each.steps, 'step')}, none after the first had gradients"
+            attachment = own_attachment(each.optimizer)
+            if attachment is not None and attachment.settings.release_gradients:
+                why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
+        if not why and not known.is_known:
+            why = "the float32 copies moved too little to measure it"
+        if low and why:
+            reasons[f"updates of {dtype_name(low[0].dtype)} weights by {type(each.optimizer).__name__}: {why}"] = None
+    return [*reasons]
+
+
+def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
+    """Weights in low precision that get gradients, and that no step and no write that was looked at moves."""
+    moved = {memory(p.detach()) for p in names if p.layout is torch.strided}
+    moved |= {place for spot in notes.spots("write") for place in spot.places}
+    left = []
+    for ref, iterations in notes.weights.values():
+        p = ref()
+        lives_on = p is not None and (isinstance(p, Parameter) or len(iterations) > 1)
+        if p is not None and lives_on and p.requires_grad and p not in names and memory(p.detach()) not in moved:
+            left.append(p)
+    if left:
+        which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"
+        yield f"updates of {which}: they get gradients, and no step and no write that was looked at moves them"
+
+
+def _bytes(seen: Sequence[SteppedOptimizer], recipe: Recipe) -> str:
+    """Return in words the bytes of weight, gradient and state under a recipe, and those of today."""
+    for each in seen:
+        for p in (p for p in parameters(each.optimizer) if p.dtype in LOW):
+            state = (each.optimizer.state.get(p) or {}).values()
+            held = [t for t in state if isinstance(t, Tensor) and t.dim() and t.shape == p.shape]
+            today = 2 * p.element_size() + sum(t.element_size() for t in held)
+            then = sum(recipe.bytes_per_parameter(len(held)).values())
+            return f", {then:g} bytes per parameter instead of {today}" if then != today else ""
+    return ""
