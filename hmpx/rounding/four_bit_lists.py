@@ -8,5 +8,5 @@ _POSITIVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6
 
 SIGNED = (*(-number for number in reversed(_POSITIVE)), 0.0, *_POSITIVE, 1.0)
 ABOVE_ZERO = tuple(i / 16 for i in range(1, 17))
-GAPS = tuple(torch.tensor(SIGNED, device="cpu").diff().tolist())  # above each signed number
+BEFORE_LAST = torch.tensor(_POSITIVE[-1], device="cpu").nextafter(torch.tensor(0.0, device="cpu")).item()  # in FP32
 STRETCHED = 1 / _POSITIVE[-1]  # what the scale of a largest negative number is, for one of 1

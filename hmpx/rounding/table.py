@@ -206,7 +206,9 @@ def _start(kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], const
     if compiled is not None:
         compiled[grid](*args, *constants)
         return
-    compiled = getattr(triton_kernels(), kernel)[grid](*args, *constants, enable_fp_fusion=False)
+    kernels = triton_kernels()
+    options = {"enable_fp_fusion": False, "num_warps": kernels.WARPS[constants[-1]]}
+    compiled = getattr(kernels, kernel)[grid](*args, *constants, **options)
     if compiled is not None:  # there is none in the interpreter
         _compiled[known] = compiled
 

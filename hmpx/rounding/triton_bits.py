@@ -11,7 +11,8 @@ import triton.language as tl
 
 from hmpx.rounding import four_bit_lists
 
-SIXTEEN, GAPS = tl.constexpr(four_bit_lists.SIGNED), tl.constexpr(four_bit_lists.GAPS)
+SIXTEEN = tl.constexpr(four_bit_lists.SIGNED)
+BEFORE_LAST = tl.constexpr(four_bit_lists.BEFORE_LAST)
 STRETCH = tl.constexpr(four_bit_lists.STRETCHED)
 
 
@@ -44,53 +45,89 @@ def nearest(bits):
 
 
 @triton.jit
-def rounded(bits, r):
-    return tl.where((bits & 0x7FFFFFFF) <= 0x7F7F0000, (bits + r) >> 16, nearest(bits))
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def scale_of(x, inside, IS_FP8: tl.constexpr):
-    """Return the exponents of the scales of blocks, as FP32 has them, and whether a number is negative; int32."""
-    UP: tl.constexpr = 0x1FFFFF if IS_FP8 else 0x17FFFF  # the next one where the largest mantissa is passed
+def rounded(x, r):
+    """Add r below the 16 bits that stay. What is past the largest number becomes inf; NaN stays, made quiet."""
+    bits = bits_of(x)
+    if tl.reduce(tl.reduce(tl.abs(x), 1, _larger), 0, _larger) <= 3.3895313892515355e38:  # the largest in BF16
+        upper = (bits + r) >> 16
+    else:
+        upper = tl.where((bits & 0x7FFFFFFF) <= 0x7F7F0000, (bits + r) >> 16, nearest(bits))
+    return upper
+
+
+@triton.jit
+def coded(x, r, IS_FP8: tl.constexpr):
+    """Return the bits of the scales of blocks and the codes of numbers, int32; a tile without inf takes a short way."""
+    UP: tl.constexpr = 0x1FFFFF if IS_FP8 else 0x17FFFF  # the next exponent where the largest mantissa is passed
     LESS: tl.constexpr = 8 if IS_FP8 else 0
     MOST: tl.constexpr = 246 if IS_FP8 else 253
     bits = bits_of(x)
-    magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
-    largest = tl.max(tl.where(inside & (magnitude < 0x7F800000), magnitude, 0), 1)
-    negative = tl.where(inside & (bits > 0x80000000) & (bits <= 0xFF800000), 1, 0)
-    exponent = ((largest + UP) >> 23) - LESS
-    return tl.minimum(tl.maximum(exponent, 1), MOST), tl.max(negative, 1)
+    top = tl.max(bits, 1)  # of a negative number, if there is one
+    largest = tl.maximum(tl.max(bits.to(tl.int32, bitcast=True), 1), (top & 0x7FFFFFFF).to(tl.int32))
+    if tl.max(largest, 0) < ((MOST + LESS + 1) << 23) - UP:
+        exponent, signed = tl.maximum(((largest + UP) >> 23) - LESS, 1), (top > 0x80000000).to(tl.int32)
+        code = encoded_within(x, r, exponent[:, None], signed[:, None], IS_FP8)
+    else:
+        magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
+        largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
+        exponent = tl.minimum(tl.maximum(((largest + UP) >> 23) - LESS, 1), MOST)
+        signed = (tl.min(tl.minimum(x, 0.0), 1) < 0).to(tl.int32)  # NaN is none of them
+        code = encoded(x, r, exponent[:, None], signed[:, None], IS_FP8)
+    return exponent << 7 | signed << 15, code
+
+
+@triton.jit
+def encoded_within(x, r, exponent, signed, IS_FP8: tl.constexpr):
+    """Return the codes of numbers that are not past the last one.
+
+    As FP32 with the exponent of a code, a number begins with its code: also below the least exponent of the code, where
+    it is below that of FP32. So it is brought there, and what follows the code is rounded by r.
+    """
+    SHIFT: tl.constexpr = 20 if IS_FP8 else 19
+    one = exponent_of_one(signed, IS_FP8)
+    bits = bits_of((x * float_of((254 - exponent) << 23) + 0.0) * float_of(one << 23))  # without -0
+    bits = tl.maximum(bits, tl.where(x > 0, (1 - signed) << SHIFT, 0).to(tl.uint32))
+    bits += r * (1 << (SHIFT - 16)) + (1 << (SHIFT - 17))
+    magnitude = 0xFFFFFFFF >> signed.to(tl.uint32)  # in front of it the sign, or nothing
+    return ((((bits << (24 - SHIFT)) & magnitude) | (bits & ~magnitude)) >> 24).to(tl.int32)
 
 
 @triton.jit
 def encoded(x, r, exponent, signed, IS_FP8: tl.constexpr):
+    """Return the codes of any numbers; see `encoded_within`."""
     SHIFT: tl.constexpr = 20 if IS_FP8 else 19
     LAST: tl.constexpr = 70 if IS_FP8 else 13
-    NAN: tl.constexpr = 71 if IS_FP8 else 15
-    bits, one = bits_of(x), exponent_of_one(signed, IS_FP8)
-    magnitude, zero = (bits & 0x7FFFFFFF).to(tl.int32), one << (23 - SHIFT)
-    y = float_of(tl.where(magnitude < 0x7F800000, magnitude, 0)) * float_of((254 - exponent) << 23)
-    normal = bits_of(y).to(tl.int32) - ((127 - one) << 23)
-    below = bits_of(y + float_of((128 - one) << 23)).to(tl.int32) - ((128 - one) << 23)  # an ulp is 1 there
-    code = (tl.maximum(below, normal) + (r * (1 << (SHIFT - 16)) + (1 << (SHIFT - 17))).to(tl.int32)) >> SHIFT
-    code = tl.where(signed == 1, code, tl.maximum(code, tl.minimum(magnitude, 1)))  # no positive number becomes 0
-    code = tl.minimum(code, zero + LAST)
-    code = tl.where(magnitude == 0x7F800000, zero + LAST + 1, tl.where(magnitude > 0x7F800000, zero + NAN, code))
-    return tl.where((bits > 0x80000000) & (bits <= 0xFF800000), code + 0x80, code)
+    one = exponent_of_one(signed, IS_FP8)
+    bits = bits_of(tl.abs(x) * float_of((254 - exponent) << 23) * float_of(one << 23)).to(tl.int32)
+    past = bits >> 22  # 510 of inf, 511 of NaN, whose codes come after the last one
+    past = (past >= 510).to(tl.int32) if IS_FP8 else tl.maximum(past - 509, 0)
+    bits = tl.minimum(bits, ((one << (23 - SHIFT)) + LAST + past) << SHIFT)
+    code = (bits + (r * (1 << (SHIFT - 16)) + (1 << (SHIFT - 17))).to(tl.int32)) >> SHIFT
+    code = tl.where(x != 0, tl.maximum(code, 1 - signed), code)  # none but 0 becomes 0, where all are positive
+    return code + tl.where(x < 0, 0x80, 0)
 
 
 @triton.jit
 def decoded(code, exponent, signed, IS_FP8: tl.constexpr):
+    """Return the numbers that codes stand for; see `encoded_within`."""
     SHIFT: tl.constexpr = 20 if IS_FP8 else 19
-    LAST: tl.constexpr = 70 if IS_FP8 else 13
-    NAN: tl.constexpr = 71 if IS_FP8 else 15
-    one, magnitude = exponent_of_one(signed, IS_FP8), tl.where(signed == 1, code & 0x7F, code)
-    bits, zero = (magnitude << SHIFT) + ((127 - one) << 23), one << (23 - SHIFT)
-    below = float_of(bits + 0x800000) - float_of((128 - one) << 23)
-    is_below = magnitude < (1 << (23 - SHIFT))
-    y = bits_of(tl.where(is_below, below, float_of(bits)) * float_of(exponent << 23))
-    y = tl.where(magnitude == zero + NAN, 0x7FC00000, tl.where(magnitude == zero + LAST + 1, 0x7F800000, y))
-    return float_of(tl.where(signed == 1, y | ((code & 0x80) << 24).to(tl.uint32), y))
+    one = exponent_of_one(signed, IS_FP8)
+    bits = ((code << 24) >> (24 - SHIFT)) & (((0xFF >> signed) << SHIFT) | (signed << 31))
+    y = float_of(bits) * float_of((254 - one) << 23)
+    number, size = y * float_of(exponent << 23), tl.abs(y)
+    largest = tl.max(tl.max(size, 1), 0)
+    if IS_FP8:
+        if largest >= 480.0:
+            number = tl.where(size == 480.0, float("nan"), number)
+    else:
+        if largest > 1.8125:  # inf, then NaN
+            number = tl.where(size > 1.8125, (1.9375 - size) * (y * float("inf")), number)
+    return number
 
 
 @triton.jit
@@ -99,11 +136,13 @@ def exponent_of_one(signed, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def scale_of_four(x, inside):
+def scale_of_four(x):
     """Return the bits of the scales of blocks in 4 bits, int32."""
-    bits = (bits_of(x) & 0x7FFFFFFF).to(tl.int32)
-    largest = tl.max(tl.where(inside, bits, 0), 1)
-    not_positive = tl.max(tl.where(inside & (x <= 0), bits + 1, 0), 1)
+    bits = bits_of(x)
+    top = tl.max(bits, 1)  # of a negative number, if there is one
+    largest = tl.maximum(tl.max(bits.to(tl.int32, bitcast=True), 1), (top & 0x7FFFFFFF).to(tl.int32))
+    not_positive = tl.where(top >= 0x80000000, (top & 0x7FFFFFFF) + 1, (tl.min(bits, 1) == 0).to(tl.uint32))
+    not_positive = not_positive.to(tl.int32)
     stretched = float_of(tl.maximum(not_positive - 1, 0)) * STRETCH
     needed, odd = tl.maximum(largest, bits_of(stretched).to(tl.int32)), (not_positive == 1).to(tl.int32)
     half = tl.minimum(tl.maximum((needed + (2 - odd) * 0x10000 - 1) >> 17, 0x40), 0x3FBF)
@@ -113,26 +152,53 @@ def scale_of_four(x, inside):
 
 @triton.jit
 def encoded_in_four(x, r, scale):
-    x, scale = tl.broadcast(x, scale)
-    y, signed = tl.div_rn(x, float_of((scale & 0x7FFF) << 16)), scale >= 0x8000
+    """Return codes of 4 bits; most tiles have only blocks above 0, or no NaN."""
+    scale_bits = scale & 0x7FFF
+    y, half = tl.div_rn(x, float_of(scale_bits << 16)), float_of(r + 0x4B000000) - 8388607.5  # r + 1/2
     sixteenth = tl.minimum(tl.maximum((y * 16.0).to(tl.int32) - 1, 0), 14)
-    low, gap, code = y * 0.0 + SIXTEEN[0], y * 0.0 + GAPS[0], sixteenth * 0
-    for k in tl.static_range(1, 15):
-        is_past = y >= SIXTEEN[k]
-        low, gap, code = tl.where(is_past, SIXTEEN[k], low), tl.where(is_past, GAPS[k], gap), code + is_past
-    low = tl.where(signed, low, (sixteenth + 1).to(tl.float32) * 0.0625)
-    gap, code = tl.where(signed, gap, 0.0625), tl.where(signed, code, sixteenth)
-    code += (y - low) * 65536.0 > (r.to(tl.float32) + 0.5) * gap
-    code = tl.where(signed & ((scale & 1) == 1) & (x > 0), tl.maximum(code, 8), code)  # 8: above 0
-    return tl.where((scale & 0x7FFF) > 0x7F80, 0, code)
+    code = sixteenth + ((y - sixteenths(sixteenth)) * 1048576.0 > half)
+    if tl.max(tl.max(tl.where(scale_bits > 0x7F80, 0x8000, scale), 1), 0) >= 0x8000:
+        signed = encoded_in_sixteen(y, half)
+        signed = tl.where(((scale & 1) == 1) & (x > 0), tl.maximum(signed, 8), signed)  # 8: above 0
+        code = tl.where(scale >= 0x8000, signed, code)
+        code = tl.where(scale_bits > 0x7F80, 0, code)
+    return code
+
+
+@triton.jit
+def sixteenths(number):
+    """Return (number + 1) / 16: there FP32 counts in sixteenths."""
+    return float_of(number + 0x49000001) - 524288.0
+
+
+@triton.jit
+def encoded_in_sixteen(y, half):
+    """Return the positions in `SIXTEEN` to which y is rounded; half: their random numbers and 1/2."""
+    below = y < 0
+    size = tl.abs(y)
+    size = tl.where(below, tl.minimum(float_of(bits_of(size) - 1), BEFORE_LAST), size)  # -x is above x, not at it
+    p = size >= SIXTEEN[11]
+    second = tl.where(p, SIXTEEN[13], SIXTEEN[9])
+    q = size >= second
+    third = tl.where(p, tl.where(q, SIXTEEN[14], SIXTEEN[12]), tl.where(q, SIXTEEN[10], SIXTEEN[8]))
+    s = size >= third
+    low = tl.where(s, third, tl.where(q, second, tl.where(p, SIXTEEN[11], 0.0)))
+    high = tl.where(s, tl.where(q, tl.where(p, 1.0, SIXTEEN[11]), second), third)
+    at = tl.where(p, 4, 0) + tl.where(q, 2, 0) + s.to(tl.int32)
+    is_past = (y - tl.where(below, -high, low)) * 65536.0 > half * (high - low)
+    return tl.where(below, 6 - at, 7 + at) + is_past
 
 
 @triton.jit
 def decoded_of_four(code, scale):
-    code, scale = tl.broadcast(code, scale)
-    number = (code + 1).to(tl.float32) * 0.0625
-    for k in tl.static_range(16):
-        number = tl.where((scale >= 0x8000) & (code == k), SIXTEEN[k], number)
+    number = sixteenths(code)
+    if tl.max(tl.max(scale, 1), 0) >= 0x8000:
+        at = tl.abs(code - 7)
+        odd, second = (at & 1) != 0, (at & 2) != 0
+        small = tl.where(second, tl.where(odd, SIXTEEN[10], SIXTEEN[9]), tl.where(odd, SIXTEEN[8], 0.0))
+        large = tl.where(second, tl.where(odd, SIXTEEN[14], SIXTEEN[13]), tl.where(odd, SIXTEEN[12], SIXTEEN[11]))
+        size = tl.where(at >= 8, 1.0, tl.where(at >= 4, large, small))
+        number = tl.where(scale >= 0x8000, tl.where(code < 7, -size, size), number)
     return number * float_of((scale & 0x7FFF) << 16)
 
 

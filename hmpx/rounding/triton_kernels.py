@@ -15,6 +15,7 @@ from hmpx.rounding import native
 from hmpx.rounding.triton_bits import (
     are_one,
     bits_of,
+    coded,
     decoded,
     decoded_of_four,
     encoded,
@@ -24,7 +25,6 @@ from hmpx.rounding.triton_bits import (
     mixed,
     nearest,
     rounded,
-    scale_of,
     scale_of_four,
     ties_away,
 )
@@ -42,6 +42,7 @@ ABSENT, FP8, FOUR = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR)
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
 # counts that are multiples of 16.
 UNEVEN, EVEN, ALIGNED = (tl.constexpr(number) for number in range(3))
+WARPS = 4, 4, 2  # of a program, by how elements lie: a thread of two warps has 16 elements, and shares more among them
 
 # Words of a row, in front of those of tensors: the first program that takes a part, elements, blocks, the number of
 # the first block, the index of the first element in the parameter. Of uneven ones: rows that are held, of so many
@@ -74,6 +75,7 @@ def tile_of(one, part, LIE: tl.constexpr):
         inside = (column < count[:, None]) & has_block[:, None]
         at, element = at[:, None] + column, element[:, None] + column
         block = block // parts * tl.load(one + WHOLE) + block % parts + left
+        ends = True
     else:
         at = (part * TILE + tl.arange(0, TILE))[:, None] * CODES + column
         count, offset = tl.load(one + COUNT), tl.load(one + OFFSET)
@@ -82,14 +84,14 @@ def tile_of(one, part, LIE: tl.constexpr):
         else:
             at -= offset & 1  # a tile begins with an even element of the parameter
             inside = (at >= 0) & (at < count)
-        element = offset + at
-    return one, part, at, element, inside, block, has_block
+        element, ends = offset + at, (part + 1) * TILE * CODES > count
+    return one, part, at, element, inside, block, has_block, ends
 
 
 @triton.jit
 def drawn(tile, held, LIE: tl.constexpr):
     """Return the random numbers of a tile. One hash serves an even element and the odd one after it."""
-    one, part, _, element, _, _, _ = tile
+    one, part, _, element, _, _, _, _ = tile
     key = tl.load(held + KEY).to(tl.uint64, bitcast=True)
     k1, k2 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     if LIE == UNEVEN:
@@ -119,19 +121,28 @@ def scales_at(held, block, has_block, LIE: tl.constexpr):
 
 
 @triton.jit
+def halved(x):
+    """Return every second column of a tile."""
+    first, _ = tl.split(tl.reshape(x, [TILE, CODES // 2, 2]))
+    return first
+
+
+@triton.jit
 def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
     """Read a tile of a tensor to FP32; zeros outside of the tensor."""
-    _, _, at, _, inside, block, has_block = tile
+    _, _, at, _, inside, block, has_block, _ = tile
     if KIND == ABSENT:
         x = tl.full([TILE, CODES], 0.0, tl.float32)
     elif KIND == FP32:
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
     elif (KIND == CODED) | (KIND >= FP8):
-        place = at // 2 if KIND == FOUR else at
-        code = tl.load(pointer(held, AT, tl.uint8, LIE) + place, mask=inside, other=0).to(tl.int32)
-        scale = scales_at(held, block, has_block, LIE)
         if KIND == FOUR:
-            code = tl.where(at % 2 == 0, code >> 4, code & 15)
+            pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0
+            two = tl.load(pointer(held, AT, tl.uint8, LIE) + pair, mask=there, other=0).to(tl.int32)
+            code = tl.interleave(two >> 4, two & 15)
+        else:
+            code = tl.load(pointer(held, AT, tl.uint8, LIE) + at, mask=inside, other=0).to(tl.int32)
+        scale = scales_at(held, block, has_block, LIE)
         if KIND == CODED:
             x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, False)
         elif KIND == FP8:
@@ -160,7 +171,7 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
 @triton.jit
 def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
     """Write a tile of FP32 numbers to a tensor."""
-    _, _, at, _, inside, block, has_block = tile
+    _, _, at, _, inside, block, has_block, ends = tile
     bits = bits_of(x)
     if KIND == ABSENT:
         pass
@@ -168,29 +179,33 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
         tl.store(pointer(held, AT, tl.float32, LIE) + at, x, mask=inside)
     elif (KIND == CODED) | (KIND >= FP8) | (KIND < 0):
         CODE: tl.constexpr = KIND if KIND > 0 else -KIND
+        r = drawn(tile, held, LIE)
         if KIND > 0:
-            if CODE == FOUR:
-                scale = scale_of_four(x, inside)
+            NOTHING: tl.constexpr = 1e-45 if CODE == FOUR else 0.0  # which no scale is made of
+            if LIE == ALIGNED:
+                if ends:
+                    x = tl.where(inside, x, NOTHING)
             else:
-                exponent, signed = scale_of(x, inside, CODE == FP8)
-                scale = exponent << 7 | signed << 15
+                x = tl.where(inside, x, NOTHING)
+            if CODE == FOUR:
+                scale = scale_of_four(x)
+                code = encoded_in_four(x, r, scale[:, None])
+            else:
+                scale, code = coded(x, r, CODE == FP8)
             tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
-            scale = scale[:, None]
         else:
             scale = scales_at(held, block, has_block, LIE)
-        if CODE == FOUR:
-            code = encoded_in_four(x, drawn(tile, held, LIE), scale)
-        else:
-            code = encoded(x, drawn(tile, held, LIE), (scale >> 7) & 0xFF, scale >> 15, CODE == FP8)
+            if CODE == FOUR:
+                code = encoded_in_four(x, r, scale)
+            else:
+                code = encoded(x, r, (scale >> 7) & 0xFF, scale >> 15, CODE == FP8)
         if CODE == FOUR:
             first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))
-            at, _ = tl.split(tl.reshape(at, [TILE, CODES // 2, 2]))
-            inside, _ = tl.split(tl.reshape(inside.to(tl.int32), [TILE, CODES // 2, 2]))
-            code, at, inside = first * 16 + second, at // 2, inside != 0
+            code, at, inside = first * 16 + second, halved(at) // 2, halved(inside.to(tl.int32)) != 0
         tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)
     else:
         if KIND == BF16:
-            upper = rounded(bits, drawn(tile, held, LIE))
+            upper = rounded(x, drawn(tile, held, LIE))
         elif (KIND == NEAREST) | (KIND == MASTER):
             upper = nearest(bits)
         else:

@@ -56,7 +56,8 @@ def compiled(target: GPUTarget, name: str, *constants: int) -> dict:
         constexprs=dict(zip(names, constants, strict=True)),
         attrs={(function.arg_names.index(each),): [["tt.divisibility", 16]] for each in signature},
     )
-    done = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    options = {"enable_fp_fusion": False, "num_warps": kernels.WARPS[constants[-1]]}
+    done = triton.compile(source, target=target, options=options)
     told = in_amdgcn(done.asm["amdgcn"]) if target.backend == "hip" else in_ptx(done.asm["ptx"], done.asm["cubin"])
     return {**told, "shared": done.metadata.shared}
 
