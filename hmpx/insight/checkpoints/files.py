@@ -15,7 +15,8 @@ from hmpx.errors import HmpxError
 from hmpx.insight.checkpoints.findings import LOST, kept_of, of_both, of_each, of_state, of_steps
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
 from hmpx.insight.checkpoints.tensors import Bar, Seen, seen
-from hmpx.insight.doctor.diagnosis import Diagnosis, percent, some
+from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.finding import percent, some
 from hmpx.insight.report import Bars, Field, Grid, Lines, plain
 from hmpx.insight.text_table import number
 
