@@ -19,6 +19,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
+from hmpx.base.torch_private import AUTOCAST
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops import autocast_questions, autocast_traced, compilers
 from hmpx.ops.autocast_regions import AutocastRegions
@@ -213,7 +214,8 @@ class Conversion(Installation):
         if governs_autocast(self.policy):
             autocast_questions.say_if_on(sys._getframe())
             AutocastRegions(self._policies).apply(changes)
-            autocast_traced.apply(changes)
+            if AUTOCAST.is_on():
+                autocast_traced.apply(changes)
             autocast_questions.let_dynamo_fold(changes)
         changes.put(_OBSERVER, observer)
         self._casts.apply(changes)

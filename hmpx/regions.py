@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hmpx.base import region_state, run_in_region
-from hmpx.base.compiling import never_compile_alone
+from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
 from hmpx.ops.decision_log import say_beats_island
@@ -88,12 +88,7 @@ class disable_casts(_Region):
         return disable_casts(seed=self._how.seed)
 
     def __enter__(self) -> disable_casts:
-        if torch.compiler.is_dynamo_compiling():
-            from torch._dynamo.comptime import comptime
-
-            comptime(lambda _: step_hooks.install())
-        else:
-            step_hooks.install()
+        _install()
         self._enter_region(False, self._how)
         return self
 
@@ -189,7 +184,13 @@ def _overlay(rule: Any, *said: Any) -> int:
     return number
 
 
-vars(_overlay)["_dynamo_marked_constant"] = True
+def _install() -> bool:
+    step_hooks.install()
+    return True
+
+
+ask_once(_overlay)
+ask_once(_install)
 
 
 class cached_weights(_Region):

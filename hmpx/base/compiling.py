@@ -6,7 +6,12 @@ import functools
 from collections.abc import Callable
 from types import CodeType, ModuleType
 
+import torch
 import wrapt
+
+from hmpx.base.awaited import when_imported
+from hmpx.base.changes import Changes
+from hmpx.base.torch_private import COMPILED, COMPILED_STEPS
 
 
 def never_compile_alone(*functions: Callable) -> None:
@@ -15,11 +20,14 @@ def never_compile_alone(*functions: Callable) -> None:
     Such a graph would lose what they tell the rest of the thread.
     """
 
-    def skip(eval_frame: ModuleType) -> None:
+    def skip(dynamo: ModuleType) -> None:
         for function in functions:
-            eval_frame.skip_code(function.__code__)
+            if COMPILED.is_on():
+                dynamo.eval_frame.skip_code(function.__code__)
+            else:
+                never_compile(function)
 
-    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+    wrapt.register_post_import_hook(skip, "torch._dynamo")
 
 
 def never_compile(function: Callable) -> None:
@@ -31,13 +39,19 @@ def never_compile(function: Callable) -> None:
 
 @functools.cache  # the functions that one definition makes share their code
 def _leave_to_python(code: CodeType) -> None:
-    def skip(eval_frame: ModuleType) -> None:
-        action = eval_frame.FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(action, action))
+    def skip(dynamo: ModuleType) -> None:
+        if COMPILED_STEPS.is_on():
+            action = dynamo.eval_frame.FrameAction.SKIP
+            dynamo.eval_frame.set_code_exec_strategy(code, dynamo.eval_frame.FrameExecStrategy(action, action))
 
-    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+    wrapt.register_post_import_hook(skip, "torch._dynamo")
 
 
 def ask_once(function: Callable) -> None:
     """torch.compile calls this function when it traces, and takes its result for a constant."""
-    wrapt.register_post_import_hook(lambda dynamo: dynamo.assume_constant_result(function), "torch._dynamo")
+    wrapt.register_post_import_hook(lambda _: torch.compiler.assume_constant_result(function), "torch._dynamo")
+
+
+def with_dynamo(function: Callable[[ModuleType], object], changes: Changes) -> None:
+    """Call `function(torch._dynamo)` once it is imported, until `changes` are undone, if casts can be compiled here."""
+    when_imported("torch._dynamo", lambda dynamo: COMPILED.is_on() and function(dynamo), changes)

@@ -19,17 +19,16 @@ the region: they serve those ops that meet a wrapper only when the graph runs.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import wrapt
-from torch._C import _current_graph_task_id
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import allow_in_graph, is_dynamo_compiling
 
 from hmpx.base import process_state as state
+from hmpx.base.torch_private import graph_task, private
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def acts() -> bool | None:
 
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
-    return not is_dynamo_compiling() and _current_graph_task_id() != -1
+    return not is_dynamo_compiling() and graph_task() != -1
 
 
 def casts_off() -> bool:
@@ -327,17 +326,12 @@ def _leave_in_graph() -> None:
 
 def _trace() -> Any:
     """What Dynamo traces into here; None while graphs run or are compiled."""
-    tracing = sys.modules.get("torch._dynamo.symbolic_convert")
-    tracer = None if running_graphs.count or tracing is None else getattr(tracing.tls, "current_tx", None)
+    traces = None if running_graphs.count else private("torch._dynamo.symbolic_convert.tls")
+    tracer = getattr(traces, "current_tx", None)
     return tracer and tracer.output
 
 
 NODES = (_enter_in_graph, _leave_in_graph)
 
 
-def _allow(dynamo: Any) -> None:
-    for each in NODES:
-        dynamo.allow_in_graph(each)
-
-
-wrapt.register_post_import_hook(_allow, "torch._dynamo")
+wrapt.register_post_import_hook(lambda _: list(map(allow_in_graph, NODES)), "torch._dynamo")

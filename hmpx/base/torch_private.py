@@ -1,179 +1,448 @@
-"""Every private name of torch that hmpx uses, and what hmpx does with it.
+"""Every name of torch that hmpx uses and torch does not document, by the feature of hmpx that needs it.
 
-Torch promises nothing about these names. Code uses them where it needs them; this is the list to go through when a new
-version of torch is out. `lost()` says which of them the installed one does not have any more, and the tests hold the
-list complete.
+This is the list to go through when a new version of torch is out: `python -m hmpx check --torch` says what of it the
+installed one lacks. Code elsewhere gets these names from `private`, or asks a feature whether it is on, or, of
+attributes of torch's objects, uses them as they stand here. Importing hmpx, eager `convert`, `attach` and
+`disable_casts` need none of them.
 
-`Optimizer()._optimizer_step_pre_hooks` stands for an attribute of the objects of a class; ``module:word`` for a word
-that the source of a module knows, such as a mark on somebody else's object. Names without an underscore are listed
-where they stand in a private module or are not documented. All were seen in 2.9.1, 2.13.0 and 2.15.0; "(2.13.0)" is
-seen there alone.
+Names without an underscore are listed where they stand in a private module, or have no words in torch's documentation.
 """
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-import re
-import types
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from hmpx.base.torch_features import Feature, Name, exists
+
+# Stand-ins
+
+
+class _ByName(type):
+    """Makes classes whose instances are those of a class of torch with the same name, wherever it stands."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return any(each.__name__ == cls.__name__ for each in type(value).__mro__)
+
+
+class _NoMode:
+    def __init__(self) -> None:
+        DISPATCH.require()
+
+
+class _Guards:
+    """As torch's `TensorGuards`, in Python."""
+
+    def __init__(self, *tensors: torch.Tensor | None, **_: Any) -> None:
+        self._seen = list(map(_look, tensors))
+
+    def check(self, *tensors: torch.Tensor | None) -> bool:
+        return self._seen == list(map(_look, tensors))
+
+
+def _look(x: torch.Tensor | None) -> tuple | None:
+    return x if x is None else (type(x), x.dtype, x.device, x.layout, x.requires_grad, x.shape, x.stride())
+
+
+def _schemas(qualified: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, qualified.removeprefix("aten::"), None)
+    return [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
+
+
+def _map(function: Callable, tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return type(tree)((key, _map(function, value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        made = [_map(function, value) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return function(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(found.append, tree)
+    return found
+
+
+def _map_only(kind: Any, function: Callable, tree: Any) -> Any:
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def _copy(to: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
+    for x, y in zip(to, of, strict=True):
+        x.copy_(y)
+
+
+def _hooked(step: Callable) -> Any:
+    made = type("Made", (torch.optim.Optimizer,), {"step": step})
+    made([torch.zeros(1)], {})
+    return made.step
+
+
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
+
+
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()"
-_CHECKPOINTED = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-NAMES: dict[str, str] = {
-    # The catalogue of ops (`ops.policies.catalog`), and how arguments are told apart
-    "torch._C._nn": "C functions of torch.nn.functional are entry points of their own",
-    "torch._C._VariableFunctions": "names every C function of torch",
-    "torch._VF": "RNN layers call torch's C functions by it",
-    "torch._C.TensorBase": "names every C method of a tensor; its `data` is watched by kept casts",
-    "torch._C._jit_get_schemas_for_operator": "which arguments of an op are tensors, views or defaults",
-    "torch.nn.RNNBase()._flat_weights": "the weights that RNNs compare their input's dtype with",
-    # Functions that are patched beside the ops
-    "torch._linalg_utils": "the module of functions that torch has removed: a list may still name them",
-    "torch.utils.checkpoint._CheckpointFrame": "keeps a function for backward, to be run in the region of the forward",
-    "torch.nn.utils.clip_grad._get_total_norm": "no model's forward: casts are off inside",
-    "torch.utils.data._utils.fetch._BaseDatasetFetcher": "no model's forward, in workers too",
-    "torch.utils.data.dataloader._BaseDataLoaderIter": "the same, in the main process",
-    **{
-        f"torch.distributed.tensor.{name}": "parts of an op that has been cast: not cast again"  # seen in 2.13.0 alone
+_CTX = "torch._dynamo.variables.ctx_manager"
+_TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase()"
+_GRAPH = "torch._dynamo.output_graph.OutputGraph"
+_FRAME = "torch._dynamo.eval_frame"
+_DTENSOR = "torch.distributed.tensor"
+_TREES = "leaves", "map", "map_only"
+_writes = itertools.count()
+_GRAPH_TASK = Name(
+    "torch._C._current_graph_task_id", "tells one backward pass from the next, and from a forward", off=lambda: -1
+)
+_FUNC = Name("torch._C._functorch.peek_interpreter_stack", "whether torch.func runs", off=lambda: True)
+_DISPATCH = Name("torch._C._len_torch_dispatch_stack", "whether a dispatch mode looks on", off=lambda: 1)
+_WRITTEN = property(lambda _: next(_writes))  # each look finds a write
+_MARK = Name("torch._dynamo.decorators:_dynamo_marked_constant", "marks a function that is called while it traces")
+
+# Op lists
+
+OPS = Feature(
+    "op lists",
+    "nothing is lost",
+    Name("torch._C._nn", "C functions of torch.nn.functional are entry points of their own", F),
+    Name("torch._C._VariableFunctions", "names every C function of torch", torch),
+    Name("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views, defaults", _schemas),
+    Name("torch.utils._device._device_constructors", "functions that take the device of a `with`", lambda: None),
+    Name("torch._linalg_utils", "the module of functions that torch has removed: a list may still name them", None),
+    Name("torch._C._DisableTorchDispatch", "what hmpx computes itself is seen by no mode", contextlib.nullcontext),
+    Name("torch._C.is_autocast_enabled", "torch's own answer", torch.is_autocast_enabled),
+    Name("torch._C.get_autocast_dtype", "the same", torch.get_autocast_dtype),
+    Name("torch._C.set_autocast_enabled", "the same, and no region of hmpx", torch.set_autocast_enabled),
+    Name("torch._C.set_autocast_dtype", "the same", torch.set_autocast_dtype),
+    Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16", _has_avx512),
+    Name("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16", _has_avx512),
+    Name("torch.nn.Module._wrapped_call_impl", "the call of a module, with a region in one frame; else in two", None),
+    Name("torch.nn.Module._compiled_call_impl", "one of its two ways on", None),
+    Name("torch.nn.Module._call_impl", "the other one", None),
+    Name("torch.nn.parallel.replicate:_former_parameters", "those of a replica of DataParallel", None),
+    Name("torch._subclasses.FakeTensor", "a compiler's tensor, without memory", _ByName("FakeTensor", (), {})),
+    Name("torch._subclasses.functional_tensor.FunctionalTensor", "the same", _ByName("FunctionalTensor", (), {})),
+    *(
+        Name(f"torch.{name}", "spells ops out in other ops, or counts on their dtypes: not cast, not mapped", None)
         for name in (
-            *("_redistribute.redistribute_local_tensor", "_tp_conv.tp_convolution", "_tp_conv.tp_convolution_backward"),
+            *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+            *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils", "fx.experimental"),
+        )
+    ),
+)
+HOOKS = Feature(
+    "hooks of gradients beside the model",
+    "ops in them are cast as a model's, and ops in the backward of a torch.autograd.Function as they come",
+    Name("torch.autograd._engine_run_backward", "where a backward pass begins; else torch.autograd.backward", None),
+    _GRAPH_TASK,
+    Name("torch._C._current_autograd_node", "tells a function's backward from a hook", off=lambda: None),
+)
+RECURRENT = Feature(
+    "casts of recurrent layers",
+    "they run in the dtype of their weights, and refuse inputs of another one",
+    Name("torch._VF", "RNN layers call torch's C functions by it"),
+    Name("torch.nn.RNNBase.check_input", "compares the dtypes of input and weights: it sees the input cast"),
+    Name("torch.nn.RNNBase()._flat_weights", "the weights"),
+)
+CHECKPOINTING = Feature(
+    "activation checkpointing in the region of its forward",
+    "what is computed again in backward may be cast otherwise than in the forward",
+    Name("torch.utils.checkpoint._CheckpointFrame.__init__", "keeps a function for backward"),
+    Name("torch.utils.checkpoint.CheckpointFunction.forward", "the same"),
+)
+PARAMETRIZATIONS = Feature(
+    "parametrizations in FP32",
+    "those of BF16 weights are computed in BF16",
+    Name("torch.nn.utils.parametrizations._Orthogonal.forward", "is computed in FP32"),
+    Name("torch.nn.utils.parametrizations._SpectralNorm.forward", "the same"),
+    Name("torch.nn.utils.parametrizations._WeightNorm.forward", "the same"),
+    Name("torch.nn.utils.spectral_norm.SpectralNorm.compute_weight", "the same"),
+    Name("torch.nn.utils.weight_norm.WeightNorm.compute_weight", "the same"),
+    Name("torch.nn.Module()._parameters", "is given FP32 weights meanwhile"),
+    Name("torch.nn.Module()._buffers", "the same; and what a record of a run puts back"),
+)
+DATA = Feature(
+    "data loading beside the model",
+    'convert(where="everywhere") casts in data sets and collate functions',
+    Name("torch.utils.data._utils.fetch._BaseDatasetFetcher", "no model's forward, in workers too"),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the same, in the main process"),
+)
+LOADED = Feature(
+    "dtypes of modules that torch.load has read",
+    "a dtype_map leaves them as they are",
+    Name("torch.nn.Module._apply", "maps them"),
+)
+AUTOCAST = Feature(
+    "regions of torch.autocast in models",
+    "op lists cast in torch.autocast(enabled=False) too, and torch.autocast(enabled=True) casts after them",
+    Name("torch.autocast()._enabled", "whether a region was to cast"),
+    Name("torch.autocast().fast_dtype", "and to which dtype"),
+    Name("torch.autocast().device", "and on which device"),
+    Name("torch.autocast().prev", "what its exit sets again"),
+)
+TENSOR_PARALLEL = Feature(
+    "tensor parallelism under op lists",
+    "nothing is lost: parts of an op that has been cast are left alone, where they have these names",
+    *(
+        Name(f"{_DTENSOR}.{name}", "a part of an op that has been cast", None)
+        for name in (
+            *("_redistribute.redistribute_local_tensor", "_dispatch.redistribute_local_tensor"),
+            *("_api.redistribute_local_tensor", "_tp_conv.tp_convolution", "_tp_conv.tp_convolution_backward"),
             *("parallel.loss._log_softmax", "parallel.loss._nll_loss_forward"),
             "parallel.loss._nll_loss_and_log_softmax_backward",
         )
-    },
-    "torch.autograd._engine_run_backward": "what hooks compute in a backward pass is no model's forward",
-    "torch.nn.Module._wrapped_call_impl": "the call of a module, in whose place a region of its own is opened",
-    "torch.nn.Module._compiled_call_impl": "one of its two ways on",
-    "torch.nn.Module._call_impl": "the other one",
-    "torch.nn.Module._apply": "maps the dtypes of a module that torch.load has read",
-    # What else torch's own code calls ops for: such calls are no calls of the user's
-    **{
-        f"torch.{name}": "spells ops out in other ops, or counts on their dtypes: not cast, not mapped"
-        for name in (
-            *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
-            *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils"),
-        )
-    },
-    "torch.utils._device._device_constructors": "functions that `with torch.device(...)` gives a device to",
-    "torch._subclasses.functional_tensor": "hands on the dtype that a compiled function asks for",
-    # torch.compile
-    "torch._dynamo.reset": "what was compiled under other casts is compiled anew",
-    "torch._dynamo.trace_rules.load_object": "Dynamo's tables keep torch's functions, not the wrappers",
-    "torch._dynamo.trace_rules.get_tensor_method": "the same, of tensor methods",
-    "torch._dynamo.trace_rules.get_torch_obj_rule_map": "the table itself, which is built anew",
-    "torch._dynamo.variables.torch.get_overridable_functions": "another table (2.13.0)",
-    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers": "another one (2.13.0)",
-    "torch._dynamo.output_graph.OutputGraph.call_user_compiler": "graphs with regions are told of when they run",
-    "torch._dynamo.eval_frame.skip_code": "a wrapper behind a graph break is no graph of its own",
-    "torch._dynamo.eval_frame.set_code_exec_strategy": "optimizer steps are not compiled, nor their calls",
-    "torch._dynamo.eval_frame.FrameAction": "the same",
-    "torch._dynamo.eval_frame.FrameExecStrategy": "the same",
-    "torch._dynamo.decorators:_torchdynamo_disable": "marks a function that Dynamo does not trace into",
-    "torch._dynamo.comptime.comptime": "calls hmpx while a function with a region in it is compiled",
-    "torch._dynamo.decorators:_dynamo_marked_constant": "marks a function that is called while it traces (2.13.0)",
-    "torch._dynamo.exc.UnspecializeRestartAnalysis": "traces anew where wrappers came in the middle (2.13.0)",
-    "torch._guards.CompileContext": "whether it is tracing then (2.13.0)",
-    "torch._dynamo.eval_frame.OptimizedModule()._orig_mod": "no part of a parameter's name",
-    "torch._dynamo.utils.unpatched_nn_module_call": "a module whose call opens a region counts as unpatched",
-    "torch._dynamo.variables.nn_module.unpatched_nn_module_call": "the same",
-    "torch._dynamo.variables.ctx_manager.AutocastModeVariable": "traces a region of hmpx in place of torch.autocast's",
-    "torch._dynamo.variables.torch.constant_fold_functions": "holds torch's own is_autocast_enabled, and not ours",
-    "torch._dynamo.variables.base.VariableTracker": "stands for what hmpx has Dynamo trace there",
-    # torch.autocast
-    "torch.autocast()._enabled": "whether a region was to cast",
-    "torch._C._is_autocast_available": "whether torch's own autocast can be on inside of an op there",
-    "torch._C._is_any_autocast_enabled": "whether torch's own autocast is on where a conversion begins",
-    # TorchScript
-    "torch.jit._builtins._get_builtin_table": "takes a wrapper for the builtin that it stands for",
-    "torch.jit._recursive.try_compile_fn": "is given the original of a wrapper to compile",
-    "torch.jit._recursive.make_stub": "the same, of a method",
-    # Casts of weights that are kept, and FP32 kernels
-    "torch.Tensor._version": "counts the writes to a tensor, so that a kept cast is not an old one",
-    "torch._C._storage_Use_Count": "a weight whose storage something else holds is not kept",
-    "torch.UntypedStorage._cdata": "what that takes",
-    "torch._C._len_torch_dispatch_stack": "a cast that a dispatch mode looks at is not kept",
-    "torch._C._functorch.peek_interpreter_stack": "nor is one inside torch.func, where no kernel casts to FP8 either",
-    "torch._C._get_dispatch_mode": "nor where a program is traced, which has no operator for a kernel",
-    "torch._C._TorchDispatchModeKey": "the same",
-    "torch._subclasses.FakeTensor": "a compiler's tensor has no memory to be written to",
-    "torch.autograd.forward_ad._current_level": "inside forward AD, hooks do not see whole tensors",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU has instructions for BF16",
-    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "the same for FP16",
-    # what escapes: `insight.escaped`
-    "torch.utils._python_dispatch.TorchDispatchMode": "sees the ops below Python",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "whether it is the innermost mode",
-    "torch.utils._pytree.tree_leaves": "finds the tensors in an op's arguments",
-    "torch._ops.OpOverload": "tells ops of the dispatcher from higher-order ones",
-    "torch._ops.OpOverload()._schema": "an op's name, and whether it writes",
-    "torch._C._current_autograd_node": "tells backward from forward, and a function's backward from a hook",
-    # doctor: `insight.capture`
-    "torch.autograd._get_sequence_nr": "which node of autograd an op of the forward pass has made",
-    "torch.autograd.graph.Node._sequence_nr": "the same, of a node of the backward pass",
-    # record
-    "torch._C.DisableTorchFunctionSubclass": "reads dtypes of tensors whose classes know no function for that",
-    "torch._C._DisableTorchDispatch": "what it computes itself is seen by no dispatch mode",
-    "torch.Tensor._base": "the tensor that a view is of",
-    # Optimizers
-    "torch.optim.Optimizer.profile_hook_step": "torch's wrapper around every step, in which ours stands",
-    "torch.optim.Optimizer._process_value_according_to_param_policy": "a load keeps FP32 state FP32",
-    "torch.optim.Optimizer()._optimizer_step_pre_hooks": "whether Optimizer.__init__ has run",
-    "torch.optim.Optimizer()._optimizer_state_dict_pre_hooks": "whether a checkpoint can be told the step",
-    "torch.optim.Optimizer()._optimizer_state_dict_post_hooks": "the user's hooks see the masters",
-    "torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks": "the user's hooks run before ours",
-    "torch._fused_adam_": "`bench host` calls it on empty tensors",
-    "torch._fused_adamw_": "as `_fused_adam_`",
-    "torch.optim.adam:_fused_adam": "`bench host` leaves out the increment of counts that are on a GPU",
-    "torch._foreach_copy_": "copies many small tensors in one call",
-    "torch._foreach_add_": "the same, in place",
-    "torch._foreach_norm": "the largest number, or the norm, of each of many small tensors in one call",
-    "torch._foreach_pow": "the squares of norms, in one call",
-    "torch._C._dynamo.guards.TensorGuards": "whether all tensors have the class, dtype and layout of the last step",
-    "torch._C._set_grad_enabled": "turns gradients off in a step, in one call that an interrupt cannot cut in two",
-    # Gradients
-    "torch.Tensor._post_accumulate_grad_hooks": "hooks on a parameter whose content was swapped",
-    "torch._C._current_graph_task_id": "tells one backward pass from the next, and hooks of gradients from a forward",
-    "torch.autograd.Variable._execution_engine.queue_callback": "runs when a backward pass is done",
-    "torch.Tensor._make_wrapper_subclass": "a gradient that has been stepped, without memory",
-    # Several ranks
-    "torch.distributed.algorithms.join.Join()._enable": "whether ranks may step less often than others",
-    "torch.distributed.algorithms.join.Join()._joinables": "whose optimizer is not to be attached then",
-    "torch.nn.Module()._buffers": "the buffers that a record of a run holds beside parameters",
-    "torch.nn.Module()._modules": "whether a module's constructor has run",
-    f"{_ZERO}._overlap_with_ddp": "is refused: its steps cannot be seen",
-    "torch.distributed.distributed_c10d._get_default_store": "what ranks compare their settings by",
-    "torch.distributed.tensor.placement_types._StridedShard": "a shard of FSDP and tensor parallelism",
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "the place of a shard in the parameter",
-    "torch.distributed.fsdp._common_utils:_fsdp_flattened": "a parameter of FSDP1, which is refused",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "the dtype that FSDP2 adds gradients up in",
-    "torch.distributed.fsdp._fully_shard._fully_shard:_fsdp_param_groups": "the same",
-    f"{_CHECKPOINTED}:_checkpoint_wrapped_module": "no part of a parameter's name",
-    "torch.distributed.checkpoint.state_dict._init_optim_state": "takes a step that is no step of the training",
-}
+    ),
+    Name("torch._higher_order_ops.flex_attention.FlexAttentionHOP.__call__", "the same, of flex_attention", None),
+    Name("torch._higher_order_ops.flex_attention.FlexAttentionBackwardHOP.__call__", "the same", None),
+)
+KEPT_CASTS = Feature(
+    "cached_weights()",
+    "it keeps no casts",
+    Name("torch.Tensor._version", "whether a weight is as it was", off=_WRITTEN),
+    Name("torch._C._storage_Use_Count", "a weight whose storage something else holds is not kept"),
+    Name("torch.UntypedStorage._cdata", "what that takes"),
+    _DISPATCH,
+    _FUNC,
+)
+FP8_KERNELS = Feature(
+    "FP8 casts in kernels of their own on GPUs",
+    "torch's ops make them, at several times the time",
+    _FUNC,
+    Name("torch._C._get_dispatch_mode", "whether a program is traced, which has no operator for a kernel"),
+    Name("torch._C._TorchDispatchModeKey.PROXY", "the same"),
+)
+
+# torch.compile and TorchScript
+
+COMPILED = Feature(
+    "casts in compiled code",
+    "compiled code runs eagerly while torch is converted",
+    Name("torch._dynamo.trace_rules.load_object", "Dynamo's tables keep torch's functions, not the wrappers"),
+    Name("torch._dynamo.trace_rules.get_tensor_method", "the same, of tensor methods"),
+    Name("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
+    Name("torch._dynamo.variables.torch.get_overridable_functions", "another one, in newer versions", None),
+    Name("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one, the same", None),
+    Name("torch._dynamo.variables.torch.constant_fold_functions", "holds torch's own is_autocast_enabled, not ours"),
+    Name("torch._dynamo.utils.unpatched_nn_module_call", "a module with a region in its call is unpatched", None),
+    Name("torch._dynamo.variables.nn_module.unpatched_nn_module_call", "the same", None),
+    Name(f"{_GRAPH}.call_user_compiler", "graphs with regions are told of when they run"),
+    Name(f"{_GRAPH}().root_tx", "the trace of the outermost function"),
+    Name(f"{_GRAPH}().guards", "the guards of a graph"),
+    Name(f"{_GRAPH}().current_tracer", "what regions do not count as side effects of"),
+    Name(f"{_GRAPH}.add_cleanup_hook", "ends the regions that a trace has opened"),
+    Name("torch._dynamo.output_graph.SubgraphTracer().side_effect_stack", "the same, in newer versions", None),
+    Name(f"{_GRAPH}.resolve_source_value", "a decorator's object, in newer versions", None),
+    Name("torch._dynamo.symbolic_convert.tls", "the trace that runs, as `current_tx`", off=None),
+    Name("torch._dynamo.symbolic_convert:current_tx", "the same"),
+    *(Name(f"{_TRACER}.{name}", "what it traces") for name in ("f_code", "parent", "output", "symbolic_locals")),
+    Name(f"{_TRACER}.import_source", "names a module in a guard"),
+    Name("torch._dynamo.source.AttrSource", "names an attribute in a guard"),
+    Name("torch._dynamo.source.AttrSource.make_guard", "guards compiled code on the region around it"),
+    Name("torch._dynamo.guards.GuardBuilder.EQUALS_MATCH", "the same"),
+    Name("torch._dynamo.exc.SkipFrame", "leaves a function to Python whose region ends elsewhere"),
+    Name("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle"),
+    Name("torch._guards.CompileContext.try_get", "whether it is tracing then"),
+    Name(f"{_FRAME}.skip_code", "a wrapper behind a graph break is no graph of its own"),
+    Name(f"{_CTX}.AutocastModeVariable.enter", "traces a region of hmpx in place of torch.autocast's"),
+    Name(f"{_CTX}.AutocastModeVariable.exit", "the same"),
+    Name(f"{_CTX}.AutocastModeVariable().target_values", "what the region asks for"),
+    Name("torch._dynamo.variables.base.VariableTracker.build", "stands for what hmpx has Dynamo trace there"),
+    *(
+        Name(f"torch._dynamo.variables.base.VariableTracker.{name}", "the same")
+        for name in ("as_proxy", "as_python_constant", "call_function", "realize")
+    ),
+    Name("torch._dynamo.variables.nn_module.NNModuleVariable().module_key", "the module that it inlines", None),
+    _MARK,
+)
+COMPILED_STEPS = Feature(
+    "optimizer steps in compiled code",
+    "leave optimizer.step() out of what torch.compile is given",
+    Name(f"{_FRAME}.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
+    Name(f"{_FRAME}.FrameAction.SKIP", "the same"),
+    Name(f"{_FRAME}.FrameExecStrategy", "the same"),
+    Name("torch._dynamo.decorators:_torchdynamo_disable", "marks a function that Dynamo does not trace into"),
+)
+SCRIPT = Feature(
+    "torch.jit.script while torch is converted",
+    "it refuses what calls a function that is cast",
+    Name("torch.jit._builtins._get_builtin_table", "takes a wrapper for the builtin that it stands for", off=dict),
+    Name("torch.jit._recursive.try_compile_fn", "is given the original of a wrapper to compile"),
+    Name("torch.jit._recursive.make_stub", "the same, of a method"),
+)
+
+# Weight updates
+
+STEPS = Feature(
+    "optimizer steps",
+    "nothing is lost",
+    Name("torch.Tensor._version", "whether an optimizer has written to a tensor", _WRITTEN),
+    Name("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands", _hooked),
+    Name("torch._C._set_grad_enabled", "turns gradients off in one call, uninterrupted", torch.set_grad_enabled),
+    Name("torch._foreach_copy_", "copies many small tensors in one call", _copy),
+    Name("torch._foreach_add_", "adds in one call", lambda many, value: [each.add_(value) for each in many]),
+    Name(
+        "torch._foreach_norm",
+        "norms, or the largest numbers, in one call",
+        lambda many, order, dtype=None: [torch.linalg.vector_norm(each, order, dtype=dtype) for each in many],
+    ),
+    Name("torch._foreach_pow", "squares in one call", lambda many, power: [each.pow(power) for each in many]),
+    Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step", _Guards),
+    Name("torch._C._len_torch_dispatch_stack", "a dispatch mode hides writes; else each step counts on one", lambda: 1),
+    Name("torch.utils._pytree.tree_leaves", "finds tensors", _leaves),
+    Name("torch.utils._pytree.tree_map", "changes them", _map),
+    Name("torch.utils._pytree.tree_map_only", "the same", _map_only),
+    Name("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name", None),
+    Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module", "the same", None),
+)
+LOADS = Feature(
+    "FP32 state of BF16 parameters in load_state_dict",
+    "torch casts it to BF16, and a resume is not exact",
+    Name("torch.optim.Optimizer._process_value_according_to_param_policy", "keeps it"),
+)
+CLIPPING = Feature(
+    "norms of BF16 gradients in FP64",
+    "torch computes them in BF16, and clipping depends on the number of ranks",
+    Name("torch.nn.utils.clip_grad._get_total_norm", "computes them"),
+)
+RELEASED = Feature(
+    "release_gradients",
+    "attach with release_gradients=False",
+    Name("torch.Tensor._make_wrapper_subclass", "a gradient that has been stepped, without memory"),
+    _GRAPH_TASK,
+)
+UNSCALING = Feature(
+    "GradScaler with BF16 gradients on a GPU",
+    "torch refuses them",
+    Name("torch._amp_foreach_non_finite_check_and_unscale_", "unscales them in FP32"),
+)
+SWAPPED = Feature(
+    "hooks of a parameter that torch.utils.swap_tensors has exchanged",
+    "they do not run any more",
+    Name("torch.Tensor._post_accumulate_grad_hooks", "installs them again", off=property(lambda _: None)),
+)
+
+# Several ranks
+
+FP32_SUMS = Feature(
+    "use_fp32_grad_acc under DistributedDataParallel",
+    "attach without it",
+    _GRAPH_TASK,
+    Name("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done"),
+)
+FSDP_SUMS = Feature(
+    "use_fp32_grad_acc under fully_shard",
+    "sums of micro-batches in BF16 are not refused: set reduce_dtype=torch.float32",
+    Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the dtype that FSDP2 adds gradients up in"),
+    Name("torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups", "the same, in newer versions", None),
+    Name("torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_group", "the same, in older ones", None),
+    Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().fsdp_params", "the same"),
+    Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().mp_policy", "the same"),
+    Name("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam().sharded_param", "the same"),
+)
+SHARDS = Feature(
+    "updates of sharded parameters",
+    "attach cannot step them",
+    Name(f"{_DTENSOR}._utils.compute_local_shape_and_global_offset", "the place of a shard in the parameter"),
+    Name(f"{_DTENSOR}.placement_types._StridedShard", "a shard of FSDP and more", _ByName("_StridedShard", (), {})),
+    Name("torch.distributed.fsdp._common_utils:_fsdp_flattened", "a parameter of FSDP1, which is refused", None),
+)
+AGREEMENT = Feature(
+    "ranks that compare their settings",
+    "they do not: see that seed, recipe and number of steps are the same on all",
+    Name("torch.distributed.distributed_c10d._get_default_store", "what they compare by"),
+)
+JOINS = Feature(
+    "a refusal of torch.distributed.algorithms.Join",
+    "give every rank as many batches (drop_last=True of the sampler)",
+    Name("torch.distributed.algorithms.join.Join()._enable", "whether ranks may step less often than others"),
+    Name("torch.distributed.algorithms.join.Join()._joinables", "whose optimizer is not to be attached then"),
+)
+ZERO = Feature(
+    "a refusal of ZeroRedundancyOptimizer(overlap_with_ddp=True)",
+    "leave overlap_with_ddp out",
+    Name(f"{_ZERO}._overlap_with_ddp", "its steps cannot be seen"),
+)
+TRIAL_STEPS = Feature(
+    "distributed checkpoints of attached optimizers",
+    "loading one counts a step more",
+    Name("torch.distributed.checkpoint.state_dict._init_optim_state", "takes a step that is none of the training"),
+)
+
+# bench, record, doctor, compare, tune
+
+HOST = Feature(
+    "bench host",
+    "it cannot call torch's fused steps on empty tensors",
+    Name("torch._fused_adam_", "the step, without what the host does"),
+    Name("torch._fused_adamw_", "the same"),
+    Name("torch.optim.adam._fused_adam", "counts of steps that are on a GPU are not raised"),
+)
+DISPATCH = Feature(
+    "record, doctor and compare",
+    "they cannot look at ops",
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python", off=_NoMode),
+    Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost", off=lambda: None),
+    Name("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
+    Name("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
+    Name("torch._ops.OpOverload.is_view", "whether it makes nothing new"),
+    Name("torch._C._current_autograd_node", "tells backward from forward"),
+    _GRAPH_TASK,
+    _FUNC,
+    Name("torch._C.DisableTorchFunctionSubclass", "reads dtypes of any class", off=contextlib.nullcontext),
+    Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
+    Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
+    Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
+    Name("torch._dynamo.utils.counters", "how many functions were compiled"),
+)
+
+FEATURES = [each for each in globals().values() if isinstance(each, Feature)]
+_BY_PATH = {path: feature for feature in reversed(FEATURES) for path in feature.names}
 
 
-def lost() -> list[str]:
-    """The names that the installed torch lacks."""
-    return [name for name in NAMES if not _exists(name)]
+def private(path: str) -> Any:
+    """Return what torch has under a listed name, or its stand-in; else what raises as soon as it is used.
+
+    >>> private("torch._C._set_grad_enabled")
+    <built-in function _set_grad_enabled>
+    """
+    return _BY_PATH[path].get(path)
 
 
-def _exists(name: str) -> bool:
-    module, mentioned, word = name.partition(":")
-    owner, of_object, attribute = name.partition("().")
-    try:
-        if mentioned:
-            return re.search(rf"\b{word}\b", inspect.getsource(pkgutil.resolve_name(module))) is not None
-        if of_object:
-            return attribute in set(_words(pkgutil.resolve_name(owner)))
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
+# Those that are asked for in several places
+TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+FakeTensor = private("torch._subclasses.FakeTensor")
+graph_task = private("torch._C._current_graph_task_id")  # -1 outside of backward passes
+autograd_node = private("torch._C._current_autograd_node")
+in_torch_func = private("torch._C._functorch.peek_interpreter_stack")
+dispatch_modes = private("torch._C._len_torch_dispatch_stack")
+tree_leaves, tree_map, tree_map_only = (private(f"torch.utils._pytree.tree_{name}") for name in _TREES)
+copy_all, add_to_all = private("torch._foreach_copy_"), private("torch._foreach_add_")
+norms_of, powers_of = private("torch._foreach_norm"), private("torch._foreach_pow")
+set_grad_enabled = private("torch._C._set_grad_enabled")
+version_of, base_of = private("torch.Tensor._version").__get__, private("torch.Tensor._base").__get__
+
+
+def has(path: str) -> bool:
+    """Whether torch has a listed name."""
+    return path in _BY_PATH and exists(path)
+
+
+def lacks(path: str) -> bool:
+    """Whether torch has not a name that is listed, which is then said if a feature is off because of it."""
+    if path not in _BY_PATH or exists(path):
         return False
+    _BY_PATH[path].is_on()
     return True
 
 
-def _words(cls: type) -> Iterator[Any]:
-    """The names and strings in the methods of a class, which show the attributes that its objects have."""
-    for function in vars(cls).values():
-        if isinstance(function, types.FunctionType):
-            yield from (*function.__code__.co_names, *function.__code__.co_consts)
+def table() -> Iterator[tuple[str, bool, str]]:
+    """Yield each feature, whether it is on, and what the installed torch lacks of it."""
+    for feature in FEATURES:
+        replaced = [path for path in feature.names if path not in feature.missing and not exists(path)]
+        lacks = [*feature.missing, *(f"({path})" for path in replaced)]
+        yield feature.title, not feature.missing, ", ".join(lacks)

@@ -28,9 +28,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.optim import adam
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hmpx.base.torch_private import TorchDispatchMode, tree_leaves
 from hmpx.bench import measure
 from hmpx.rounding import backends, native, triton
 from hmpx.rounding.table import Launch, Row, Table

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from hmpx.base.torch_private import copy_all
 from hmpx.bench import measure
 from hmpx.bench.models import LISTS
 from hmpx.rounding import eager, native, triton
@@ -213,7 +214,7 @@ def _masters_by_hand(params: Params) -> Callable:
             master.grad = p.grad.float()
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(weights, [*masters])
+            copy_all(weights, [*masters])
         optimizer.zero_grad()
 
     return step

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
 from hmpx.base import process_state, region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_leaves
 from hmpx.conversion import Conversion
 from hmpx.ops.computing.kernels import is_computing
 from hmpx.ops.policies.catalog import Op, canonical, catalog
@@ -30,12 +29,18 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, rule_of, users_line
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
+_INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
+
 
 class DispatchWatch(TorchDispatchMode):
     """Sees each op at torch's dispatcher while it is open, in the thread that opens it."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
     is_open = False
+
+    def __init__(self) -> None:
+        DISPATCH.require()
+        super().__init__()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -49,7 +54,7 @@ class DispatchWatch(TorchDispatchMode):
 
     def close(self) -> None:
         """Close it if it is the innermost mode; below another mode it stays open."""
-        if self.is_open and _get_current_dispatch_mode() is self:
+        if self.is_open and private(_INNERMOST)() is self:
             self.is_open = False
             self.__exit__(None, None, None)
 
@@ -111,7 +116,7 @@ class ForwardWatch(DispatchWatch):
 
     def _is_here(self) -> bool:
         """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
-        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
+        return threading.get_ident() == self._thread and graph_task() == -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs is None:
@@ -125,7 +130,7 @@ class ForwardWatch(DispatchWatch):
             if known is None:
                 known = self._known[key] = (func, *_listed(func, conversion.policy_here))
             # Left out, as no part of the model's forward: backward passes, and regions without casts.
-            if known[2] and torch._C._current_autograd_node() is None and region_state.casts_on():
+            if known[2] and autograd_node() is None and region_state.casts_on():
                 self._look(*known, args, kwargs)
         return func(*args, **kwargs)
 
@@ -159,7 +164,7 @@ def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
 
     An operator that writes to its arguments has none: the rules leave it alone.
     """
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+    if not isinstance(func, private("torch._ops.OpOverload")) or func._schema.is_mutable:
         return [], {}
     ops = _meant(func._schema.name.removeprefix("aten::"), policy)
     return ops, {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}

@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import base_of
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.wrapping.callers import modules
 
@@ -55,7 +56,7 @@ class ModuleNames:
             seen.add(id(owner))
             for kind, owned in (("parameter", owner.named_parameters()), ("buffer", owner.named_buffers())):
                 for name, each in owned:
-                    if each is tensor or each is tensor._base:
+                    if each is tensor or each is base_of(tensor):
                         prefix = self.of_module(owner, frame)
                         whole = prefix == type(owner).__name__
                         return f"{kind} {name if whole else f'{prefix}.{name}'}"

@@ -43,7 +43,7 @@ def kept(model: Any) -> Iterator[None]:
     numbers, and the buffers of a module, at the end.
     """
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    buffers = [(vars(module).get("_buffers", {}), dict(module.named_buffers(recurse=False))) for module in modules]
     values = {id(b): b.detach().clone() for _, owned in buffers for b in owned.values() if b is not None}
     python, numpy = random.getstate(), sys.modules.get("numpy")
     rounded, before = process_state.gradients_rounded, dict(process_state.gradients_rounded)

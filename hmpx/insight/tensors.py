@@ -10,6 +10,7 @@ import torch
 
 from hmpx.base import run_in_region
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import in_torch_func, private
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.ranks.sharding import local
 
@@ -18,7 +19,7 @@ LOW = frozenset({torch.bfloat16, torch.float16})
 EXACT_UP_TO = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _sum, _detach, _isfinite, _all = Tensor.sum, Tensor.detach, torch.isfinite, Tensor.all
 _item = Tensor.item
-_unseen = torch._C._DisableTorchDispatch
+_unseen = private("torch._C._DisableTorchDispatch")
 
 
 def floating(values: Iterable[Any]) -> list[Tensor]:
@@ -52,12 +53,7 @@ def is_readable(tensor: Tensor) -> bool:
 
     Not inside torch.func, where a tensor stands for several.
     """
-    return (
-        type(tensor) in PLAIN
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    return type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and in_torch_func() is None
 
 
 def is_finite(tensor: Tensor) -> bool:

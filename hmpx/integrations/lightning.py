@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from hmpx import hmp
+from hmpx.base.torch_private import tree_map_only
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import Activation, activate_for, recipe_of_trainer
 from hmpx.recipes.prepare import unwrapped

@@ -9,6 +9,7 @@ graphs) gets torch's own answers: an answer of ours would be written back, and t
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
+from hmpx.base.compiling import with_dynamo
 from hmpx.ops.autocast_regions import ENTER, governs, in_enabled_region, is_for_a_model
 from hmpx.ops.decision_log import say_once
 from hmpx.ops.policies.policy import Policies
@@ -90,19 +91,19 @@ def _say_by_hand(frame: FrameType) -> None:
 
 def say_if_on(frame: FrameType) -> None:
     """Warn where a conversion begins while torch's own autocast is on."""
-    if torch._C._is_any_autocast_enabled():
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))):
         say_once(logging.WARNING, _TWICE, frame)
 
 
 def let_dynamo_fold(changes: Changes) -> None:
     """Let Dynamo's table of constants hold torch's own functions, where it is made while ours stand in their places."""
 
-    def fold(functions: ModuleType) -> None:
-        table = functions.constant_fold_functions
+    def fold(dynamo: ModuleType) -> None:
+        table = dynamo.variables.torch.constant_fold_functions
         for name in (*_ENABLED, *_DTYPE):
             ours = getattr(torch, name, None)
-            if ours in table and ours is not getattr(torch._C, name):
+            if ours in table and (original := inspect.unwrap(ours)) is not ours:
                 del table[ours]
-                table[getattr(torch._C, name)] = None
+                table[original] = None
 
-    when_imported("torch._dynamo.variables.torch", fold, changes)
+    with_dynamo(fold, changes)

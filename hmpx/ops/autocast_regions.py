@@ -27,6 +27,7 @@ from hmpx.base import process_state, region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import AUTOCAST, private
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule
 from hmpx.ops.policies.policy import LOW_RULES, Policies
@@ -73,6 +74,8 @@ class AutocastRegions:
 
     def apply(self, changes: Changes) -> None:
         """Begin, until `changes` are undone; a region that is open then ends for hmpx."""
+        if not AUTOCAST.is_on():
+            return
         changes.callback(self._end)
         cls = torch.autocast
         for name, build in (("__init__", _noting), ("__enter__", self._entering), ("__exit__", self._leaving)):
@@ -157,4 +160,4 @@ def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
     vars(other).update(vars(region), _enabled=False)
     enter(other)
     vars(region).update(vars(other), _enabled=region._enabled)
-    torch._C.set_autocast_enabled(region.device, region.prev)
+    private("torch._C.set_autocast_enabled")(region.device, region.prev)

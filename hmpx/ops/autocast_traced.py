@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from hmpx.base import region_state
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import with_dynamo
+from hmpx.base.torch_private import private
 from hmpx.ops.autocast_regions import asked_for, governs, in_enabled_region
 from hmpx.ops.module_rules import lowering_rule
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.switch import in_method
 
-_CTX_MANAGER = "torch._dynamo.variables.ctx_manager"
-_VARIABLE = f"{_CTX_MANAGER}.AutocastModeVariable"
+_VARIABLE = "torch._dynamo.variables.ctx_manager.AutocastModeVariable"
 
 
 def apply(changes: Changes) -> None:
     """Let Dynamo trace regions of hmpx in the place of those of `torch.autocast`, until `changes` are undone."""
-    when_imported(_CTX_MANAGER, functools.partial(_exchange, changes), changes)
+    with_dynamo(functools.partial(_exchange, changes), changes)
 
 
-def _exchange(changes: Changes, ctx_manager: ModuleType) -> None:
-    variable = ctx_manager.AutocastModeVariable
+def _exchange(changes: Changes, dynamo: ModuleType) -> None:
+    variable = dynamo.variables.ctx_manager.AutocastModeVariable
     enter, leave = variable.enter, variable.exit
 
     def entering(self: Any, tx: Any) -> Any:
@@ -94,6 +94,6 @@ def _aside(tx: Any, function: Callable, *args: Any) -> Any:
 
 def _inlined(tx: Any, function: Callable, *args: Any) -> Any:
     """Let Dynamo trace a call, with constants and what other calls returned."""
-    build = sys.modules["torch._dynamo.variables.base"].VariableTracker.build
+    build = private("torch._dynamo.variables.base.VariableTracker.build")
     given = [value if hasattr(value, "as_proxy") else build(tx, value) for value in args]
     return build(tx, function).call_function(tx, given, {})

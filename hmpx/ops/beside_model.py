@@ -18,6 +18,7 @@ from typing import Any
 
 from hmpx.base import awaited, region_state, run_in_region
 from hmpx.base.changes import Changes
+from hmpx.base.torch_private import CHECKPOINTING, RECURRENT, lacks
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.overriding import call, called_by_torch
@@ -41,9 +42,9 @@ class BesideModel:
                 yield from self._uncast_in(module)
         for path in op_facts.NO_LOW_FUNCTIONS:
             yield patch_at(path, Patching.EXPLAINED, functools.partial(_explaining, path))
-        for path, weights in op_facts.INPUT_CHECKS.items():
+        for path, weights in op_facts.INPUT_CHECKS.items() if RECURRENT.is_on() else ():
             yield patch_at(path, Patching.CHECK, functools.partial(_checking, weights, self._switch))
-        for path, position in op_facts.CALLED_LATER.items():
+        for path, position in op_facts.CALLED_LATER.items() if CHECKPOINTING.is_on() else ():
             yield patch_at(path, Patching.CARRYING, functools.partial(_carrying, position, self._switch))
 
     def _uncast_in(self, module: str) -> Iterator[Patch]:
@@ -125,6 +126,8 @@ def places() -> dict[str, list[str]]:
 def functions_in(module: str, places: Mapping[str, list[str]]) -> Iterator[tuple[Any, str, str]]:
     """Yield owner, attribute and dotted path of each such function in one imported module."""
     for name in places[module]:
+        if lacks(f"{module}.{name}"):
+            continue
         found: Any = sys.modules[module]
         for part in name.split(".") if name else ():
             owner, found = found, getattr(found, part, None)  # None in a version of torch that does not have it

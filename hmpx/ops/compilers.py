@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-import torch.jit._builtins
+import torch
 from torch.compiler import config
-from torch.jit import _recursive
 
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
+from hmpx.base.torch_private import COMPILED, SCRIPT, private
 
-_BUILTINS = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
+_BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
+_RECURSIVE = "torch.jit._recursive"
+_TABLES = ("get_overridable_functions", "TorchInGraphFunctionVariable._get_handlers")
 
 
 class Compilers:
@@ -52,10 +54,10 @@ class Compilers:
         """Begin, until `changes` are undone."""
         self._changes = changes
         changes.callback(self._end)
-        when_imported(_RULES, self._exchange, changes)
-        for name in ("try_compile_fn", "make_stub"):
-            seeing = self._seeing(getattr(_recursive, name))
-            changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
+        when_imported("torch._dynamo", self._exchange, changes)
+        for name in ("try_compile_fn", "make_stub") if SCRIPT.is_on() else ():
+            seeing = self._seeing(private(f"{_RECURSIVE}.{name}"))
+            changes.put(Attribute(sys.modules[_RECURSIVE], name, f"{_RECURSIVE}.{name}"), seeing)
 
     def _end(self) -> None:
         config.cache_key_tag = self._untagged()
@@ -76,8 +78,8 @@ class Compilers:
         in_python = [wrapper for wrapper, original in originals.items() if isinstance(original, types.FunctionType)]
         codes -= {wrapper.__code__ for wrapper in in_python if id(wrapper.__code__) in process_state.rules}
         self._codes |= codes
-        if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-            _skip(eval_frame, codes)
+        if _RULES in sys.modules:
+            _skip(codes)
         for wrapper, original in originals.items():
             if id(original) in _BUILTINS:
                 changes.put(Item(_BUILTINS, id(wrapper), "TorchScript's table of builtins"), _BUILTINS[id(original)])
@@ -94,8 +96,14 @@ class Compilers:
             found = found.replace(tag, "")
         return found
 
-    def _exchange(self, rules: ModuleType) -> None:
+    def _exchange(self, dynamo: ModuleType) -> None:
         """Keep torch's own functions in Dynamo's tables."""
+        if not COMPILED.is_on():
+            stance = torch.compiler.set_stance("force_eager")
+            self._changes.callback(stance.__exit__, None, None, None)
+            stance.__enter__()
+            return
+        rules = dynamo.trace_rules
         load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
 
         def load_original(name: str) -> Any:
@@ -114,12 +122,9 @@ class Compilers:
         self._changes.callback(clear_tables)
         self._changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
         self._changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
-        when_imported("torch._dynamo.eval_frame", self._skip_wrappers, self._changes)
-        when_imported("torch._dynamo.output_graph", self._watch_graphs, self._changes)
+        _skip(self._codes)
+        self._watch_graphs(dynamo.output_graph)
         clear_tables()
-
-    def _skip_wrappers(self, eval_frame: ModuleType) -> None:
-        _skip(eval_frame, self._codes)
 
     def _watch_graphs(self, output_graph: ModuleType) -> None:
         """Wrap graphs that contain regions, so that the regions take effect when they run; or all, as forwards."""
@@ -146,10 +151,10 @@ class Compilers:
         return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original
 
 
-def _skip(eval_frame: ModuleType, codes: Iterable[types.CodeType]) -> None:
+def _skip(codes: Iterable[types.CodeType]) -> None:
     """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
-    for code in codes:
-        eval_frame.skip_code(code)
+    for code in codes if COMPILED.is_on() else ():
+        private("torch._dynamo.eval_frame.skip_code")(code)
 
 
 def _guard_on_region(output: Any) -> None:
@@ -170,21 +175,18 @@ def _opens_regions(module: Any) -> bool:
 
 
 def _other_tables() -> list[Any]:
-    """Return the tables that Dynamo builds from attributes of torch, as far as they exist yet."""
-    variables = sys.modules.get("torch._dynamo.variables.torch")
-    of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
-    found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
+    """Return the tables that Dynamo builds from attributes of torch, as far as this version has them."""
+    found = (private(f"torch._dynamo.variables.torch.{name}") for name in _TABLES)
     return [table for table in found if table is not None]
 
 
 def forget_compiled() -> None:
     """Let torch compile everything anew."""
     if _RULES in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        torch.compiler.reset()
 
 
 def trace_anew() -> None:
     """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals."""
-    guards = sys.modules.get("torch._guards")
-    if _RULES in sys.modules and guards is not None and guards.CompileContext.try_get() is not None:
+    if _RULES in sys.modules and COMPILED.is_on() and private("torch._guards.CompileContext.try_get")() is not None:
         raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes, Flag
+from hmpx.base.torch_private import LOADED
 from hmpx.errors import HmpxError
 from hmpx.ops.beside_model import functions_in, places
 from hmpx.ops.policies import op_facts
@@ -193,7 +194,8 @@ class DtypeMap:
             return seen[id(value)]
         new = value
         if isinstance(value, torch.nn.Module):
-            value._apply(lambda t: self._tree(t, seen))
+            if LOADED.is_on():
+                value._apply(lambda t: self._tree(t, seen))
         elif isinstance(value, Tensor):
             new = self._narrowed(value) if value.dim() else value
             if isinstance(value, torch.nn.Parameter) and new is not value:

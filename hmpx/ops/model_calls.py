@@ -22,22 +22,26 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state, run_in_region
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import with_dynamo
+from hmpx.base.torch_private import HOOKS, has, private
 from hmpx.ops.wrapping.models import is_model, run_first
 from hmpx.ops.wrapping.switch import CASTS, Switch, in_forward
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 _BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
+_BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "torch.autograd.grad")
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _CALL = "torch.nn.Module.__call__"
+_WAYS = tuple(f"torch.nn.Module.{name}" for name in ("_wrapped_call_impl", "_compiled_call_impl", "_call_impl"))
 _DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
-_DYNAMO = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 
 def patches(switch: Switch) -> Iterator[Patch]:
     """Yield the patches of one conversion."""
-    yield patch_at(_BACKWARD, Patching.BACKWARD, functools.partial(_running, run_in_region.run_backward, switch))
+    HOOKS.is_on()
+    for path in _BACKWARDS:
+        yield patch_at(path, Patching.BACKWARD, functools.partial(_running, run_in_region.run_backward, switch))
     if switch.everywhere:
         return
     yield patch_at(_CHECKPOINT, Patching.FORWARD, functools.partial(_running, run_in_region.run_forward, switch))
@@ -47,11 +51,12 @@ def patches(switch: Switch) -> Iterator[Patch]:
 def tell_dynamo(changes: Changes) -> None:
     """Let Dynamo take the patched `Module.__call__` for torch's own, until `changes` are undone."""
 
-    def tell(module: ModuleType) -> None:
-        changes.put(Attribute(module, _DYNAMO_CALL, f"{module.__name__}.{_DYNAMO_CALL}"), torch.nn.Module.__call__)
+    def tell(dynamo: ModuleType) -> None:
+        for module in (dynamo.utils, dynamo.variables.nn_module):
+            if has(path := f"{module.__name__}.{_DYNAMO_CALL}"):
+                changes.put(Attribute(module, _DYNAMO_CALL, path), torch.nn.Module.__call__)
 
-    for name in _DYNAMO:
-        when_imported(name, tell, changes)
+    with_dynamo(tell, changes)
 
 
 def _calling(switch: Switch, original: Callable) -> Callable:
@@ -61,7 +66,8 @@ def _calling(switch: Switch, original: Callable) -> Callable:
     """
     nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
     models = process_state.models  # of this conversion; emptied when it ends
-    is_torchs, leave = original is torch.nn.Module._wrapped_call_impl, run_in_region.leave_forward
+    ways = all(map(has, _WAYS))
+    is_torchs, leave = ways and original is private(_WAYS[0]), run_in_region.leave_forward
 
     @functools.wraps(original)
     def call(self, *args, **kwargs):

@@ -24,6 +24,7 @@ from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_c
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.updates.attach import attached, check_torch, detach
+from hmpx.updates.optimizer_hooks import takes_hooks
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
 
@@ -116,7 +117,7 @@ class Activation(Installation):
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and attached(each)]
-        if held and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if held and not takes_hooks(optimizer):
             return  # it only hands on, as Accelerate's does
         for each in held:  # Lookahead and its kind write weights themselves, beside the steps of what they hold
             detach(each)

@@ -114,7 +114,7 @@ def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], object
 
 def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:
     """Return the modules that hold some of `params` and are part of no other module, the smallest first."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_modules" in vars(thing)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "training" in vars(thing)]
     parts = {id(child) for module in modules for child in module.children()}
     wanted = set(params)
     found = [m for m in modules if id(m) not in parts and not wanted.isdisjoint(m.parameters())]

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 
 import torch
-from torch._subclasses import FakeTensor
 
+from hmpx.base.torch_private import FakeTensor
 from hmpx.errors import HmpxError
 
 Tensor = torch.Tensor

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import JOINS
 from hmpx.errors import HmpxError
 from hmpx.updates.gradients import is_claimed
 from hmpx.updates.ranks import checks
@@ -65,7 +66,7 @@ def compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> N
 
 def watch_joins(changes: Changes) -> None:
     """Refuse every `Join` of parameters that an attached optimizer steps, until `changes` are undone."""
-    if dist.is_available():
+    if dist.is_available() and JOINS.is_on():
         from torch.distributed.algorithms.join import Join
 
         changes.put(

@@ -15,7 +15,7 @@ from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
-from hmpx.updates.optimizer_hooks import own_attachment
+from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
@@ -189,7 +189,7 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
     Raises:
         HmpxError: it cannot.
     """
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not takes_hooks(optimizer):
         raise HmpxError(
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"

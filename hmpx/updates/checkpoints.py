@@ -17,7 +17,7 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_tensors import check_codes, is_coded
-from hmpx.updates.optimizer_hooks import own_attachment
+from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters
@@ -58,15 +58,15 @@ class Checkpoints:
             HmpxError: masters in checkpoints were asked for, and `state_dict` runs no hooks.
         """
         wanted = self._settings.use_master_weights_in_ckpt
-        if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        if not takes_hooks(optimizer, "register_state_dict_post_hook"):
             if wanted:
                 raise HmpxError(f"{type(optimizer).__name__} has no state_dict hooks to put masters into a checkpoint")
             return
         self._saved_handle = optimizer.register_state_dict_post_hook(self._saved)
         self._loading_handle = optimizer.register_load_state_dict_pre_hook(self._loading)
+        undo.callback(lambda: self._saved_handle.remove())  # hooks that move
+        undo.callback(lambda: self._loading_handle.remove())
         for handle in (
-            self._saved_handle,
-            self._loading_handle,
             optimizer.register_state_dict_pre_hook(self._saving),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ):
@@ -79,11 +79,13 @@ class Checkpoints:
     def hook_last(self, optimizer: Optimizer) -> None:
         """Before a load: let our hook run last, so that it sees the checkpoint as the user's hooks have changed it."""
         if self._loading_handle is not None:
-            optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(self._loading_handle.id)
+            self._loading_handle.remove()
+            self._loading_handle = optimizer.register_load_state_dict_pre_hook(self._loading)
 
     def _saving(self, optimizer: Optimizer) -> None:
         """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
-        optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
+        self._saved_handle.remove()
+        self._saved_handle = optimizer.register_state_dict_post_hook(self._saved, prepend=True)
         if own_attachment(optimizer).is_open:
             raise HmpxError(
                 f"{type(optimizer).__name__}.state_dict(): some parameters have taken the next step in backward, and "

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from hmpx.base.changes import Cell, Changes
+from hmpx.base.torch_private import CLIPPING, norms_of, powers_of, private
 from hmpx.rounding.devices import is_on_host
 from hmpx.updates.gradients import are_of_claimed
 from hmpx.updates.ranks.sharding import is_sharded, local
@@ -29,7 +29,9 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def watch(changes: Changes) -> None:
     """Take total norms of gradients of attached optimizers in FP64, until `changes` are undone."""
-    wrapper: Any = clip_grad._get_total_norm  # it holds the original in its closure
+    if not CLIPPING.is_on():
+        return
+    wrapper = private("torch.nn.utils.clip_grad._get_total_norm")  # it holds the original in its closure
     cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     changes.put(Cell(cell, "torch.nn.utils._get_total_norm"), _exact(cell.cell_contents))
 
@@ -90,4 +92,4 @@ def _squares(gradients: list[Tensor]) -> Iterable[Tensor]:
     """Return sums of squares, in FP64."""
     if all(map(is_on_host, gradients)):  # in the cache, which takes a third of the time of torch's norm
         return [part.double().square_().sum() for each in gradients for part in each.flatten().split(_SLICE)]
-    return torch._foreach_pow(torch._foreach_norm(gradients, 2, dtype=torch.float64), 2)
+    return powers_of(norms_of(gradients, 2, dtype=torch.float64), 2)

@@ -18,6 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base import forks
+from hmpx.base.torch_private import SWAPPED
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
@@ -136,7 +137,8 @@ class _ClaimedParameter:
         self._narrow()
         self._release.close()
         self._widened, self._released = (False, False), False
-        hooks = self.param._post_accumulate_grad_hooks  # they stay with the object; assigning them installs them
+        # They stay with the object; assigning them installs them.
+        hooks = self.param._post_accumulate_grad_hooks if SWAPPED.is_on() else None
         if hooks is not None:
             self.param._post_accumulate_grad_hooks = hooks
         self.update()

@@ -19,6 +19,7 @@ import torch
 
 from hmpx.base import awaited, region_state
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import LOADS, TRIAL_STEPS
 from hmpx.rounding.state_codes import code_of
 from hmpx.updates import gradients
 from hmpx.updates.ranks.ddp import watch_wrapping
@@ -43,7 +44,8 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
 
     is_installed: whether they are still wrapped. loaded: is told of optimizers that have loaded and are not attached.
     """
-    wrap(changes, "_process_value_according_to_param_policy", functools.partial(_keeping_fp32, is_installed))
+    if LOADS.is_on():
+        wrap(changes, "_process_value_according_to_param_policy", functools.partial(_keeping_fp32, is_installed))
     wrap(changes, "add_param_group", _telling_of_groups)
     wrap(changes, "load_state_dict", functools.partial(_telling_of_loads, loaded))
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
@@ -58,6 +60,15 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
     is_static = isinstance(vars(Optimizer)[name], staticmethod)
     attribute = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")
     changes.put(attribute, staticmethod(ours) if is_static else ours)
+
+
+def takes_hooks(optimizer: Optimizer, register: str = "register_step_pre_hook") -> bool:
+    """Whether hooks can be put on an optimizer: one that wraps another may never have run `Optimizer.__init__`."""
+    try:
+        getattr(optimizer, register)(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
@@ -133,6 +144,8 @@ def _watch_trial_steps(changes: Changes) -> None:
     """Wrap torch.distributed.checkpoint's step as soon as its module is imported, until `changes` are undone."""
 
     def patch(module: ModuleType) -> None:
+        if not TRIAL_STEPS.is_on():
+            return
         attribute = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
         changes.put(attribute, _as_trial(module._init_optim_state))
 

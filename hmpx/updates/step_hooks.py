@@ -30,12 +30,13 @@ from hmpx.base.compiling import never_compile
 from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
+from hmpx.base.torch_private import has, private
 from hmpx.errors import HmpxError
 from hmpx.updates import averages, gradient_norms, optimizer_hooks, unscaling
 from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import own_attachment
+from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.step import WeightUpdates
@@ -48,7 +49,15 @@ _lock = forks.lock()
 _is_installed = False
 _attached: WeakSet[Optimizer] = WeakSet()
 _changes = Changes()  # of torch.optim.Optimizer, while this is installed
-_HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
+_HOOK = "torch.optim.Optimizer.profile_hook_step"
+
+
+def _own(optimizer: Optimizer) -> None: ...
+
+
+_hooked = private(_HOOK)(_own)
+_HOOKED = _hooked.__code__  # of torch's wrapper around every step, and where its closure has the class's own
+_PLACE = [cell.cell_contents for cell in _hooked.__closure__].index(_own)
 _SETTINGS = Settings()  # of regions
 _in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
 _refusing: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
@@ -92,7 +101,8 @@ def _watch() -> None:
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     _changes.callback(forget_warnings)
-    optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
+    for name, wrapper in _MAKERS:
+        optimizer_hooks.wrap(_changes, name, wrapper)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
     averages.watch(_changes)
     gradient_norms.watch(_changes)
@@ -127,7 +137,7 @@ def _cell(step: Any) -> types.CellType | None:
     """Return the cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
-    return None if step is None else step.__closure__[_HOOKED.co_freevars.index("func")]
+    return None if step is None else step.__closure__[_PLACE]
 
 
 def _watched(step: Callable) -> Callable:
@@ -204,13 +214,31 @@ def _hooking(profile_hook_step: Callable) -> Callable:
 
     def hook(step: Callable) -> Callable:
         hooked = profile_hook_step(step)
-        cell = _cell(hooked)
-        with _lock:
-            if cell is not None and _is_installed:
-                _changes.put(Cell(cell, step.__qualname__), _watched(step))
+        _watch_new(hooked)
         return hooked
 
     return hook
+
+
+def _making(make: Callable) -> Callable:
+    """The same, in a torch that has no such decorator: after the constructor of an optimizer, or what unpickles one."""
+
+    @functools.wraps(make)
+    def making(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _watch_new(type(self).step)
+
+    return making
+
+
+def _watch_new(hooked: Callable) -> None:
+    with _lock:
+        cell = _cell(hooked)
+        if cell is not None and _is_installed and not hasattr(cell.cell_contents, "__hmpx_original__"):
+            _changes.put(Cell(cell, hooked.__qualname__), _watched(cell.cell_contents))
+
+
+_MAKERS = [("profile_hook_step", _hooking)] if has(_HOOK) else [("__init__", _making), ("__setstate__", _making)]
 
 
 # Plain steps of BF16 parameters: refused if state of regions or in codes forbids them, else warned of once
@@ -221,9 +249,9 @@ def refuse_plain_steps(optimizer: Optimizer) -> None:
 
     By hooks on the optimizer: hmpx may not be installed by then.
     """
-    if optimizer not in _refusing and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if optimizer not in _refusing and takes_hooks(optimizer):
         _refusing[optimizer] = [optimizer.register_step_pre_hook(_refuse)]
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not every class that wraps another has these
+        if takes_hooks(optimizer, "register_state_dict_pre_hook"):  # not every class that wraps another has these
             _refusing[optimizer].append(optimizer.register_state_dict_pre_hook(_carry_number))
 
 

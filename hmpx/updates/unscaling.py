@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import UNSCALING, copy_all, private
 
 Tensor = torch.Tensor
 
@@ -21,7 +22,8 @@ _MOST = 1 << 26  # elements that are copied to FP32 at a time
 
 def watch(changes: Changes) -> None:
     """Unscale what torch cannot, until `changes` are undone."""
-    changes.put(Attribute(torch, _NAME, f"torch.{_NAME}"), _widening(getattr(torch, _NAME)))
+    if UNSCALING.is_on():
+        changes.put(Attribute(torch, _NAME, f"torch.{_NAME}"), _widening(private(f"torch.{_NAME}")))
 
 
 def _widening(unscale: Callable) -> Callable:
@@ -35,7 +37,7 @@ def _widening(unscale: Callable) -> Callable:
             for few in _few(grads):
                 wide = [grad.float() for grad in few]
                 unscale(wide, found_inf, inv_scale)
-                torch._foreach_copy_(few, wide)
+                copy_all(few, wide)
 
     return unscaled
 

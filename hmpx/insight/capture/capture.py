@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.capture.dispatch import ITERATION, OpWatch, aside
 from hmpx.insight.capture.iterations import Iterations
 from hmpx.insight.capture.look import Look, of_stage
@@ -130,7 +131,7 @@ class Capture:
         if torch.compiler.is_compiling():  # Dynamo traces the hooks of modules
             return
         # What is computed again in a backward pass was seen before.
-        if torch._C._current_graph_task_id() == -1 and next(module.parameters(), None) is not None:
+        if graph_task() == -1 and next(module.parameters(), None) is not None:
             self._is_here("forward passes")
         if threading.get_ident() == self._thread:
             self._model_is_made()
@@ -142,7 +143,7 @@ class Capture:
         self._look_if_due()
 
     def _look_if_due(self) -> None:
-        if torch._C._current_graph_task_id() != -1:  # at the end of a backward pass, modes are what they were before
+        if graph_task() != -1:  # at the end of a backward pass, modes are what they were before
             self._await_forward(True)
             return
         if not self._watch.is_looking:
@@ -162,7 +163,7 @@ class Capture:
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
                 # Updates by hand come after a backward pass, and before the next one.
-                if not self.optimizers and torch._C._current_graph_task_id() == -1:
+                if not self.optimizers and graph_task() == -1:
                     self._iterated()
                     if self.notes.are_steps:
                         self._is_enough(self.iterations.count - 1)
@@ -285,5 +286,5 @@ def _frames_compiled() -> int:
     """Return how much torch.compile has had to compile in this process."""
     if "torch._dynamo" not in sys.modules:
         return 0
-    counters = sys.modules["torch._dynamo"].utils.counters
+    counters = private("torch._dynamo.utils.counters")
     return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # one of them counts

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
+from hmpx.base.torch_private import autograd_node, graph_task, private
 from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.escaped import DispatchWatch
 from hmpx.insight.tensors import LOW, Tensor, floating, sample
@@ -32,7 +33,6 @@ _WRITES |= INDEXED
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
 ITERATION = 50_000  # ops of one iteration that are looked at
 See = Callable[[Notes, OpCall], None]
-_node = torch._C._current_autograd_node
 
 
 class OpWatch(DispatchWatch):
@@ -70,7 +70,7 @@ class OpWatch(DispatchWatch):
     def close(self) -> None:
         """Look at no more. Below a mode that was opened since, and in a backward pass, this one waits."""
         self._left, self.setting_up = -1, False
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             super().close()
         self._notes.forget_facts()
 
@@ -96,7 +96,7 @@ class OpWatch(DispatchWatch):
             if odd is not None:
                 self._notes.unseen[f"ops of {type(odd).__name__}"] += not odd.is_meta
             elif given or results:
-                node = _node()
+                node = autograd_node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
                 frame = sys._getframe(1)
@@ -111,7 +111,7 @@ class OpWatch(DispatchWatch):
         """Keep what an op is about to write to: gradients, and what lives on between iterations, in low precision."""
         if not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
             return None
-        if not targets or (_node() is None and any(memory(t) in self._notes.born for t in targets)):
+        if not targets or (autograd_node() is None and any(memory(t) in self._notes.born for t in targets)):
             return None
         return [part(t).clone() for t in targets]
 
@@ -163,9 +163,9 @@ def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     is_whole: whether classes of tensors have their own ops in here; an `OpWatch` is to be paused then.
     """
     uncast = unobserved() if process_state.converted else contextlib.nullcontext()
-    hidden = contextlib.nullcontext() if is_whole else torch._C._DisableTorchDispatch()
+    hidden = contextlib.nullcontext() if is_whole else private("torch._C._DisableTorchDispatch")()
     try:
-        with torch.no_grad(), hidden, torch._C.DisableTorchFunctionSubclass(), uncast:
+        with torch.no_grad(), hidden, private("torch._C.DisableTorchFunctionSubclass")(), uncast:
             yield
     except Exception as error:  # doctor meets kinds of tensors that it does not know
         if not trouble:

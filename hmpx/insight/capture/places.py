@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hmpx.base.torch_private import private
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.tensors import LOW, Tensor, is_finite
@@ -194,7 +195,7 @@ class Notes:
 
     def note_node(self, frame: python_types.FrameType) -> None:
         """Note which line calls an op whose node autograd has just made."""
-        number = torch.autograd._get_sequence_nr() - 1
+        number = private("torch.autograd._get_sequence_nr")() - 1
         if number not in self._nodes:
             self._nodes[number] = self.place(frame)
 

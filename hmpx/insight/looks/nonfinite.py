@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import VIEWS
 from hmpx.insight.capture.look import Look
 from hmpx.insight.capture.places import Notes, OpCall, Spot
@@ -117,4 +118,4 @@ def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
     dense = [few.float() for each in tensors if each.layout is torch.strided and (few := sample(each)).numel()]
-    return not dense or all(map(math.isfinite, torch._foreach_norm(dense, math.inf)))
+    return not dense or all(map(math.isfinite, norms_of(dense, math.inf)))

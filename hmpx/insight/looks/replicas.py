@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import AGREEMENT, private
 from hmpx.insight.capture.look import Look
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.rounding.native import PLAIN
@@ -38,7 +39,8 @@ class Replicas(Look):
         distributed = torch.distributed
         if self._store is None and distributed.is_available() and distributed.is_initialized():
             self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
-            self._store = distributed.distributed_c10d._get_default_store() if self._world > 1 else None
+            compares = self._world > 1 and AGREEMENT.is_on()
+            self._store = private("torch.distributed.distributed_c10d._get_default_store")() if compares else None
         self._note("first", [optimizer])
 
     def close(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from hmpx.base.torch_private import tree_leaves
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, sample
 from hmpx.insight.text_table import size

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import tree_map_only
 from hmpx.insight.capture.dispatch import INDEXED, NORMS, few, memory
 from hmpx.insight.capture.look import OpLook
 from hmpx.insight.capture.places import Notes, OpCall, Place, Spot

@@ -10,6 +10,7 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import base_of
 from hmpx.insight.recording.recorded import RoundTrip, Site
 from hmpx.insight.tensors import Tensor
 from hmpx.ops.overlays import Overlay
@@ -62,7 +63,7 @@ class RoundTrips:
 
     def _of(self, tensor: Tensor) -> _Changed | None:
         """Return how a tensor, or the base of a view, came to its dtype."""
-        found = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
+        found = self._changed.get(id(tensor)) or self._changed.get(id(base_of(tensor)))
         return found[0] if found else None
 
     def _remember(self, tensor: Tensor, made: _Changed) -> None:

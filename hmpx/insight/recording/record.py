@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hmpx.base import forks, region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import observers
+from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.escaped import ForwardWatch
@@ -41,7 +42,7 @@ from hmpx.ops.wrapping.switch import is_outside
 from hmpx.version import __version__
 
 _lock = forks.lock()  # of what several threads record
-_unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
+_unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype
 
 
 @contextlib.contextmanager

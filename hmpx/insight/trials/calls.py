@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hmpx.base import run_in_region
+from hmpx.base.torch_private import graph_task, in_torch_func, tree_leaves, tree_map_only
 from hmpx.conversion import installed
 from hmpx.insight.reasons import in_a_line, reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, differentiable, floating
@@ -133,12 +133,12 @@ def by_site(compute_of: Callable[[CallSite], Compute]) -> Compute:
 
 def is_recomputing() -> bool:
     """Whether a backward pass is running: a checkpoint then repeats calls of the forward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def is_transformed() -> bool:
     """Whether torch.func transforms the call: a tensor then stands for several, and cannot be read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return in_torch_func() is not None
 
 
 def in_fp32(asked: Asked) -> Any:

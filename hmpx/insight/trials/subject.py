@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from hmpx.base.torch_private import private, tree_leaves, tree_map
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, kind_of
 from hmpx.insight.run_state import kept
@@ -26,6 +26,8 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe
+
+_hooks_of = private("torch.Tensor._post_accumulate_grad_hooks").__get__
 
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]  # a scalar, or that and log-probs
 _SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
@@ -128,7 +130,7 @@ class Subject:
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
         found: Sequence[Tensor | None]
-        if self._reentrant and not any(p._post_accumulate_grad_hooks for p in self.parameters):
+        if self._reentrant and not any(map(_hooks_of, self.parameters)):
             loss.backward()  # which such a checkpoint needs, and which would run these hooks
             found = [p.grad for p in self.parameters]
             for p in self.parameters:

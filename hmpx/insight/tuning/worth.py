@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import run_in_region
+from hmpx.base.torch_private import tree_map
 from hmpx.insight import run_state
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched

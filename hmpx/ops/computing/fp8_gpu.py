@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from hmpx.base.torch_private import base_of
 from hmpx.ops.computing.fp8_kernels import CodedLines, can_cast, cast_both
 from hmpx.ops.policies.fp8_format import CODES, Format
 from hmpx.ops.wrapping.weight_cache import current, open_caches
@@ -48,7 +49,7 @@ def product_of_both(a: Tensor, b: Tensor, form: Format, weight: bool) -> Tensor:
 
 def _kept(b: Tensor, form: Format) -> CodedLines | None:
     """Return the codes of a whole weight from `cached_weights()`; None if `b` is no weight, or no output is in FP8."""
-    cache, value = current(), b if b._base is None else b._base
+    cache, value = current(), b if base_of(b) is None else base_of(b)
     weight = None if cache is None or "output" not in form.products else cache.weight_of(value)
     layouts = (value.shape, value.stride()), (value.shape[::-1], value.stride()[::-1])
     if cache is None or weight is None or (b.shape, b.stride()) not in layouts or value.dtype is not b.dtype:

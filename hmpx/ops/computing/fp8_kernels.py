@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from hmpx.base.torch_private import FP8_KERNELS, in_torch_func, private
 from hmpx.ops.policies.fp8_format import CODES, Format
 from hmpx.ops.wrapping.overriding import PLAIN
 
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 _SIDE, _MATRIX = 128, 1024  # as in fp8_triton.py: of a tile, the most programs that look for the largest magnitude
 _WHOLE, _LINES, _BLOCKS, _SQUARES = range(4)
 _WARPS = 8
+_PROXY = "torch._C._TorchDispatchModeKey.PROXY"
 
 
 class CodedLines(NamedTuple):
@@ -47,9 +49,9 @@ def _kernels() -> ModuleType | None:
 
 def can_cast(*matrices: Tensor) -> bool:
     """Return whether the kernels exist here, and can read these matrices."""
-    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_compiling() or not FP8_KERNELS.is_on() or in_torch_func() is not None:
         return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # which sees no kernel of ours
+    if private("torch._C._get_dispatch_mode")(private(_PROXY)) is not None:  # which sees no kernel of ours
         return False
     return all(x.is_cuda and x.dim() == 2 and type(x) in PLAIN for x in matrices) and _kernels() is not None
 

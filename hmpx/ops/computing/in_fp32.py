@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import PARAMETRIZATIONS
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import call
@@ -48,7 +49,7 @@ COMPUTED = in_fp32(torch.matmul).__code__  # one for all of them
 
 def parametrizations(switch: Switch) -> Iterator[Patch]:
     """Yield the patches of torch's own parametrizations: modules, and the older hooks."""
-    for path in op_facts.PARAMETRIZATIONS:
+    for path in op_facts.PARAMETRIZATIONS if PARAMETRIZATIONS.is_on() else ():
         module, cls, method = path.rsplit(".", 2)
         owner = getattr(sys.modules[module], cls)
         yield patch_of(owner, method, path, Patching.FP32, functools.partial(_parametrization, path, switch))

@@ -33,6 +33,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.base.compiling import never_compile_alone
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
@@ -43,6 +44,8 @@ from hmpx.ops.wrapping.weight_cache import current, open_caches
 if TYPE_CHECKING:
     from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel
 
+_is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
+_set_enabled, _set_dtype = private("torch._C.set_autocast_enabled"), private("torch._C.set_autocast_dtype")
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
@@ -107,7 +110,7 @@ def choose(asked: KernelsAsked) -> Kernels:
 def has_instructions(dtype: torch.dtype) -> bool:
     """Return whether this CPU has kernels made for BF16 or FP16, as far as torch can tell: True where it cannot."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    return not torch.backends.mkldnn.is_available() or bool(getattr(torch.ops.mkldnn, name)())
+    return not torch.backends.mkldnn.is_available() or bool(private(f"torch.ops.mkldnn.{name}")())
 
 
 def capability() -> str:
@@ -177,17 +180,17 @@ class InsideKernel:
 def _autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
     """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
     device = _device((*args, *kwargs.values()))
-    if not (device and torch._C._is_autocast_available(device)):
+    if not (device and torch.amp.is_autocast_available(device)):
         return call(op, args, kwargs)
-    before = torch._C.is_autocast_enabled(device), torch._C.get_autocast_dtype(device)
+    before = _is_enabled(device), _dtype_of(device)
     torch.autocast_increment_nesting()
     try:
-        torch._C.set_autocast_enabled(device, True)
-        torch._C.set_autocast_dtype(device, low)
+        _set_enabled(device, True)
+        _set_dtype(device, low)
         return call(op, args, kwargs)
     finally:
-        torch._C.set_autocast_enabled(device, before[0])
-        torch._C.set_autocast_dtype(device, before[1])
+        _set_enabled(device, before[0])
+        _set_dtype(device, before[1])
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()  # it holds the weights that were cast
 

@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
+from hmpx.base.torch_private import FakeTensor, private
 from hmpx.ops.computing import fp8_gpu
 from hmpx.ops.computing.fp8_grouped import GroupedProduct, why_not_grouped
 from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
@@ -129,7 +128,8 @@ def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str
     )
 
 
-_DENSE = (*PLAIN, FakeTensor, FunctionalTensor)  # the last two: as torch compiles
+# As torch compiles:
+_TRACED = FakeTensor, private("torch._subclasses.functional_tensor.FunctionalTensor")
 
 OPERANDS: dict[str, Callable[..., Operands | str]] = {
     "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
@@ -178,7 +178,8 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
         return True
-    return type(value) in _DENSE and value.layout is torch.strided and not value.is_nested
+    is_known = type(value) in PLAIN or isinstance(value, _TRACED)
+    return is_known and value.layout is torch.strided and not value.is_nested
 
 
 def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -199,7 +200,9 @@ def _why_not(operands: Operands | str) -> str:
             return "not of BF16"
         if each.dim() < 2:
             return "a product with a vector"
-    return "forward-mode AD" if not is_dynamo_compiling() and forward_ad._current_level >= 0 else ""
+    if is_dynamo_compiling() or all(forward_ad.unpack_dual(each).tangent is None for each in operands[:2]):
+        return ""
+    return "forward-mode AD"
 
 
 # FP8

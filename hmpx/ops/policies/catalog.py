@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.overrides
-from torch.utils._device import _device_constructors
 
 from hmpx.base.garbage import none_collected
+from hmpx.base.torch_private import has, private
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.composition import COMPOSED, Composition
-from hmpx.ops.policies.signatures import Argument, Signature, is_tensor, read_signature, schemas
+from hmpx.ops.policies.signatures import Argument, Signature, all_schemas, is_tensor, read_signature, schemas
 
 Tensor = torch.Tensor
 
@@ -87,11 +87,12 @@ def _functions() -> Named:
         for attribute, value in vars(module).items():
             if isinstance(value, types.BuiltinFunctionType):
                 places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
-    for aten in dir(torch._C._VariableFunctions):
+    variable, layers = private("torch._C._VariableFunctions"), private("torch._VF") if has("torch._VF") else None
+    for aten in dir(variable):
         if not aten.startswith("__") and schemas(aten):
-            held = places.get(id(getattr(torch._C._VariableFunctions, aten)), ())
-            yield from _builtin(aten, (*held, (torch._VF, aten, f"torch._VF.{aten}")))
-    spaces = ("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
+            held = places.get(id(getattr(variable, aten)), ())
+            yield from _builtin(aten, held if layers is None else (*held, (layers, aten, f"torch._VF.{aten}")))
+    spaces = ("", private("torch._C._nn")), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
     for prefix, space in spaces:
         for attribute in dir(space):
             function = getattr(space, attribute)
@@ -108,7 +109,7 @@ def _builtin(aten: str, places: Iterable[tuple[Any, str, str]]) -> Named:
 
 
 def _methods() -> Named:
-    for attribute in dir(torch._C.TensorBase):
+    for attribute in dir(Tensor.__base__):  # which is written in C
         if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
             continue
         if callable(getattr(Tensor, attribute)) and schemas(attribute):
@@ -180,7 +181,7 @@ def catalog() -> dict[str, Op]:
     """Return every op by its list name. Built once: entries are attributes, so later patches do not make it stale."""
     torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
-    _device_constructors()  # the functions that `with torch.device(...)` gives a device
+    private("torch.utils._device._device_constructors")()  # the functions that `with torch.device(...)` gives a device
     found: dict[str, dict[tuple[int, str], Entry]] = {}
     in_place: dict[str, list[Entry]] = {}
     for spelling, entry in chain(_functions(), _methods(), _operators(), _python_functions(found)):
@@ -233,7 +234,7 @@ def canonical(name: str) -> str:
 
 def _is_overload(base: str, overload: str) -> bool:
     # Overloads for named dimensions come and go between versions of torch; lists written for one name them.
-    known = {schema.overload_name for schema in torch._C._jit_get_schemas_for_operator(f"aten::{base}")}
+    known = {schema.overload_name for schema in all_schemas(f"aten::{base}")}
     return overload in known or "dimname" in overload.lower()
 
 
@@ -251,7 +252,7 @@ def legal_names() -> frozenset[str]:
 def aten_only(name: str) -> bool:
     """Return whether the dispatcher knows aten::`name` although no Python caller reaches it."""
     writes = name.endswith("_") and not name.endswith("__")
-    return name not in op_facts.NOT_OPS and not writes and bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+    return name not in op_facts.NOT_OPS and not writes and bool(all_schemas(f"aten::{name}"))
 
 
 def retired(name: str) -> bool:

@@ -12,6 +12,8 @@ import torch
 import torch.functional
 import torch.nn.functional as F
 
+from hmpx.base.torch_private import private
+
 # Modules whose attributes are entry points, in the order they are shown.
 NAMESPACES = {
     "torch": torch,
@@ -19,7 +21,7 @@ NAMESPACES = {
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.fft": torch.fft,
-    "torch._C._nn": torch._C._nn,
+    "torch._C._nn": private("torch._C._nn"),
     "torch.functional": torch.functional,
 }
 

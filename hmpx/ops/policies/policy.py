@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from hmpx.base import process_state as state
+from hmpx.base.compiling import ask_once
 from hmpx.errors import HmpxError, UnknownOpError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, ONLY_FP32, SPARSE_GRADIENTS, Composition
@@ -269,7 +270,7 @@ def scope_inside(scope: int, overlay: int) -> int:
 
 
 # torch.compile calls it, and takes the number for a constant: it depends on nothing but the arguments.
-vars(scope_inside)["_dynamo_marked_constant"] = True
+ask_once(scope_inside)
 
 
 def number_inside(scope: int, overlay: int) -> int:

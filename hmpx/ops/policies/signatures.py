@@ -7,9 +7,10 @@ import keyword
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
+from hmpx.base.torch_private import private
 from hmpx.ops.policies import op_facts
+
+all_schemas = private("torch._C._jit_get_schemas_for_operator")
 
 
 class Argument(NamedTuple):
@@ -53,7 +54,7 @@ class Signature:
 @functools.cache
 def schemas(name: str) -> tuple[Any, ...]:
     """Return the functional overloads that the dispatcher has for aten::`name`, without those that ask for a dtype."""
-    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    found = all_schemas(f"aten::{name}")
     return tuple([s for s in found if not any(map(_asks_for_the_result, s.arguments))])
 
 

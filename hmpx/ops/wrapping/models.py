@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
+from hmpx.base.torch_private import has, version_of
 
+_counts_writes = has("torch.Tensor._version")
 Module = torch.nn.Module
 
 
 def has_parameters(module: Module) -> bool:
     """Return whether a module, or one in it, has a parameter; a replica of DataParallel has had some."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return True
-    if "_former_parameters" in vars(module) and vars(module)["_former_parameters"]:
+    if next(module.parameters(), None) is not None:
         return True
-    return any(has_parameters(child) for child in module._modules.values() if child is not None)
+    return any(vars(each).get("_former_parameters") for each in module.modules())
 
 
 def is_model(module: Module) -> bool:
@@ -37,12 +36,13 @@ def run_first(module: Module, forward: Callable, cast: Callable, args: tuple, kw
 
     forward: the call. cast: runs it as the forward of a model; one that is handed a module is not run so this time.
     """
-    before = [(p, p._version) for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_inference()]
+    before = [(p, version_of(p)) for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_inference()]
     handed = _holds((*args, *kwargs.values()), (Module, torch.nn.Parameter))
     if handed:
         _note(process_state.averages, module)
     result = forward(module, *args, **kwargs) if handed else cast(forward, (module, *args), kwargs)
-    written = any(p._version != version for p, version in before)  # ``p.data.copy_()`` counts as no write
+    # ``p.data.copy_()`` counts as no write, and nothing does where torch does not count.
+    written = _counts_writes and any(version_of(p) != version for p, version in before)
     returns, trained = _holds((result,), (torch.Tensor,)), any(p.requires_grad for p in module.parameters())
     if (written and not trained) or ((written or handed) and not returns):
         _note(process_state.averages, module)

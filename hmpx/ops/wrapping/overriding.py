@@ -27,6 +27,7 @@ import torch.overrides
 
 from hmpx.base import region_state
 from hmpx.base.compiling import ask_once, never_compile
+from hmpx.base.torch_private import private
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 
@@ -141,7 +142,7 @@ def public(op: Callable) -> Callable:
     """Return the function that torch passes to ``__torch_function__`` for `op`: ``Tensor.matmul`` for ``x @ y``."""
     if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
         return op
-    with torch._C._DisableTorchDispatch():  # a tensor without data can be of no other class
+    with private("torch._C._DisableTorchDispatch")():  # a tensor without data can be of no other class
         probe = torch.empty(0).as_subclass(_Probe)
     try:
         found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)

@@ -25,11 +25,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch._C import _current_autograd_node, _current_graph_task_id
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
+from hmpx.base.torch_private import autograd_node, graph_task
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
@@ -98,7 +98,7 @@ def _is_loss(op: str) -> bool:
 
 def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | None) -> bool:
     """Return whether an op with these arguments, called in `frame`, is a model's."""
-    if _current_graph_task_id() != -1:  # in a backward pass: forwards that are computed again have opened a region
+    if graph_task() != -1:  # in a backward pass: forwards that are computed again have opened a region
         return _is_cast_backward() is True
     in_another = False
     while frame is not None:
@@ -116,13 +116,13 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
 
 def _is_cast_backward() -> bool | None:
     """Return whether the `backward` of a function runs whose forward was cast; None if that was outside of a model."""
-    node = _current_autograd_node()
+    node = autograd_node()
     return isinstance(node, BackwardCFunction) and getattr(node, CASTS, True)  # else a hook
 
 
 def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Return whether low precision comes to a call; a hook of a gradient may not return another dtype."""
-    if _current_graph_task_id() != -1 and _is_cast_backward() is False:
+    if graph_task() != -1 and _is_cast_backward() is False:
         return False
     return any(tensor.dtype in LOW_RULES for tensor in _tensors((*args, *kwargs.values())))
 
@@ -131,7 +131,7 @@ def is_in_model(frame: types.FrameType) -> bool:
     """Return whether code that runs in `frame` is a model's: of a forward, or a method of a module."""
     if region_state.casting() is not None:  # that of a forward, or one that somebody has opened on purpose
         return True
-    if _current_graph_task_id() != -1:
+    if graph_task() != -1:
         return _is_cast_backward() is not False
     return in_method(frame)
 

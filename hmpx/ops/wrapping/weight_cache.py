@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -26,14 +27,13 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled
-from torch._C import _len_torch_dispatch_stack
-from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from hmpx.base import forks
 from hmpx.base.changes import Attribute
 from hmpx.base.process_state import open_caches, watching_writes
+from hmpx.base.torch_private import KEPT_CASTS, FakeTensor, dispatch_modes, in_torch_func, private, version_of
 from hmpx.rounding.devices import is_lazy
 
 logger = logging.getLogger("hmpx")
@@ -78,12 +78,13 @@ class WeightCache:
         dtype: of the cast, or what else tells it from others. views: of the weight, that the caller holds.
         """
         kept = self._kept.get((id(weight), dtype))
-        if kept is not None and not _len_torch_dispatch_stack():
+        if kept is not None and not dispatch_modes():
             made, stream = kept.cast, kept.stream
-            unwritten = kept.weight is weight and kept.version == weight._version and kept.pointer == _pointer(weight)
+            now = version_of(weight), _pointer(weight)
+            unwritten = kept.weight is weight and (kept.version, kept.pointer) == now
             ready = stream is None or (stream == _stream(weight) and _runs_now(weight))
             # An op may have returned a view of the cast, and somebody written to that.
-            if unwritten and ready and made._version == 0 and not (weight.requires_grad and is_grad_enabled()):
+            if unwritten and ready and version_of(made) == 0 and not (weight.requires_grad and is_grad_enabled()):
                 return made
         return self._make(weight, dtype, cast, views)
 
@@ -92,17 +93,17 @@ class WeightCache:
             return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
         if is_lazy(weight):
             return self._refuse("its device computes later, in one graph", weight, cast)
-        if _len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
+        if dispatch_modes() or not (weight.is_cpu or _runs_now(weight)):
             return cast(weight)
         key = id(weight), dtype
         self._drop(key)
         if weight.is_inference():
             return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_torch_func() is not None or KEPT_CASTS.missing:
             return cast(weight)
         if _is_shared(weight, views):
             return self._refuse("something else holds its storage", weight, cast)
-        version, pointer = weight._version, _pointer(weight)
+        version, pointer = version_of(weight), _pointer(weight)
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
@@ -118,10 +119,10 @@ class WeightCache:
     def widen(self, value: Tensor) -> Tensor:
         """Return `value` in FP32 for a kernel; cached for a weight or a cached cast."""
         kept = self._of_cast.get(id(value))
-        if kept is None or value._version:
+        if kept is None or version_of(value):
             return self.get(value, torch.float32, _to_float) if type(value) is Parameter else _to_float(value)
         wide = kept.wide
-        if wide is None or wide._version:
+        if wide is None or version_of(wide):
             with torch.inference_mode(False), torch.no_grad():
                 kept.wide = wide = _to_float(value)
                 if value.dtype is torch.bfloat16 and value.dim() and wide.is_contiguous():
@@ -181,6 +182,7 @@ def current() -> WeightCache | None:
 
 def open_cache() -> None:
     """Open this thread's cache. Calls nest."""
+    KEPT_CASTS.is_on()
     with _lock:
         cache = open_caches.get(get_ident()) or WeightCache()
         if not open_caches:
@@ -209,7 +211,7 @@ def close_cache() -> None:
 def _is_shared(weight: Parameter, views: int) -> bool:
     """Return whether anything but the weight, these views, and the storage object asked for here, holds its memory."""
     storage = storage_of(weight)
-    return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2 + views)
+    return bool(weight.storage_offset() != 0 or _use_count(storage._cdata) > 2 + views)
 
 
 def _runs_now(weight: Parameter) -> bool:
@@ -235,7 +237,8 @@ def _stream(weight: Parameter) -> object:
 
 # Writes that do not raise a tensor's `_version`
 
-_data = torch._C.TensorBase.__dict__["data"]
+_data: Any = inspect.getattr_static(Tensor, "data")
+_use_count = private("torch._C._storage_Use_Count")
 _TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch._subclasses import FakeTensor
 
+from hmpx.base.torch_private import FakeTensor
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.state_codes import code_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held_states, is_coded
@@ -23,7 +23,6 @@ from hmpx.updates.ranks.sharding import is_sharded
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 BF16, FP32 = torch.bfloat16, torch.float32
-_DENSE = (Tensor, FakeTensor)
 
 # State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
 _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
@@ -169,7 +168,7 @@ def _holds(value: Any, dtype: torch.dtype) -> bool:
 
 def _is_dense(value: Any) -> bool:
     """Whether a value is a plain tensor or a DTensor. Another class may hold its values in eight bits."""
-    return type(value) in _DENSE or is_sharded(value)
+    return type(value) is Tensor or isinstance(value, FakeTensor) or is_sharded(value)
 
 
 def _cast(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:

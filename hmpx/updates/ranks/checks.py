@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 
 _PATIENCE = timedelta(minutes=5)  # with which ranks wait for each other; less where the job's own timeout is less
@@ -42,7 +43,7 @@ def _store() -> dist.Store:
     if _met is None or _met() is not dist.group.WORLD:
         _met = weakref.ref(dist.group.WORLD)
         _compared.clear()
-    return dist.distributed_c10d._get_default_store()
+    return private("torch.distributed.distributed_c10d._get_default_store")()
 
 
 def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.base.changes import Changes
+from hmpx.base.torch_private import FP32_SUMS, graph_task, private
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 
@@ -39,7 +40,7 @@ def reducers() -> list[DistributedDataParallel]:
         return []
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]  # in C: there are millions
     modules = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    return [m for m in modules if "module" in vars(m).get("_modules", ())]  # its constructor may be running
+    return [m for m in modules if hasattr(m, "module")]  # its constructor may be running
 
 
 def replicas() -> dict[Parameter, DistributedDataParallel]:
@@ -73,6 +74,7 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
 
 def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
     """Keep the gradient of `p` in FP32 for whichever module reduces it in a backward pass, until `undo`."""
+    FP32_SUMS.require()
     _ours.add(p)
     undo.callback(_ours.discard, p)
     undo.callback(_aside.pop, p, None)  # a backward pass that failed may have left it
@@ -169,7 +171,7 @@ class _Exchange:
 def _set_aside(p: Parameter) -> None:
     """Take the gradient before DDP reads it; a post-accumulate hook."""
     global _backward
-    if _backward != (now := torch._C._current_graph_task_id()):
+    if _backward != (now := graph_task()):
         _backward = now
         _when_backward_is_done(_put_back)
     _take(p)  # first: it may have been added to the zeros, which others have as well
@@ -200,7 +202,7 @@ def _put_back() -> None:
 
 def _when_backward_is_done(work: Callable[[], None]) -> None:
     """Queue `work` after DDP's own callback, which writes the buckets into the gradients."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue = private("torch.autograd.Variable._execution_engine.queue_callback")
     queue(functools.partial(queue, work))
 
 

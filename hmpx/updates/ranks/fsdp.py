@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import FSDP_SUMS
 from hmpx.errors import HmpxError
 
 Parameter = torch.nn.Parameter
@@ -27,7 +28,7 @@ _PUT_OFF = "set_requires_gradient_sync", "set_requires_all_reduce"
 def sum_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
     """Refuse sums of the gradient of `p` in BF16, until `undo`."""
     module = sys.modules.get("torch.distributed.fsdp")
-    if module is not None and not _ours:
+    if module is not None and not _ours and FSDP_SUMS.is_on():
         for name in _PUT_OFF:
             method = getattr(module.FSDPModule, name)
             _changes.put(Attribute(module.FSDPModule, name, f"FSDPModule.{name}"), _checked(method))
@@ -58,7 +59,8 @@ def _checked(method: Callable) -> Callable:
 
 def _sums_low(module: Any) -> bool:
     """Whether FSDP2 adds up gradients of ours in BF16, in this module without those inside it."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         low = group.mp_policy.reduce_dtype is not torch.float32
         if low and any(each.sharded_param in _ours for each in group.fsdp_params):
             return True

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch._subclasses import FakeTensor
 
+from hmpx.base.torch_private import FakeTensor, private
 from hmpx.errors import HmpxError
 from hmpx.rounding.keys import Span
 from hmpx.rounding.native import PLAIN
@@ -145,14 +145,15 @@ def box_of(tensor: Tensor, name: str) -> Box | None:
 @functools.lru_cache(maxsize=4096)
 def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> Box:
     from torch.distributed.tensor import Partial
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = private("torch.distributed.tensor.placement_types._StridedShard")
 
     if any(isinstance(placement, Partial) for placement in placements):
         raise HmpxError("it is a partial sum, which cannot be updated")
     sizes, offsets = sizes_and_offsets(whole, mesh, placements)
     if tuple(held) != tuple(sizes):
         raise HmpxError(f"this rank holds {tuple(held)}, the placements say {tuple(sizes)}")
-    for dim in {placement.dim for placement in placements if isinstance(placement, _StridedShard)}:
+    for dim in {placement.dim for placement in placements if isinstance(placement, strided)}:
         cuts = [mesh.size(i) for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
         if whole[dim] % math.prod(cuts) and torch.__version__ < "2.12":
             raise HmpxError(
@@ -164,6 +165,4 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
 
 def sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and offsets, by dimension, of this rank's part of a DTensor that is sharded so."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return compute_local_shape_and_global_offset(whole, mesh, placements)
+    return private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")(whole, mesh, placements)

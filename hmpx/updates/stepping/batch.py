@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import dispatch_modes, version_of
 from hmpx.rounding import native
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
@@ -98,7 +99,7 @@ class Batch:
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
         shown = [shadow.grad for shadow in self._shadows]
-        seen, versions = _versions(shown), [tensor._version for tensor, _ in self._versioned]
+        seen, versions = _versions(shown), [version_of(tensor) for tensor, _ in self._versioned]
         lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
         try:
             self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
@@ -117,7 +118,7 @@ class Batch:
         except BaseException:
             lists.hide()  # an interrupt may have come while they were shown or hidden
             is_blind, pairs = hides_writes(optimizer), zip(self._versioned, versions, strict=True)
-            written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
+            written += [name for (tensor, name), version in pairs if is_blind or version_of(tensor) != version]
             for each in self._shown:
                 each.undo()
             raise
@@ -153,7 +154,7 @@ class Batch:
         """Give the parameters' gradients the changes that the step made to the shown ones."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
         # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
-        is_hidden = getattr(optimizer, "grad_scale", None) is not None or torch._C._len_torch_dispatch_stack() > 0
+        is_hidden = getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
         if is_hidden or not all(map(is_, left, shown)) or _versions(left) != seen:
             for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
                 if is_hidden or now is not grad or _version(now) != version:
@@ -201,11 +202,11 @@ def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], i
 
 
 def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
+    return 0 if grad is None else version_of(grad)
 
 
 def _versions(grads: list[Any]) -> list[int]:
-    return [0 if grad is None else grad._version for grad in grads]
+    return [0 if grad is None else version_of(grad) for grad in grads]
 
 
 def values_of(states: list[dict[str, Any]]) -> list[Any]:

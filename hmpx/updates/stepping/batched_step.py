@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import optim
-from torch._C._dynamo.guards import TensorGuards
 
+from hmpx.base.torch_private import copy_all, private
 from hmpx.rounding import native, triton
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
@@ -32,6 +32,7 @@ from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
 Tensor = torch.Tensor
+TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
@@ -149,13 +150,13 @@ class BatchedStep:
                 addresses = addresses or [grad.data_ptr() for grad in gradients]
                 table.send(write_back.rounding_key.of_step, addresses, room.data_ptr())
         if self._counts[0]:
-            torch._foreach_copy_(*self._counts)
+            copy_all(*self._counts)
         for each in self._batches:
             each.step(call, write_back, gradients)
         for batch in self._fused:
             batch.step(call, write_back, gradients, addresses)
         if self._last[0]:
-            torch._foreach_copy_(*self._last)
+            copy_all(*self._last)
 
     def keep(self, optimizer: Optimizer) -> bool:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""

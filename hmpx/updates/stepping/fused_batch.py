@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.backends import kernels_for
@@ -134,7 +135,7 @@ class _Counts:
         if self._in_c:
             native.raise_counts(self._addresses)
         elif self._tensors:
-            torch._foreach_add_(self._tensors, torch.ones(()), alpha=1.0)  # for a number it would make many tensors
+            add_to_all(self._tensors, torch.ones(()), alpha=1.0)  # for a number it would make many tensors
 
 
 class FusedBatch:

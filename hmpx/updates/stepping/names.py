@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hmpx.base.torch_private import ZERO
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.segment import Segment, Way
@@ -96,7 +97,7 @@ def inside_zero(optimizer: Optimizer) -> Optimizer | None:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return None
-    if optimizer._overlap_with_ddp:
+    if ZERO.is_on() and optimizer._overlap_with_ddp:
         raise HmpxError(
             "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in functions of its own, which hmpx does not see; "
             "leave overlap_with_ddp out"

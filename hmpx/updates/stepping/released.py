@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import graph_task, private, tree_leaves
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
@@ -40,7 +40,7 @@ class Released(torch.Tensor):
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, optimizer: Optimizer) -> Released:
         like: dict[str, Any] = {"strides": gradient.stride(), "dtype": gradient.dtype, "device": gradient.device}
-        made = torch.Tensor._make_wrapper_subclass(cls, gradient.shape, **like)
+        made = private("torch.Tensor._make_wrapper_subclass")(cls, gradient.shape, **like)
         made.optimizer = type(optimizer).__name__
         return made
 
@@ -141,7 +141,7 @@ def refuse_scaled(optimizer: Optimizer) -> None:
     Raises:
         HmpxError: this backward began at what `GradScaler.scale` returned.
     """
-    now = torch._C._current_graph_task_id()
+    now = graph_task()
     if now != -1 and now == _scaled_backward:
         raise HmpxError(
             f"GradScaler: this loss is scaled, and {type(optimizer).__name__} is attached with release_gradients=True, "
@@ -192,4 +192,4 @@ def _watched_scale(scale: Callable) -> Callable:
 
 def _remember_backward(gradient: torch.Tensor) -> None:
     global _scaled_backward
-    _scaled_backward = torch._C._current_graph_task_id()
+    _scaled_backward = graph_task()

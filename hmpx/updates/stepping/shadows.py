@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import version_of
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.segment import Segment, laid_as
@@ -58,12 +59,12 @@ class Shadow:
 
     def look(self) -> None:
         """Remember the weights: nothing but a closure may change them."""
-        self._seen = self.p._version, self.p.detach().clone()
+        self._seen = version_of(self.p), self.p.detach().clone()
 
     def _has_changed(self) -> bool:
         version, seen = self._seen
-        if self.p._version != version or not shows_values(self.p):
-            return self.p._version != version
+        if version_of(self.p) != version or not shows_values(self.p):
+            return version_of(self.p) != version
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
     def is_bypassed(self) -> bool:
@@ -84,12 +85,12 @@ class Shadow:
             q.grad = laid_as(grad.detach(), q, torch.float32)
         else:
             q.grad = grad.detach().to(torch.float32, copy=True)
-        self._shown = q.grad, 0 if q.grad is None else q.grad._version
+        self._shown = q.grad, 0 if q.grad is None else version_of(q.grad)
 
     def hand_back(self) -> None:
         """Give the parameter's gradient the changes that the step made to the shadow's."""
         p, left, (shown, version) = self.p, self.q.grad, self._shown
-        is_shown, is_written = left is shown, left is not None and left._version != version
+        is_shown, is_written = left is shown, left is not None and version_of(left) != version
         # A gathered parameter is stepped by a class of torch, which raises the version of what it writes to.
         if is_shown and not is_written and (left is None or self.gathers or _is_as_shown(p.grad, left)):
             return

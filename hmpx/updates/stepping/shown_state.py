@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import version_of
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, keeps_bf16
@@ -46,7 +47,7 @@ class ShownState:
         """
         if watched:
             values = [item for v in self.content.values() for item in (v if isinstance(v, list) else (v,))]
-            self._versions = [(value, value._version) for value in values if isinstance(value, Tensor)]
+            self._versions = [(value, version_of(value)) for value in values if isinstance(value, Tensor)]
         if self.own is not None:
             self._states.pop(self.segment.param)
             self._states[shadow] = self.own if self.shown is None else self.shown
@@ -98,4 +99,4 @@ class ShownState:
     def is_written(self, optimizer: Optimizer) -> bool:
         """Whether the step has written to the parameter's own tensors in place, which cannot be undone."""
         is_blind = hides_writes(optimizer)
-        return any(is_blind or tensor._version != version for tensor, version in self._versions)
+        return any(is_blind or version_of(tensor) != version for tensor, version in self._versions)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hmpx.base.interrupts import giving_back
+from hmpx.base.torch_private import set_grad_enabled
 from hmpx.errors import HmpxError
 from hmpx.rounding.native_library import expect_kernels
 from hmpx.rounding.stochastic import check_seed
@@ -81,7 +82,7 @@ class WeightUpdates:
         signals, gradients = DeferredSignals(), torch.is_grad_enabled()
 
         def give_back() -> None:
-            torch._C._set_grad_enabled(gradients)
+            set_grad_enabled(gradients)
             signals.end()
 
         return giving_back(give_back, function, call, signals, *args)

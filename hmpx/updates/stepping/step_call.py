@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hmpx.base.torch_private import dispatch_modes
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.stores import Stores
@@ -98,7 +99,7 @@ def hides_writes(optimizer: Optimizer) -> bool:
     taken back if the step raises. Below a `TorchDispatchMode` (`FlopCounterMode`, or one that looks for NaN) foreach
     kernels raise none, and fused ones raise that of the count of steps, which SGD does not keep.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return True
     return type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups)
 

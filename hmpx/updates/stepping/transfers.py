@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from hmpx.base.torch_private import copy_all
 from hmpx.rounding import native, triton
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import name_id
@@ -167,7 +168,7 @@ class Operators:
         if copied:
             held = [*grads, *(piece.held.tensor for piece in self._copied)]
             of = [piece.segment.of(tensor) for piece, tensor in zip(copied, held, strict=True)]
-            torch._foreach_copy_([piece.x for piece in copied], of)
+            copy_all([piece.x for piece in copied], of)
         for piece in self._others:
             piece.held.read(piece.segment, piece.x)
 

@@ -1,0 +1,133 @@
+"""Features of hmpx that rest on names which torch does not document.
+
+Torch promises nothing about these names. Each is listed in `torch_private`, with the feature that it belongs to, and
+asked for here alone. Where the installed torch lacks one, its stand-in serves; a name without a stand-in switches its
+feature off, and one sentence says so when the feature is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import operator
+import pkgutil
+import re
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from hmpx.errors import HmpxError
+
+logger = logging.getLogger("hmpx")
+_NOTHING: Any = object()
+
+
+class Name(NamedTuple):
+    """A name of torch.
+
+    path: where it stands. `Optimizer()._hooks` is an attribute of the objects of a class; ``module:word`` is a word
+    that the source of a module knows, such as a mark on somebody else's object. what: hmpx does with it. stand_in:
+    serves in its place; the feature stays on. off: what code gets, without the name and without the feature.
+    """
+
+    path: str
+    what: str
+    stand_in: Any = _NOTHING
+    off: Any = _NOTHING
+
+
+class Feature:
+    """Something that hmpx does with such names. without: what holds where one of them is missing.
+
+    >>> feature = Feature("kept casts", "every weight is cast anew", Name("torch._C._no_such_name", "counts"))
+    >>> feature.sentence()  # doctest: +ELLIPSIS
+    'kept casts: torch ... has no torch._C._no_such_name, so every weight is cast anew'
+    """
+
+    def __init__(self, title: str, without: str, *names: Name) -> None:
+        self.title, self._without = title, without
+        self.names = {name.path: name for name in names}
+        self._said = False
+
+    @functools.cached_property
+    def missing(self) -> list[str]:
+        """The names that the installed torch lacks, and that nothing stands in for."""
+        return [path for path, name in self.names.items() if name.stand_in is _NOTHING and not exists(path)]
+
+    def is_on(self) -> bool:
+        """Whether torch has what this needs; the first time that it has not, a warning says so."""
+        if self.missing and not self._said:
+            self._said = True
+            logger.warning("hmpx: %s", self.sentence())
+        return not self.missing
+
+    def require(self) -> None:
+        """Raise unless torch has what this needs.
+
+        Raises:
+            HmpxError: it has not.
+        """
+        if self.missing:
+            raise HmpxError(self.sentence())
+
+    def sentence(self) -> str:
+        """Say which names are missing, and what holds without them."""
+        return f"{self.title}: torch {torch.__version__} has no {' and no '.join(self.missing)}, so {self._without}"
+
+    def get(self, path: str) -> Any:
+        """Return what torch has under a name, or what serves in its place; else what raises as soon as it is used."""
+        name, found = self.names[path], find(path)
+        if found is not _NOTHING:
+            return found
+        instead = name.off if name.stand_in is _NOTHING else name.stand_in
+        return _Absent(self) if instead is _NOTHING else instead
+
+
+class _Absent:
+    """Stands for a name that torch lacks, where nothing else can. A call, or a look for an attribute, raises."""
+
+    def __init__(self, feature: Feature) -> None:
+        self._feature = feature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise HmpxError(self._feature.sentence())
+
+    def __getattr__(self, name: str) -> Any:
+        raise HmpxError(self._feature.sentence())
+
+
+def find(path: str) -> Any:
+    """Return what torch has under a dotted name."""
+    with contextlib.suppress(AttributeError):
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    try:
+        return pkgutil.resolve_name(path)  # a module that is not imported yet
+    except (ImportError, AttributeError):
+        return _NOTHING
+
+
+def exists(path: str) -> bool:
+    """Whether torch has a name."""
+    module, mentioned, word = path.partition(":")
+    owner, of_object, attribute = path.partition("().")
+    if not (mentioned or of_object):
+        return find(path) is not _NOTHING
+    holder = find(module if mentioned else owner)
+    if holder is _NOTHING:
+        return False
+    if mentioned:
+        return re.search(rf"\b{word}\b", inspect.getsource(holder)) is not None
+    return attribute in dir(holder) or attribute in set(_words(holder))
+
+
+def _words(cls: type) -> Iterator[Any]:
+    """The names and strings in the methods of a class, which show the attributes that its objects have."""
+    for base in cls.__mro__:
+        yield from inspect.get_annotations(base)
+    for function in (each for base in cls.__mro__ for each in vars(base).values()):
+        if isinstance(function, types.FunctionType):
+            yield from (*function.__code__.co_names, *map(str, function.__code__.co_consts))
