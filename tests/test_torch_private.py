@@ -19,7 +19,8 @@ import torch.utils.flop_counter
 
 import hmpx
 from hmpx.base.torch_features import _NOTHING, Feature, Name, exists
-from hmpx.base.torch_private import FEATURES, lacks, private, table
+from hmpx.base.torch_private import FEATURES, lacks, private
+from hmpx.shell.main import main
 from tests.support import python
 
 PACKAGE = Path(hmpx.__file__).parent
@@ -31,7 +32,7 @@ OTHERS = frozenset(
     """
     _AdamW _SubParsersAction _asdict _at_fork_reinit _current_frames _dlopen _fields _fp32_to_bf16_sr _get_running_loop
     _getframe _init_lr _lru_cache_wrapper _replace _shared_state _signal _target bitcast construct_object element_ty
-    force get_single_node get_total_flops global_step problem_mark quiet returncode scores start_mark start_ns
+    force get_single_node get_total_flops global_step only problem_mark quiet returncode scores start_mark start_ns
     submodule_search_locations total_memory
     """.split()
 )
@@ -203,7 +204,7 @@ def unlisted(trees: dict[str, ast.Module], known: set[str]) -> Iterator[str]:
                     yield f"{file}:{node.lineno}: {node.attr}"
             elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+(:[\w.]+)?", str(node.value)):
                 words = re.findall(r"\w+", node.value)
-                if not set(words) <= known | LISTED and not documented(node.value.replace(":", ".")):
+                if not set(words) <= known | LISTED | {"_foreach_"} and not documented(node.value.replace(":", ".")):
                     yield f"{file}:{node.lineno}: {node.value!r}"
 
 
@@ -215,23 +216,36 @@ import torch
 from torch.nn import functional as F, _reduction
 torch._C._new(torch.optim.Optimizer.profile_hook_step, F.linear, torch.cuda.is_available())
 tracer.add_some_hook(x.shape, x._surely_new)
-name = 'torch.nn._named'
+name = 'torch.nn._surely_named'
 """
     found = [each.rpartition(" ")[2] for each in unlisted({"sample.py": ast.parse(sample)}, known)]
-    said = """'torch.nn._named' _surely_new add_some_hook torch._C torch.nn._reduction
+    said = """'torch.nn._surely_named' _surely_new add_some_hook torch._C torch.nn._reduction
     torch.optim.Optimizer.profile_hook_step"""
     assert sorted(found) == said.split()
 
 
 def test_every_listed_name_is_used():
-    source = "\n".join(path.read_text("utf-8") for path in FILES)
-    here = (PACKAGE / "base" / "torch_private.py").read_text("utf-8")
-    last = {re.split(r"\W+", name)[-1]: name for feature in FEATURES for name in feature.names}
-    unused = [name for word, name in last.items() if not re.search(rf"\b{word}\b", source)]
-    assert [name for name in unused if here.count(re.split(r"\W+", name)[-1]) < 2] == []
+    source = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    last = {re.split(r"\W+", name)[-1].removeprefix("_foreach_"): name for f in FEATURES for name in f.names}
+    counts = {name: len(re.findall(rf"\b{word}\b", source)) for word, name in last.items()}
+    assert [name for name, count in counts.items() if count < 2] == []  # once in the list
 
 
-def test_the_table_and_what_is_asked_for(monkeypatch):
-    assert [title for title, is_on, _ in table()] == [feature.title for feature in FEATURES]
+def test_the_table_of_features(capsys):
+    assert main(["check", "--torch"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"torch {torch.__version__}"
+    titles = [line[5:].rpartition(" (")[0] for line in lines[1:] if line[0] == "o"]
+    assert titles == [feature.title for feature in FEATURES] and not any(line.startswith("off") for line in lines)
+    feature = Feature("sums", "they are slow", Name("torch._C._no_such_function", "adds"))
+    FEATURES.append(feature)
+    try:
+        assert main(["check", "--torch"]) == 1
+    finally:
+        FEATURES.remove(feature)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["off  sums (1 names)", f"     {feature.sentence()}"]
+
+
+def test_names_are_asked_for_by_their_path():
     assert private("torch._foreach_add_") is torch._foreach_add_
     assert not lacks("torch.matmul") and not lacks("torch._foreach_add_")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,9 +73,15 @@ def _map_only(kind: Any, function: Callable, tree: Any) -> Any:
     return _map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
 
 
-def _copy(to: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
-    for x, y in zip(to, of, strict=True):
-        x.copy_(y)
+def _each(name: str) -> Callable:
+    """An operation on each tensor of a list, with one other for all of them, or with one for each."""
+    operate = getattr(torch.Tensor, name)
+
+    def operate_each(many: list[torch.Tensor], *others: Any, **kwargs: Any) -> list[torch.Tensor]:
+        columns = [other if isinstance(other, list | tuple) else [other] * len(many) for other in others]
+        return [operate(*row, **kwargs) for row in zip(many, *columns, strict=True)]
+
+    return operate_each
 
 
 def _hooked(step: Callable) -> Any:
@@ -283,14 +289,10 @@ STEPS = Feature(
     Name("torch.Tensor._version", "whether an optimizer has written to a tensor", _WRITTEN),
     Name("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands", _hooked),
     Name("torch._C._set_grad_enabled", "turns gradients off in one call, uninterrupted", torch.set_grad_enabled),
-    Name("torch._foreach_copy_", "copies many small tensors in one call", _copy),
-    Name("torch._foreach_add_", "adds in one call", lambda many, value: [each.add_(value) for each in many]),
-    Name(
-        "torch._foreach_norm",
-        "norms, or the largest numbers, in one call",
-        lambda many, order, dtype=None: [torch.linalg.vector_norm(each, order, dtype=dtype) for each in many],
+    *(
+        Name(f"torch._foreach_{name}", "computes with many small tensors in one call", _each(name))
+        for name in ("add", "add_", "copy_", "div", "mul", "norm", "pow", "sqrt", "sub")
     ),
-    Name("torch._foreach_pow", "squares in one call", lambda many, power: [each.pow(power) for each in many]),
     Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step", _Guards),
     Name("torch._C._len_torch_dispatch_stack", "a dispatch mode hides writes; else each step counts on one", lambda: 1),
     Name("torch.utils._pytree.tree_leaves", "finds tensors", _leaves),
@@ -389,7 +391,7 @@ DISPATCH = Feature(
     Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost", off=lambda: None),
     Name("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
     Name("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
-    Name("torch._ops.OpOverload.is_view", "whether it makes nothing new"),
+    Name("torch._ops.OpOverload().is_view", "whether it makes nothing new"),
     Name("torch._C._current_autograd_node", "tells backward from forward"),
     _GRAPH_TASK,
     _FUNC,
@@ -438,11 +440,3 @@ def lacks(path: str) -> bool:
         return False
     _BY_PATH[path].is_on()
     return True
-
-
-def table() -> Iterator[tuple[str, bool, str]]:
-    """Yield each feature, whether it is on, and what the installed torch lacks of it."""
-    for feature in FEATURES:
-        replaced = [path for path in feature.names if path not in feature.missing and not exists(path)]
-        lacks = [*feature.missing, *(f"({path})" for path in replaced)]
-        yield feature.title, not feature.missing, ", ".join(lacks)

@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 
+from hmpx.base.torch_private import add_to_all, private
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
 from hmpx.updates.stepping import batching, released
@@ -125,7 +126,7 @@ def no_gpu() -> Iterator[Counter[str]]:
     from triton.runtime import driver
 
     told, inside = Counter[str](), [False]
-    size, own_step, add = batching.slice_size, _adam._fused_adam, torch._foreach_add_
+    size, own_step, add = batching.slice_size, _adam._fused_adam, add_to_all
 
     def slice_size(elements: int, parts: int = batching._PARTS, device: object = None) -> int:
         return size(elements, parts, torch.device("cuda"))
@@ -150,8 +151,8 @@ def no_gpu() -> Iterator[Counter[str]]:
         (released.Waiting, "ELEMENTS", released.Waiting.ELEMENTS_OF_ACCELERATORS),
         (_adam, "_fused_adam", fused_adam),
         (torch, "_foreach_add_", foreach_add_),
-        (torch, "_fused_adamw_", _TorchsStep(torch._fused_adamw_)),
-        (torch, "_fused_adam_", _TorchsStep(torch._fused_adam_)),
+        (torch, "_fused_adamw_", _TorchsStep(private("torch._fused_adamw_"))),
+        (torch, "_fused_adam_", _TorchsStep(private("torch._fused_adam_"))),
         (torch, "zeros_like", torch.empty_like),  # state, of which no page is ever touched
     ]
     with contextlib.ExitStack() as patches:

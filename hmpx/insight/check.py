@@ -12,6 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
+from hmpx.base.torch_features import exists
+from hmpx.base.torch_private import FEATURES
 from hmpx.base.yaml_files import composed
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.build_policy import resolve_sides
@@ -72,6 +76,17 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
         resolve_sides(both)
     except OpListError as error:
         yield Found(str(error))
+
+
+def features_table() -> str:
+    """Return a table of the features that rest on names which torch does not document, and which of them are off."""
+    lines = []
+    for feature in FEATURES:
+        replaced = [path for path in feature.names if path not in feature.missing and not exists(path)]
+        lines.append(f"{'off' if feature.missing else 'on':<4} {feature.title} ({len(feature.names)} names)")
+        lines += [f"     {feature.sentence()}"] * bool(feature.missing)
+        lines += [f"     without {path}, which something stands in for" for path in replaced]
+    return "\n".join([f"torch {torch.__version__}", *lines])
 
 
 def is_recipe(path: str) -> bool:

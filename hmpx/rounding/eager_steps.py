@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hmpx.base.torch_private import copy_all, private
 from hmpx.rounding.devices import is_on_host
 
 Tensor = torch.Tensor
 
+_add, _sub, _mul, _div, _sqrt = (private(f"torch._foreach_{name}") for name in ("add", "sub", "mul", "div", "sqrt"))
 _CHUNK = 1 << 15  # elements: few enough for the cache, with what is worked out in between
 
 
@@ -24,16 +26,16 @@ class _Each:
         self.tensors = tensors
 
     def __add__(self, other: _Each | Sequence[float]) -> _Each:
-        return _Each(torch._foreach_add(self.tensors, _operand(other)))
+        return _Each(_add(self.tensors, _operand(other)))
 
     def __sub__(self, other: _Each) -> _Each:
-        return _Each(torch._foreach_sub(self.tensors, other.tensors))
+        return _Each(_sub(self.tensors, other.tensors))
 
     def __mul__(self, other: _Each | Sequence[float]) -> _Each:
-        return _Each(torch._foreach_mul(self.tensors, _operand(other)))
+        return _Each(_mul(self.tensors, _operand(other)))
 
     def __truediv__(self, other: _Each) -> _Each:
-        return _Each(torch._foreach_div(self.tensors, other.tensors))
+        return _Each(_div(self.tensors, other.tensors))
 
     def over(self, numbers: Sequence[float]) -> _Each:
         """Divide by numbers, which are tensors: CUDA multiplies with the inverse of a Python number."""
@@ -43,7 +45,7 @@ class _Each:
         """Return the roots, rounded to nearest. On CPUs, MKL's FP32 roots are not; FP64 ones, rounded to FP32, are."""
         if self.tensors[0].is_cpu:
             return _Each([x.double().sqrt_().to(x.dtype) for x in self.tensors])
-        return _Each(torch._foreach_sqrt(self.tensors))
+        return _Each(_sqrt(self.tensors))
 
     def sign(self) -> _Each:
         """Return -1, 0 or 1; 0 for NaN."""
@@ -51,7 +53,7 @@ class _Each:
 
     def becomes(self, other: _Each) -> None:
         """Write other values to the tensors."""
-        torch._foreach_copy_(self.tensors, other.tensors)
+        copy_all(self.tensors, other.tensors)
 
 
 def _operand(other: _Each | Sequence[float]) -> Sequence:

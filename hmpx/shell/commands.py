@@ -6,8 +6,9 @@ import argparse
 import re
 from pathlib import Path
 
+from hmpx.base.torch_private import FEATURES
 from hmpx.errors import HmpxError
-from hmpx.insight.check import check_files
+from hmpx.insight.check import check_files, features_table
 from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, recipes_table
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
@@ -72,10 +73,13 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "find what is wrong in op lists and recipes",
         "Say each problem of some files as FILE:LINE: names that are no op, keys that do not exist, values that do\n"
         "not fit, lists that are not there, duplicates, ops on both sides. The exit status is 1 if there is any.\n"
-        "Nothing is imported: of a dotted name (`torchvision.ops.nms`) whose module is not, this says so.",
-        "my_bf16.txt my_fp32.txt\nmine.yaml\nnxd-standard",
+        "Nothing is imported: of a dotted name (`torchvision.ops.nms`) whose module is not, this says so.\n"
+        "With --torch: a table of what hmpx does with names that torch does not document, whether the installed torch\n"
+        "has them, and what holds without. The exit status is 1 if something is off.",
+        "my_bf16.txt my_fp32.txt\nmine.yaml\nnxd-standard\n--torch",
     )
-    check.add_argument("files", nargs="+", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
+    check.add_argument("files", nargs="*", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
+    check.add_argument("--torch", action="store_true", help="what of hmpx the installed torch switches off")
     check.set_defaults(run=_check)
 
     record.add(add)
@@ -119,6 +123,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if not (options.files or options.torch):
+        raise HmpxError("check needs a FILE, or --torch")
+    if options.torch:
+        print(features_table())
+        if not options.files:
+            return int(any(feature.missing for feature in FEATURES))
     found = list(check_files(options.files))
     print(*found, sep="\n", end="\n" * bool(found))
     faults = [each for each in found if each.is_fault]

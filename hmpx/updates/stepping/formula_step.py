@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import add_to_all
 from hmpx.rounding import eager_steps
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.devices import is_lazy, lacks_data
@@ -97,7 +98,7 @@ class _FormulaStep:
         self._by_torch(by_torch)
         counts = [each.state["step"] for each in found] if self.formula.counts else []
         if counts:
-            torch._foreach_add_(counts, 1)
+            add_to_all(counts, 1)
         for each in found:
             for key, value in each.beside.items():
                 each.state[key].copy_(value)
