@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata
 import torch.utils.benchmark
 import torch.utils.flop_counter
 
@@ -27,13 +29,13 @@ PACKAGE = Path(hmpx.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_private.py"]
 WITHOUT = Path(__file__).parent / "support" / "without_names.py"
 LISTED = {word for feature in FEATURES for name in feature.names for word in re.findall(r"\w+", name)}
-# Words of Python's own objects, of namedtuples, of other libraries than torch, and options of the shell
+# Words of Python's own objects, of namedtuples, of and of other libraries than torch
 OTHERS = frozenset(
     """
     _AdamW _SubParsersAction _asdict _at_fork_reinit _current_frames _dlopen _fields _fp32_to_bf16_sr _get_running_loop
     _getframe _init_lr _lru_cache_wrapper _replace _shared_state _signal _target bitcast construct_object element_ty
-    force get_single_node get_total_flops global_step only problem_mark quiet returncode scores start_mark start_ns
-    submodule_search_locations total_memory
+    get_dtype get_shape get_single_node get_slice get_total_flops global_step problem_mark returncode start_mark
+    start_ns submodule_search_locations total_memory
     """.split()
 )
 # Documented, without words of their own
@@ -115,7 +117,7 @@ def documented(path: str) -> bool:
         if part.startswith("_") and not part.endswith("__"):
             return False
         if isinstance(found, types.ModuleType):
-            module, exported = found, getattr(found, "__all__", ())
+            module, exported = found, getattr(found, "__all__", [part])
             exported = exported if isinstance(exported, list | tuple) else ()
             found = sys.modules.get(f"{module.__name__}.{part}") or getattr(found, part, None)
             is_module = isinstance(found, types.ModuleType) and found.__name__ == f"{module.__name__}.{part}"
@@ -150,7 +152,7 @@ def _members(cls: object) -> Iterator[str]:
     if isinstance(cls, type):
         init = vars(cls).get("__init__")
         own = init.__code__.co_names if isinstance(init, types.FunctionType) else ()
-        for word in (*dir(cls), *own):
+        for word in (*dir(cls), *own, *inspect.get_annotations(cls)):
             found = getattr(cls, word, None)
             if not word.startswith("_") and not (isinstance(found, types.FunctionType) and not found.__doc__):
                 yield word
@@ -165,8 +167,10 @@ def own_names() -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield from [node.value] if not node.value.startswith("_") else []  # options of the shell
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("--"):  # an option of the shell
+            yield node.value[2:].replace("-", "_")
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier() and not str(node.value).startswith("_"):
+            yield str(node.value)  # of an attribute that is set by its name
 
 
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in FILES}

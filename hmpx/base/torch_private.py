@@ -105,6 +105,7 @@ _writes = itertools.count()
 _GRAPH_TASK = Name(
     "torch._C._current_graph_task_id", "tells one backward pass from the next, and from a forward", off=lambda: -1
 )
+_QUEUE = Name("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done")
 _FUNC = Name("torch._C._functorch.peek_interpreter_stack", "whether torch.func runs", off=lambda: True)
 _DISPATCH = Name("torch._C._len_torch_dispatch_stack", "whether a dispatch mode looks on", off=lambda: 1)
 _WRITTEN = property(lambda _: next(_writes))  # each look finds a write
@@ -316,6 +317,7 @@ RELEASED = Feature(
     "attach with release_gradients=False",
     Name("torch.Tensor._make_wrapper_subclass", "a gradient that has been stepped, without memory"),
     _GRAPH_TASK,
+    _QUEUE,
 )
 UNSCALING = Feature(
     "GradScaler with BF16 gradients on a GPU",
@@ -334,7 +336,7 @@ FP32_SUMS = Feature(
     "use_fp32_grad_acc under DistributedDataParallel",
     "attach without it",
     _GRAPH_TASK,
-    Name("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done"),
+    _QUEUE,
 )
 FSDP_SUMS = Feature(
     "use_fp32_grad_acc under fully_shard",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hmpx.base.dtype_names import dtype_named
+from hmpx.base.torch_private import RELEASED
 from hmpx.errors import HmpxError
 from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
@@ -194,6 +195,8 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"
         )
+    if settings.release_gradients:
+        RELEASED.require()
     # Raises where a parameter is of a kind that cannot be updated.
     WeightUpdates(settings, given).segments(optimizer)
     if scope_of(optimizer) == "whole":

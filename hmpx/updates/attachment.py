@@ -12,6 +12,7 @@ import torch
 
 from hmpx.base import forks
 from hmpx.base.changes import MISSING, Attribute, take_back
+from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
 from hmpx.updates.agreement import StepCounts
@@ -293,7 +294,7 @@ class Attachment:
                 self._step_waiting()
             if self._waiting.is_first():
                 at_end = functools.partial(_call_if_alive, weakref.WeakMethod(self._step_waiting))
-                torch.autograd.Variable._execution_engine.queue_callback(at_end)
+                private("torch.autograd.Variable._execution_engine.queue_callback")(at_end)
 
     def _step_waiting(self) -> None:
         """Step the parameters that wait, and free their gradients. If that raises, they have their gradients again."""

@@ -86,11 +86,11 @@ class Waiting:
         self._elements[where] = elements = self._elements.get(where, 0) + p.numel()
         p.grad, _is_used = mark, True
         most = self.ELEMENTS if p.device.type == "cpu" else self.ELEMENTS_OF_ACCELERATORS
-        return elements >= most or torch._C._current_graph_task_id() == -1
+        return elements >= most or graph_task() == -1
 
     def is_first(self) -> bool:
         """Whether this is the first time that somebody asks in the backward pass that runs now."""
-        before, self._backward = self._backward, torch._C._current_graph_task_id()
+        before, self._backward = self._backward, graph_task()
         return self._backward not in (-1, before)
 
     def ready(self) -> list[_Where]:
