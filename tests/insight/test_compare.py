@@ -38,7 +38,7 @@ def test_a_cast_that_was_left_in_by_hand_is_named():
     worst = found.worst(1)[0]
     assert (worst.op, worst.where) == ("to", line_of(position_left_in_bf16, "sin(")), str(found)
     assert worst.reason == "cast by hand" and worst.dtypes == "float32 -> bfloat16"
-    assert re.search(r"^keep in FP32: the cast by hand at \S*planted.py:\d+ \(", str(found), re.MULTILINE)
+    assert re.search(r"^fix      keep in FP32: the cast by hand at \S*planted.py:\d+ \(", str(found), re.MULTILINE)
 
 
 def test_a_loss_on_bf16_logits_is_named():
@@ -302,7 +302,7 @@ def test_sparse_gradients_count_as_dense_ones():
 def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
     assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
     row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)
-    assert str(row) == "model.py:3: exp in head: alone gradient error 0.5; bfloat16; in no list"
+    assert str(row) == "model.py:3: exp in head: by itself gradient error 0.5; in bfloat16, in no list"
 
 
 def test_each_line_is_a_site():

@@ -117,8 +117,14 @@ def test_the_table_of_the_page_has_the_numbers_of_the_record(tmp_path):
     found = browser.columns_of(saved(tmp_path, log_of(*sites)))
     assert found == {
         **{"op": ["exp", "add"], "line": ["model.py:7"] * 2, "module": ["head"] * 2, "rule": ["bf16"] * 2},
-        **{"dtypes": ["fp32 -> bf16"] * 2, "calls": [2, 7], "casts": [4, 4], "avoided": [5, 0], "kB moved": [1.2] * 2},
-        **{"casts ms": [1.0] * 2, "op ms": [2.0] * 2, "inf, NaN": ["call 3", ""]},
+        **{
+            "in -> out": ["fp32 -> bf16"] * 2,
+            "calls": [2, 7],
+            "tensors cast": [4, 4],
+            "avoided": [5, 0],
+            "cast MB": [0.0012] * 2,
+        },
+        **{"cast ms": [1.0] * 2, "op ms": [2.0] * 2, "inf, NaN": ["call 3", ""]},
     }
 
 

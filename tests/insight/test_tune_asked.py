@@ -160,7 +160,7 @@ class Two(nn.Module):
 def test_what_saves_next_to_nothing_says_so():
     found = tuned(made=Two())
     assert "matmul" in found.policy.fp32 and "linear" in found.policy.bf16
-    assert "its part of what BF16 saves is under 2 %" in reason(found, "matmul")
+    assert "has under 2 % of the product FLOPs" in reason(found, "matmul")
 
 
 def products(x):
@@ -197,7 +197,7 @@ def test_the_first_line_says_what_a_step_takes_beside_fp32_and_autocast(step_ms,
 
     monkeypatch.setattr(find, "seconds", timed)
     found = tuned(made=Seen(16, 4))
-    assert str(found).splitlines()[0] == f"100 % of the FLOPs of matrix products run in BF16; {first_line}"
+    assert str(found).splitlines()[0] == f"100 % of the product FLOPs run in BF16; {first_line}"
     assert dtypes[-3:] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert found.step_seconds == {
         "tuned": step_ms[0] / 1000,

@@ -254,5 +254,5 @@ def test_compare_and_tune():
     assert 2 * errors[0] < errors[1] == errors[2] < 1  # the same numbers are drawn again
     tuned = hmpx.tune(model, batches, loss, low="nvfp4", tolerance=0.15, progress=False)
     assert tuned.met and 0 < tuned.share < 1 and tuned.recipe.policy().fp8_format == NVFP4
-    assert "of the FLOPs of matrix products run in FP4" in str(tuned)
+    assert "of the product FLOPs run in FP4" in str(tuned)
     assert {choice.dtype for choice in tuned.choices if choice.name == "linear"} == {"float4", "bfloat16"}

@@ -34,7 +34,7 @@ def alone():
     [
         ("setup", (), 1, "keep in FP32: "),
         ("setup", ("--opt-level", "O2"), 0, "healthy: gradient error 0.0"),
-        ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, ": mul in Model: alone gradient error"),
+        ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, ": mul in Model: by itself gradient error"),
         ("not_finite", (), 1, "stopped: FP32 itself is not finite: the loss of batch 0 has inf or NaN, first in the"),
         (
             "raises",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hmpx.insight.text_table import short_dtypes, short_places
 
 SCHEMA = 3
 _LINES = 8  # of ops that are to be in FP32
+_LIMIT = f"another training begins at {BROKEN:g}"
 _BARS = 20  # of the picture in the page
 
 
@@ -109,12 +110,12 @@ _FIELDS = (
     Field("alone in low precision", lambda row: row.op, page=False, least=14),
     Field("op", lambda row: row.op, page=True),
     _figure("gradient error", lambda row: row.gradient_error),
-    _figure("loss change", lambda row: row.loss_change, rank=1),
+    _figure("loss change", lambda row: row.loss_change, rank=2),
     _figure("log-probs", lambda row: row.log_prob_change),
     Field("sites", lambda row: str(row.sites), page=False, rank=3),
     Field("calls", kind="number", value=lambda row: row.calls, page=True),
-    Field("rule", lambda row: row.rule or "-", rank=4),
-    Field("dtypes", lambda row: short_dtypes(row.dtypes), "dtypes", least=12, rank=2),
+    Field("rule", lambda row: row.rule or "-", rank=1),
+    Field("in -> out", lambda row: short_dtypes(row.dtypes), "dtypes", least=12, rank=2),
     Field("module", lambda row: row.module, "end", least=12, rank=1),
     Field("line", lambda row: os.path.basename(row.where), "end", least=14),
 )
@@ -131,14 +132,30 @@ def _verdict(found: Comparison) -> Iterator[str]:
         return
     for row in alike([row for row in found.broken if row.raised]):
         yield f"raises under the lists: {row}. The comparison goes on with FP32 there"
-    error = found.gradient_error
+    error, label = found.gradient_error, "symptom" if found.is_broken else "measured"
     if error == math.inf:
-        yield "broken: the gradients have inf or NaN, and in FP32 they are finite"
+        yield "BROKEN: the gradients have inf or NaN, and in FP32 they are finite"
     elif not math.isnan(error):
-        said, bias = "broken" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
-        yield f"{said}: gradient error {number(error)}, bias {number(bias)} (another training begins at {BROKEN:g})"
+        said, bias = "BROKEN" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
+        yield f"{said}: gradient error {number(error)}, bias {number(bias)} ({_LIMIT})"
     else:
         yield "gradient errors have no unit, which is the noise between batches: give two batches or more that differ"
+    yield from _labelled(label, _symptoms(found))
+    yield from _labelled("cause", _causes(found))
+    yield from _labelled("fix", _fixes(found))
+    changed = [row for row in found.rows if row.decisions]
+    if changed and not error < FELT:
+        yield "the lists change decisions:"
+        yield from (short_places(f"  {row.place}: {row.decisions}") for row in alike(changed)[:_LINES])
+
+
+def _labelled(label: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines, the first beside a label, and the others beneath it."""
+    for i, line in enumerate(lines):
+        yield f"{'' if i else label:9}{line}"
+
+
+def _symptoms(found: Comparison) -> Iterator[str]:
     finite = math.isfinite(found.loss_change)
     change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
     yield f"the loss is {found.loss:.6g} in FP32; {change}"
@@ -146,29 +163,27 @@ def _verdict(found: Comparison) -> Iterator[str]:
         yield f"the lists change log-probs by {number(found.log_prob_change)} in the mean"
     if (first := found.first_nonfinite) is not None:
         victim = found.broken and not any((row.op, row.module) == (first.op, first.module) for row in found.broken)
-        why = "; its inputs are wrong: with the ops below in FP32 it is finite" if victim else ""
+        why = "; its inputs are wrong: with the fix it is finite" if victim else ""
         yield f"first inf or NaN: {first}{why}{f'; {first.note}' if first.note else ''}"
-    yield from _culprits(found)
-    changed = [row for row in found.rows if row.decisions]
-    if changed and not error < FELT:
-        yield "the lists change decisions:"
-        yield from (short_places(f"  {row.place}: {row.decisions}") for row in alike(changed)[:_LINES])
 
 
-def _culprits(found: Comparison) -> Iterator[str]:
-    """Yield what is to be in FP32, and what that brings."""
+def _causes(found: Comparison) -> Iterator[str]:
     rows = alike(row for row in found.broken if not row.raised)
-    if rows:
-        then = f" (the gradient error of the lists is {number(found.advised)} then)" if found.advised >= 0 else ""
-        yield f"keep in FP32: {_in_fp32(found.broken, found.names)}{then}; or let hmpx.tune find the lists"
-        yield from (f"  {row}" for row in rows[:_LINES])
-        if rows[_LINES:]:
-            yield f"  … and {len(rows) - _LINES} more"
-        if not any(row.gradient_error >= FELT for row in rows):
-            yield "none of these breaks the training by itself: their errors add up"
-    elif not math.isnan(found.advised):
+    yield from map(str, rows[:_LINES])
+    if rows[_LINES:]:
+        yield f"… and {len(rows) - _LINES} more"
+    if rows and not any(row.gradient_error >= FELT for row in rows):
+        yield "none of these breaks the training by itself: their errors add up"
+    if not rows and not math.isnan(found.advised):
         said = f"with every op in FP32 the gradient error is {number(found.advised)} already"
         yield f"{said}, because of the weights, or of casts that no wrapper reaches"
+
+
+def _fixes(found: Comparison) -> Iterator[str]:
+    """Yield what is to be in FP32, and what that brings."""
+    if any(not row.raised for row in found.broken):
+        then = f" (measured: gradient error {number(found.advised)}; {_LIMIT})" if found.advised >= 0 else ""
+        yield f"keep in FP32: {_in_fp32(found.broken, found.names)}{then}; or let hmpx.tune find the lists"
     if found.is_cut_short:
         yield f"the search has ended after {found.passes} runs: fewer ops may be enough"
 

@@ -72,7 +72,7 @@ class Row:
         if math.isnan(self.gradient_error):
             return short_places(f"{self.place}: {self.dtypes}; {self.reason}")
         alone = "inf or NaN" if self.gradient_error == math.inf else f"gradient error {number(self.gradient_error)}"
-        return short_places(f"{self.place}: alone {alone}; {self.dtypes}; {self.reason}")
+        return short_places(f"{self.place}: by itself {alone}; in {self.dtypes}, {self.reason.removeprefix('none: ')}")
 
 
 def row_of(sites: Sequence[CallSite], is_op: bool = False) -> Row:

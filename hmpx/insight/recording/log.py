@@ -101,9 +101,10 @@ class Log(Report):
         if self.policy:
             rows = sorted(alike(self.sites), key=lambda site: site.seconds, reverse=True)
             yield Bars("Where the time of casts goes, in ms", "Equal blocks stand together.", _costs(rows))
+            found = [Lines(head, [*map(short_places, each)], head != _AS_ASKED) for head, each in attention(self)]
+            yield from (each for each in found if each.wrong)
             yield Grid(_FIELDS, self.sites, "", rows, _rest, _notes, page="Every site", order="op ms")
-            for head, lines in attention(self):
-                yield Lines(head, [*map(short_places, lines)], wrong=head != _AS_ASKED)
+            yield from (each for each in found if not each.wrong)
             if names := self.unmatched_of_hmpx:
                 many = f"{number(len(names), 'name')} of the lists that come with hmpx matched no call"
                 yield Lines(f"{many}: they serve many models", [", ".join(names)], closed=True)
@@ -167,16 +168,19 @@ def _time(title: str, seconds: Callable[[Site], float]) -> Field:
     return Field(title, text, "number", lambda site: 1e3 * seconds(site), right=True)
 
 
+def _megabytes(site: Site) -> str:
+    return f"{site.bytes_cast / 1e6:.3g}"
+
+
 _FIELDS = (
     *WHERE,
-    Field("rule", lambda site: site.rule or "-", rank=5),
-    Field("dtypes", lambda site: short_dtypes(site.dtypes), "dtypes", least=17),
-    Field("calls", lambda site: str(site.calls), "number", lambda site: site.calls, right=True, rank=3),
-    Field("casts", lambda site: str(site.casts), "number", lambda site: site.casts, right=True, rank=2),
+    Field("rule", lambda site: site.rule or "-", rank=1),
+    Field("in -> out", lambda site: short_dtypes(site.dtypes), "dtypes", least=17),
+    Field("calls", lambda site: str(site.calls), "number", lambda site: site.calls, right=True, rank=4),
+    Field("tensors cast", lambda site: str(site.casts), "number", lambda site: site.casts, right=True, rank=3),
     Field("avoided", kind="number", value=lambda site: site.casts_avoided, page=True),
-    Field("moved", lambda site: size(site.bytes_cast), page=False, right=True, rank=4),
-    Field("kB moved", kind="number", value=lambda site: site.bytes_cast / 1e3, page=True),
-    _time("casts ms", lambda site: site.cast_seconds),
+    Field("cast MB", _megabytes, "number", lambda site: site.bytes_cast / 1e6, right=True, rank=5),
+    _time("cast ms", lambda site: site.cast_seconds),
     _time("op ms", lambda site: site.op_seconds),
     Field("inf, NaN", lambda site: f"call {site.nonfinite}" if site.nonfinite else "", page=True),
 )
@@ -205,7 +209,7 @@ def _totals(log: Log) -> Iterator[str]:
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
     yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
     yield (
-        f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} moved in "
+        f"{number(sums['casts'], 'cast')}, {sums['casts_avoided']} avoided: {size(sums['bytes_cast'])} in "
         f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
 
@@ -242,3 +246,4 @@ def _nonfinite(log: Log) -> Iterator[str]:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
         after = f"; later in {number(others, 'more site')}" if others else ""
         yield f"{first.place}, in call {first.nonfinite}{after}"
+        yield "what made it, and what mends it: python -m hmpx doctor, in the place of record"

@@ -113,7 +113,7 @@ class RoundTrip:
 WHERE = (  # the columns that say where a site is
     Field("op", lambda site: site.op, least=14),
     Field("line", lambda site: os.path.basename(site.where), "end", least=14),
-    Field("module", lambda site: site.module, "end", least=12, rank=1),
+    Field("module", lambda site: site.module, "end", least=12, rank=2),
 )
 
 

@@ -57,7 +57,7 @@ class Choice:
             loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
             said.append(f"alone: gradient error {self.gradient_error:.2g}, loss change {self.loss_change:.2g}{loss}")
         if self.gain:
-            said.append(f"{self.low} saves {amount(self.gain, 'FLOP')}")
+            said.append(f"{amount(self.gain, 'FLOP')} of products")
         return "; ".join(filter(None, [*said, self.where and f"at {self.where}"]))
 
     def __str__(self) -> str:
@@ -111,12 +111,12 @@ def choices_of(
         if alone.size > tolerance and not math.isnan(alone.gradient_error):
             return "breaks the tolerance by itself"
         if not gain:
-            return f"{words} saves nothing here"
+            return f"has no products, so {words} would save no time"
         if is_left and fell:
             return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
         if is_left:
             return "fits by itself, but not with the others"
-        return f"its part of what {words} saves is under {percent(SLACK)}, and it would add to the error"
+        return f"has under {percent(SLACK)} of the product FLOPs, and would add to the error"
 
     def order(each: Choice) -> tuple:
         """Return a key: by the error, and for names that were not run alone by what they save."""

@@ -111,7 +111,7 @@ class Tuned(Report):
         """Say what the lists save, and beside it what FP32 and torch.autocast take."""
         if not any(choice.dtype == DTYPES[words_of(self.low, self.policy)] for choice in self.choices):
             return f"nothing saved: every op stays in {WIDE[self.low].upper()}"
-        said = f"{percent(self.share)} of the FLOPs of matrix products run in {words_of(self.low, self.policy)}"
+        said = f"{percent(self.share)} of the product FLOPs run in {words_of(self.low, self.policy)}"
         if not self.step_seconds:
             return said
         low, wide, autocast = (self.step_seconds[key] for key in ("tuned", "FP32", "torch.autocast"))
@@ -162,7 +162,7 @@ _FIELDS = (
     Field("dtype", lambda choice: short_dtypes(choice.dtype), "dtypes"),
     Field("gradient error alone", kind="figure", value=lambda choice: choice.gradient_error),
     Field("loss change alone", kind="figure", value=lambda choice: choice.loss_change),
-    Field("saves", lambda choice: amount(choice.gain, "FLOP") if choice.gain else ""),
+    Field("product FLOPs", lambda choice: amount(choice.gain, "FLOP") if choice.gain else ""),
     Field("calls", kind="number", value=lambda choice: choice.calls),
     Field("why", lambda choice: choice.why),
     Field("line", lambda choice: choice.where, "end"),

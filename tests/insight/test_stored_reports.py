@@ -1,0 +1,47 @@
+"""What record, compare and tune print of two models, stored whole: one with a fault, one without."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+
+import hmpx
+from tests.support import small_models
+
+FIRST_HOUR = str(Path(__file__).parents[2] / "examples" / "first_hour.py")
+
+
+def first_hour():
+    return runpy.run_path(FIRST_HOUR)["setup"]()
+
+
+def transformer():
+    return small_models.character_transformer(0.0)
+
+
+def record(model, batches, loss):
+    with hmpx.activate("autocast-cpu"), hmpx.record() as log:
+        for batch in batches:
+            loss(model, *batch).backward()
+    return log
+
+
+def compare(model, batches, loss):
+    return hmpx.compare(model, batches, loss, lists="autocast-cpu", progress=False)
+
+
+def tune(model, batches, loss):
+    return hmpx.tune(model, batches, loss, progress=False)
+
+
+@pytest.mark.parametrize("command", [record, compare, tune])
+@pytest.mark.parametrize("made", [first_hour, transformer])
+def test_what_it_prints(made, command, monkeypatch, stored):
+    monkeypatch.setenv("COLUMNS", "160")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said = str(command(*made()))
+    stored(f"{command.__name__}-{made.__name__}", said, figures=False)
