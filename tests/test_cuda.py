@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 
 import hmpx
 from hmpx.ops.computing import matrix_products
+from hmpx.recipes.reading import read_recipe
 from hmpx.rounding import native, triton
 from hmpx.updates.holding.stores import WAYS
 from tests.support.numbers import special_values
+from tests.support.recipe_memory import RECIPES, assert_memory_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 BF16 = torch.bfloat16
@@ -120,3 +123,11 @@ def test_a_layer_in_fp8_is_near_that_of_a_cpu(form):
         found.append([each.detach().cpu().float() for each in (y, given.grad, own.weight.grad, own.bias.grad)])
     for cpu, cuda in zip(*found, strict=True):
         assert (cpu - cuda).norm() < 5e-3 * cpu.norm()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_holds_and_takes_what_its_footprint_says(name):
+    """Stepped by hmpx's kernels: what torch's own code takes for temporaries is for it to say."""
+    recipe = read_recipe(name)
+    narrow = recipe.parameter_dtype == "bfloat16"
+    assert_memory_of(dataclasses.replace(recipe, fused=True) if narrow else recipe, torch.device("cuda"))

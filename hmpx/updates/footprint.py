@@ -10,6 +10,7 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.batching import slice_size
+from hmpx.updates.stepping.released import Waiting
 
 # How a model is distributed, and what each rank then holds a part of.
 MODES = {
@@ -32,6 +33,8 @@ class Footprint:
         state: of the optimizer, between two steps. In codes, with the scales of rows that are whole blocks; of one
             with fewer than 128 elements, and of others' last blocks, each scale serves fewer. In 4 bits, of parameters
             with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.
+        waiting: of a gradient that is released; so many elements wait in backward, and the parameter that makes it
+            enough (`hmpx.updates.stepping.released`).
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
         codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole
@@ -44,11 +47,14 @@ class Footprint:
     masters: float
     state: float
     slice: int
+    waiting: int = 0
     codes: int = 0
 
     def transient(self, elements: float, device: str = "cpu") -> int:
         """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
-        return self.slice * min(slice_size(int(elements), device=torch.device(device)), int(elements))
+        waiting = Waiting.ELEMENTS if device == "cpu" else Waiting.ELEMENTS_OF_ACCELERATORS
+        at_once = (self.slice, slice_size(int(elements), device=torch.device(device))), (self.waiting, waiting)
+        return sum([each * min(size, int(elements)) for each, size in at_once])
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:
         """Bytes on one of `ranks`, each a GPU. For a sharded model, without the layer that is gathered at the time."""
@@ -77,4 +83,5 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
         slice=0 if settings.fused else _FP32 * (4 + (0 if form.as_left else states)),
+        waiting=dtype.itemsize if settings.release_gradients else 0,
     )

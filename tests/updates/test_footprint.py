@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.bench.measure import memory
+from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support import ranks
+from tests.support.recipe_memory import RECIPES, assert_memory_of
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
@@ -53,6 +55,11 @@ def test_every_way_takes_what_the_table_says(settings, foreach):
     least = most * (1 - 4 * less / expected.slice) if less else most
     assert 0.99 * least <= peak - left <= most * 1.01 + 100_000
     hmpx.detach(optimizer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_holds_and_takes_what_its_footprint_says(recipe):
+    assert_memory_of(read_recipe(recipe), torch.device("cpu"))
 
 
 def test_fp32_weights():
