@@ -27,7 +27,7 @@ from hmpx.insight.capture.dispatch import ITERATION, OpWatch, aside
 from hmpx.insight.capture.iterations import Iterations
 from hmpx.insight.capture.look import Look, of_stage
 from hmpx.insight.capture.places import Notes
-from hmpx.ops.wrapping.callers import frames, users_line
+from hmpx.ops.wrapping.callers import frames
 from hmpx.updates.stepping.names import inside_zero, names_in, parameters
 from hmpx.updates.stepping.step_call import StepCall
 
@@ -220,7 +220,7 @@ class Capture:
             self.names = {**names_in(model), **self.names}
             self.notes.names.add(model)
         for each in self.looks:
-            each.met(optimizer, users_line(caller))
+            each.met(optimizer, self.notes.place(caller).script or "?")
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The gradients of a step are there."""

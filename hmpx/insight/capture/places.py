@@ -28,6 +28,7 @@ BACKWARD = "backward"
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 
 
+_OF_LIBRARY = "the line is a library's, so change what you call it with"
 _LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
@@ -75,6 +76,10 @@ class Spot:
     @property
     def module(self) -> str:
         return self.place.module
+
+    def advice(self, do: str) -> str:
+        """What to do, where nobody is to edit a library's line."""
+        return f"{_OF_LIBRARY}: {do}" if self.place.within else do
 
     @property
     def name(self) -> str:
@@ -150,7 +155,8 @@ class Notes:
     The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
     cast, and the line of that; "scaled": another tensor, and the number by which this one is larger; "made": where the
     memory of what it was made of begins, samples of that and of what this would be in FP32; "sum": of a chain of sums,
-    how far it has moved and how far it would have in FP32.
+    how far it has moved and how far it would have in FP32; "product": of a product in low precision, how many squares
+    were added to it, and its size.
 
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.

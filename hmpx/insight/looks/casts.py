@@ -57,7 +57,7 @@ def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
         if not (numbers["back"] or dropped) or numbers["used"] or spot.place.where in told:
             continue
         told.add(spot.place.where)
-        times = number(numbers["back"] or spot.calls, "time")
+        times = f"{number(numbers['back'] or spot.calls, 'time')}{spot.place.within}"
         if dropped and up:
             said = f"{spot.said} is cast to float32 here, and nobody uses the result ({times})"
             yield Problem("upcast", True, said, "x = x.float(); it does not work in place", spot.where, weight=0.3)

@@ -75,6 +75,30 @@ def _difference(op: OpCall, notes: Notes) -> str | None:
     return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
 
 
+def _distances(op: OpCall, notes: Notes) -> str | None:
+    """Squared distances as a^2 + b^2 - 2ab: the product's last digit beside those to the nearest neighbours."""
+    known = _product(op, notes)
+    if known is None or known[0] != 2 or op.out.dim() < 2 or op.out.shape[-1] < 3:
+        return None
+    rows = op.out.detach().reshape(-1, op.out.shape[-1])[:64].float().abs().sort(-1).values
+    near = float(rows[:, 1 : 1 + max(rows.shape[1] // 10, 1)].median())
+    off = 0.25 * torch.finfo(torch.bfloat16).eps * known[1]  # as much as rounding the product is off by, in the mean
+    return f"they are off by {off:.1g}, the nearest are {near:.1g} apart" if off > 0.1 * near else None
+
+
+def _product(op: OpCall, notes: Notes) -> tuple[int, float] | None:
+    """Return how many squares were added to a product in low precision, and its size; None for anything else."""
+    if op.name in ("mm", "bmm", "addmm", "baddbmm"):
+        return (0, float(op.out.float().square().mean().sqrt())) if op.out.dtype in LOW else None
+    known = [notes.facts(each).get("product") for each in op.given[:2]]
+    which = next((each for each in known if each is not None), None)
+    if which is None or op.name in ("mul", "neg", "_to_copy"):
+        factor = abs(op.scalars[0]) if op.name == "mul" and op.scalars else 1.0
+        return which and (which[0], which[1] * factor)
+    squares = any(notes.facts(each).get("moment") == "mean of square" for each in op.given[:2])
+    return (which[0] + 1, which[1]) if squares and op.name in ("add", "sub", "rsub") else None
+
+
 def _probabilities(op: OpCall, notes: Notes) -> str | None:
     before = notes.facts(op.given[0]).get("cast")
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, notes)
@@ -165,6 +189,10 @@ CHECKS = [
         "x.float().var()", 0.55, ("sub",), _difference, "module", _MOMENTS,
     ),
     Check(
+        "distances", True, "distances are differences of large numbers, and the product was in low precision",
+        "torch.cdist, or the product in float32 outside of autocast", 0.5, ("add", "sub", "rsub"), _distances,
+    ),
+    Check(
         "BCE", True,
         "binary_cross_entropy takes probabilities that were rounded to low precision: .999 becomes 1, the gradient 0",
         "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), _probabilities, "list", ("sigmoid",),
@@ -206,6 +234,8 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         return
     if op.results and (moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else "")):
         notes.add(op.out, moment=moment)
+    if op.results and (product := _product(op, notes)) is not None:
+        notes.add(op.out, product=product)
     for check in _CHECKS_OF.get(op.name, ()):
         if is_index != (check.evidence is _indices) or (op.stage != "forward" and check.kind not in _OF_SETUP):
             continue
@@ -267,12 +297,14 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
     details += [next((spot.said for spot in spots if spot.said), "")]
+    details += [spots[0].place.within.removeprefix(", ")]
     details += [f"also at {some(lines[1:], 2)}" if len(lines) > 1 else ""]
     told = "; ".join(filter(None, details))
     said = f"{check.said} ({told})" if told else check.said
     modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))
     recipe, edit = _keys(check, named)
-    return Problem(check.kind, check.wrong, said, check.do, spots[0].where, modules, ops, check.weight, recipe, edit)
+    do = spots[0].advice(check.do)
+    return Problem(check.kind, check.wrong, said, do, spots[0].where, modules, ops, check.weight, recipe, edit)
 
 
 def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.insight.looks.twin import NotChecked, Twin, samples, twins_of
-from hmpx.insight.tensors import LOW, sample
+from hmpx.insight.looks.twin import NotChecked, Twin, twins_of
+from hmpx.insight.tensors import LOW
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
@@ -88,11 +88,11 @@ class _Beside:
 
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
-        self.sizes = [sample(p).numel() for p in twin.params]
-        self.ulp = torch.cat([_spacing(samples(some)) for _, some in groupby(twin.params, lambda p: p.dtype)])
+        self.sizes = [twin.samples([p]).numel() for p in twin.params]
+        self.ulp = torch.cat([_spacing(twin.samples(some)) for _, some in groupby(twin.params, lambda p: p.dtype)])
         self.state = twin.real_state()
         self._held = self._hidden(self.state)  # at the beginning
-        self._last = self._before = samples(twin.params).float()
+        self._last = self._before = twin.samples(twin.params).float()
         self._copied = twin.weights()
         self._update = torch.zeros_like(self._last)
         zeros = self._update.expand(6, -1).clone()
@@ -104,10 +104,10 @@ class _Beside:
         attachment = own_attachment(self.twin.optimizer)
         held = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else []
         masters = [each for each in held if each is not None]
-        return state | ({"masters": samples(masters)} if held and len(masters) == len(held) else {})
+        return state | ({"masters": self.twin.samples(masters)} if held and len(masters) == len(held) else {})
 
     def begin(self) -> None:
-        self._before = samples(self.twin.params).float()
+        self._before = self.twin.samples(self.twin.params).float()
         if not torch.equal(self._before, self._last):
             self.twin.take_weights()  # something else has moved them: clipping, averaging, a load
             self._copied = self.twin.weights()
@@ -116,7 +116,7 @@ class _Beside:
         self._update = self._copied - before
 
     def end(self) -> None:
-        self._last = samples(self.twin.params).float()
+        self._last = self.twin.samples(self.twin.params).float()
         moved, update = self._last - self._before, self._update
         self._real += moved
         self._ideal += update

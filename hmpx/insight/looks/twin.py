@@ -70,7 +70,7 @@ class Twin:
 
     Attributes:
         params: the real ones that are watched: in low precision. is_sampled: whether it is a copy of samples alone.
-        group: of the first.
+        group: of the first. rows: those that are looked at, of a gradient that is sparse; None: all.
 
     is_wide: whether it is in FP32, or else in the dtypes of the real ones. known: samples that copies for the same step
     share, by name. changed: settings that are others here.
@@ -86,6 +86,8 @@ class Twin:
         **changed: Any,
     ) -> None:
         self._known = known
+        grad = params[0].grad
+        self.rows = _rows(grad) if len(params) == 1 and grad is not None and grad.is_sparse else None
         self.params = [p for p in params if p.dtype in LOW]
         self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
         self._wide, self._changed = _widened if is_wide else _left, changed
@@ -161,9 +163,13 @@ class Twin:
     def _groups(self) -> list[dict[str, Any]]:
         return [self.group] if self.is_sampled else self.optimizer.param_groups
 
+    def samples(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return what is looked at of several tensors, as one."""
+        return samples(tensors if self.rows is None else [each.detach()[self.rows] for each in tensors])
+
     def weights(self) -> Tensor:
         """Return samples of the copies, as one tensor."""
-        return _flat(self._watched(), self.is_sampled).detach().float().clone()
+        return self._flat(self._watched(), self.is_sampled).detach().float().clone()
 
     def _watched(self) -> list[Parameter]:
         return [q for p, q in self._copies.items() if p.dtype in LOW]
@@ -175,17 +181,27 @@ class Twin:
 
     def state(self) -> dict[str, Tensor]:
         """Return samples of the state that has the shape of its parameter, by its key."""
-        return _state(self._twin, self._watched(), self.is_sampled)
+        return self._state(self._twin, self._watched(), self.is_sampled)
 
     def real_state(self) -> dict[str, Tensor]:
         """Return the same of the real state."""
-        return _state(self.optimizer, self.params)
+        return self._state(self.optimizer, self.params)
+
+    def _state(self, optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = False) -> dict[str, Tensor]:
+        states = [of_shape(p, _read(optimizer, p)) for p in params]
+        keys = [key for key in states[0] if all(key in each for each in states)]
+        return {key: self._flat([each[key] for each in states], is_sample).clone() for key in keys}
+
+    def _flat(self, tensors: Iterable[Tensor], is_sample: bool) -> Tensor:
+        first, *_ = tensors
+        return first if is_sample else self.samples(tensors)
 
 
-def _state(optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = False) -> dict[str, Tensor]:
-    states = [of_shape(p, _read(optimizer, p)) for p in params]
-    keys = [key for key in states[0] if all(key in each for each in states)]
-    return {key: _flat([each[key] for each in states], is_sample).clone() for key in keys}
+def _rows(grad: Tensor) -> Tensor:
+    """Return a few rows that a sparse gradient has touched, evenly spaced."""
+    rows = grad.detach().coalesce().indices()[0]
+    most = max(1024 // max(grad.numel() // grad.shape[0], 1), 16)
+    return rows[:: -(-rows.numel() // most)] if rows.numel() else rows
 
 
 def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
@@ -193,11 +209,6 @@ def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
     state = optimizer.state.get(p) or {}
     seen = held_states(state, p) if is_coded(state) else state
     return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
-
-
-def _flat(tensors: Iterable[Tensor], is_sample: bool) -> Tensor:
-    first, *_ = tensors
-    return first if is_sample else samples(tensors)
 
 
 def twins_of(optimizer: Optimizer) -> list[Twin]:
@@ -223,7 +234,12 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
             for p in group["params"]:
                 if any(p is each for each in low) and p.grad.layout is torch.strided:
                     alike[_kind(group, p, _read(optimizer, p))].append(p)
-        return [Twin(optimizer, several, True) for several in alike.values()]
+        sparse = [p for p in low if p.grad is not None and p.grad.is_sparse]
+        if (whole := sum(_bytes(p, optimizer.state.get(p)) for p in sparse)) > BOUND:
+            raise NotChecked(
+                f"a copy of the tables with sparse gradients takes {size(whole)}, and may take {size(BOUND)}"
+            )
+        return [Twin(optimizer, each, True) for each in alike.values()] + [Twin(optimizer, [p], False) for p in sparse]
     if any(is_sharded(p) for p in low):
         raise NotChecked("its step looks across elements, which are on several ranks")
     params = parameters(optimizer) if scope == "whole" else low

@@ -146,9 +146,8 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
         worst = min(behind, key=lambda window: whole[window].kept)
     kept = min(max(every.kept if is_all else whole[worst].kept, 0), 1)
     dtype, rows = dtype_name(next(iter(params)).dtype), windows[worst]
-    steps = (
-        "" if len(windows) == 1 or half[worst] == half[min(windows)] else f" in steps {worst} to {worst + LENGTH - 1}"
-    )
+    is_late = len(windows) > 1 and {*half[worst]} != {*half[min(windows)]}
+    steps = f" in steps {worst} to {worst + LENGTH - 1}" if is_late else ""
     if half[worst] and share < 1 and kept > _HALF:
         dead = all(rows[p].kept < _DEAD for p in half[worst])
         how = "do not move" if dead else f"move less than {percent(_HALF)} as far as float32 weights would"
@@ -156,7 +155,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     else:
         said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
     weight = max(1 - kept, share)
-    losing = [p for p in params if params[p].kept < LIMIT or p in half[worst]] or [*params]
+    losing = [p for p in params if params[p].kept < LIMIT or p in {*half[worst]}] or [*params]
     told = tuple(names[p] for p in sorted(losing, key=lambda p: rows.get(p, params[p]).kept))
     figures = tuple(_figures(params, rows, seen, names))
     return Problem(
