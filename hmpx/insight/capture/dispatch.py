@@ -94,7 +94,7 @@ class OpWatch(DispatchWatch):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
             odd = next((each for each in (*given, *results) if not _is_plain(each)), None)
             if odd is not None:
-                if not self.stepping and _node() is None and not odd.is_meta:
+                if not self.stepping and autograd_node() is None and not odd.is_meta:
                     what = type(odd).__name__ if odd.layout is torch.strided else f"{odd.layout} tensors"
                     self._notes.unseen[f"ops of {what}"] += 1
             elif given or results:

@@ -7,6 +7,7 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -66,8 +67,12 @@ class Moves(NamedTuple):
         return self.noise**0.5 / self.size if self.size else 0.0
 
     def is_below(self, limit: float) -> bool:
-        """Whether *kept* is below the limit: by three errors; or by one, if three are less than from the limit to 1."""
-        if not self.moved and self.moves > 8:  # e^-8
+        """Whether *kept* is below the limit: by three errors; or by one, if three are less than from the limit to 1.
+
+        Or fewer elements have moved than that share of those that should have, by three deviations of their number.
+        """
+        due = limit * self.elements * (1 - math.exp(-self.moves / max(self.elements, 1)))
+        if (not self.moved and self.moves > 8) or (self.kept < limit and self.moved < due - 3 * due**0.5):  # e^-8
             return True
         surely = self.kept + 3 * self.error < limit
         return surely or (self.kept + self.error < limit and 3 * self.error < 1 - limit)

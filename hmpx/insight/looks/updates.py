@@ -133,7 +133,9 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     if not windows:
         return None
     params = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
-    every, whole = total(params.values()), {window: total(rows.values()) for window, rows in windows.items()}
+    windows[0] = params  # all of them
+    whole = {window: total(rows.values()) for window, rows in windows.items()}
+    every = whole[0]
     behind = [window for window in windows if whole[window].is_below(_OF_WINDOW)]
     half = {w: [p for p, moves in rows.items() if moves.is_below(_HALF)] for w, rows in windows.items()}
     worst = max(windows, key=lambda window: (_weights(half[window]) / _weights(windows[window]), -whole[window].kept))
@@ -146,11 +148,11 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
         worst = min(behind, key=lambda window: whole[window].kept)
     kept = min(max(every.kept if is_all else whole[worst].kept, 0), 1)
     dtype, rows = dtype_name(next(iter(params)).dtype), windows[worst]
-    is_late = len(windows) > 1 and {*half[worst]} != {*half[min(windows)]}
+    is_late = worst and {*half[worst]} != {*half[min(windows.keys() - {0})]}
     steps = f" in steps {worst} to {worst + LENGTH - 1}" if is_late else ""
     if half[worst] and share < 1 and kept > _HALF:
         dead = all(rows[p].kept < _DEAD for p in half[worst])
-        how = "do not move" if dead else f"move less than {percent(_HALF)} as far as float32 weights would"
+        how = "do not move" if dead else "move less than half as far as float32 weights would"
         said = f"{percent(share)} of the {dtype} weights{_which(half[worst], rows, names)} {how}{steps}"
     else:
         said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
@@ -180,7 +182,7 @@ def _figures(
     losing = [p for p in params if params[p].kept < LIMIT]
     yield (
         f"beside {' and '.join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))}, {len(losing)} of "
-        f"{number(len(params), 'parameter')} move less than {percent(LIMIT)} as far as float32 copies; the least, "
+        f"{number(len(params), 'parameter')} move less than {100 * LIMIT:.0f} % as far as float32 copies; the least, "
         f"{names[worst]}, {percent(min(max(rows[worst].kept, 0), 1))}; weighted by squared updates, all move "
         f"{percent(min(max(every.kept, 0), 1))}"
     )
