@@ -25,7 +25,9 @@ if __name__ == "__main__":
     model, batches, loss = setup()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for batch in batches:
-        loss(model, *batch).backward()
+        with torch.autocast(batch[0].device.type, dtype=torch.bfloat16):
+            value = loss(model, *batch)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
     print("trained")

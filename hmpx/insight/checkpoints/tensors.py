@@ -17,7 +17,7 @@ _PART = 2**24  # weights that are read at a time, or one row
 _SAMPLE = 2**19  # weights of a tensor whose ways are looked at
 _LONG_ROW = 256  # the last dimension is a row's, and not a kernel's
 _PRUNED = 0.05  # the share of weights that have become zero
-_OTHER = 0.5  # the way that weights went, over their size
+_OTHER = 1.0  # the way that weights went, over their size: of two trainings it is 1.4
 LOW = (torch.bfloat16, torch.float16)
 
 
