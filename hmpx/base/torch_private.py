@@ -401,6 +401,7 @@ DISPATCH = Feature(
     Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
     Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
     Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
+    Name("torch.multiprocessing.reductions.StorageWeakRef.expired", "whether a storage is gone"),
     Name("torch._dynamo.utils.counters", "how many functions were compiled"),
 )
 

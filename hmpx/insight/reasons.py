@@ -26,9 +26,10 @@ def reason(op: Op, policy: Policy) -> str:
         return f"promote: {where}; torch already takes the widest dtype, so nothing is patched"
     if listed is not None:
         return f"{listed}: {where}"
+    in_none = policy.origins.get(op.name, "in no list")  # or in one for a newer torch
     if op.refuses_mixed:
-        return "first input: in no list, and torch refuses mixed dtypes, so the others follow the first"
-    return "none: in no list; torch's own function, untouched"
+        return f"first input: {in_none}, and torch refuses mixed dtypes, so the others follow the first"
+    return f"none: {in_none}; torch's own function, untouched"
 
 
 def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | None = None) -> str:

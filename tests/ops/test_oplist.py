@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import hmpx
+from hmpx.insight.explain import explain_op
+from hmpx.ops.policies import lists as op_list_files
 from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import OpLists, default_lists, read_lists, shipped
+from hmpx.recipes.reading import as_recipe
 
 WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 
@@ -24,6 +29,26 @@ def test_text_takes_comments_blank_lines_crlf_and_a_byte_order_mark(tmp_path):
     listed = OpLists.read(path, "bf16").bf16
     assert [(entry.name, entry.place.line) for entry in listed] == [("conv2d", 2), ("mm", 4), ("linear", 5)]
     assert listed[1].where == f"{path}:4"
+
+
+def test_a_name_for_newer_torches_is_in_no_list_before_and_explain_says_so(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "fp32.txt"
+    path.write_text("softmax\nrms_norm ; torch >= 2.12  # since then\n")
+    for version, listed in (((2, 12), ["softmax", "rms_norm"]), ((2, 11), ["softmax"])):
+        monkeypatch.setattr(op_list_files, "_TORCH", version)
+        assert names(OpLists.read(path, "fp32").fp32) == listed
+        policy = build_policy("O1", read_lists(fp32_file_path=path))
+        assert (str(policy.rule(catalog()["rms_norm"])) == "fp32") is (version == (2, 12))
+        assert f"fp32.txt:2{' from torch 2.12 on' * (version == (2, 11))}" in explain_op("rms_norm", policy)
+    path.write_text("rms_norm; torch > 2\n")
+    with pytest.raises(hmpx.OpListError, match=r"fp32.txt:1: 'torch > 2': behind a name"):
+        OpLists.read(path, "fp32")
+
+
+def test_the_list_of_autocast_on_cuda_is_that_of_the_installed_torch():
+    """Of the ops whose rule depends on the version."""
+    on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+    assert (as_recipe("autocast-cuda").policy().listed("rms_norm") is not None) is on_cuda
 
 
 def test_yaml_fills_its_sides_and_remembers_lines(tmp_path):

@@ -49,6 +49,8 @@ def build_policy(
     lists = lists or OpLists()
     if opt_level == "O1":
         policy = _o1(resolve_sides(lists, unknown))
+        origins = {canonical(each.name): each.where for each in lists.newer or ()}
+        policy = replace(policy, origins={**origins, **policy.origins})
     else:
         for side, names in lists.sides.items():
             said = "O2 decides by itself and takes no op lists; lists go with opt_level='O1'"

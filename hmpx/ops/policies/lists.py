@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ LIST_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT)
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_YAML = {key: key for key in LIST_KEYS}
 _OF_GAUDI = [{f"{system}_{side}_ops": side for side in ("bf16", "fp32")} for system in ("hmp", "autocast")]
+_TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
@@ -52,7 +53,10 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class OpLists:
-    """The names on each side, what the bf16 list runs in, and how the fp8 list is multiplied; None if not given."""
+    """The names on each side, what the bf16 list runs in, and how the fp8 list is multiplied; None if not given.
+
+    newer: names that a list has for newer versions of torch.
+    """
 
     bf16: tuple[Listed, ...] | None = None
     fp32: tuple[Listed, ...] | None = None
@@ -60,6 +64,7 @@ class OpLists:
     fp8: tuple[Listed, ...] | None = None
     low_precision: torch.dtype | None = None
     fp8_format: Format | None = None
+    newer: tuple[Listed, ...] | None = None
 
     @classmethod
     def of(cls, said: Mapping[str, Any], place: Origin | str, places: Places | None = None) -> OpLists:
@@ -116,10 +121,27 @@ class OpLists:
         text, suffix = _text(path), Path(path).suffix.lower()
         if suffix in (".yaml", ".yml", ".json"):
             return cls.of(*_of_tree(path, text, suffix == ".json"))
-        lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
-        lines = [(number, name) for number, name in lines if name]
+        lines, newer = list[tuple[int, str]](), list[Listed]()
+        for number, line in enumerate(text.splitlines(), 1):
+            name, _, wanted = (part.strip() for part in line.partition("#")[0].partition(";"))
+            if wanted and (since := _since(wanted, Origin(path, number))) > _TORCH:
+                version = ".".join(map(str, since))
+                said = f"in {path}:{number} from torch {version} on (this is {torch.__version__})"
+                newer.append(Listed(name, said))
+            elif name:
+                lines.append((number, name))
         places = {(side, i): Origin(path, number) for i, (number, _) in enumerate(lines)}
-        return cls.of({side: [name for _, name in lines]}, Origin(path), places)
+        return replace(cls.of({side: [name for _, name in lines]}, Origin(path), places), newer=tuple(newer) or None)
+
+
+def _since(wanted: str, place: Origin) -> tuple[int, ...]:
+    """Return the version of torch from which on a list has a name."""
+    found = re.fullmatch(r"torch *>= *(\d+)\.(\d+)", wanted)
+    if found is None:
+        raise OpListError(
+            f"{wanted!r}: behind a name and a semicolon stands the version of torch, torch >= 2.12", place
+        )
+    return int(found[1]), int(found[2])
 
 
 def _listed(side: str, value: Any, place: Origin | str, places: Places) -> Iterable[Listed]:
@@ -189,7 +211,7 @@ def read_lists(
         if len({*map(str, offers.values())}) > 1 and key == LOW_PRECISION:
             raise OpListError(f"{files} disagree: {key} is {' and '.join(map(str, offers.values()))}")
         found[key] = next(iter(offers.values()), None)
-    return OpLists(**found)
+    return OpLists(**found, newer=tuple(each for lists in read.values() for each in lists.newer or ()) or None)
 
 
 def _text(path: str) -> str:

@@ -86,7 +86,7 @@ class Policy:
         fp8: the names that are multiplied in FP8. fp8_format: how.
         bf16_to_fp32: products that take BF16 and hand on FP32, in a module or region that is "bf16-to-fp32".
         opt_level: "O1" or "O2", what it was made for.
-        origins: where each name was listed, as file:line.
+        origins: where each name was listed, as file:line; in words, where a list has it for a newer torch.
 
     `listed(name)` is the rule of the list that has this name itself, `user_functions()` are the dotted names with their
     rules. Of an op of hmpx's catalogue, `rule(op)` is the rule that it gets, `cases(op)` the rules by the arguments of
