@@ -342,8 +342,9 @@ FSDP_SUMS = Feature(
     "use_fp32_grad_acc under fully_shard",
     "sums of micro-batches in BF16 are not refused: set reduce_dtype=torch.float32",
     Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the dtype that FSDP2 adds gradients up in"),
-    Name("torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups", "the same, in newer versions", None),
-    Name("torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_group", "the same, in older ones", None),
+    Name(
+        "torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups", "the same; use_fp32_grad_acc wants 2.13"
+    ),
     Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().fsdp_params", "the same"),
     Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().mp_policy", "the same"),
     Name("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam().sharded_param", "the same"),
@@ -399,10 +400,14 @@ DISPATCH = Feature(
     _FUNC,
     Name("torch._C.DisableTorchFunctionSubclass", "reads dtypes of any class", off=contextlib.nullcontext),
     Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
-    Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
-    Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
     Name("torch.multiprocessing.reductions.StorageWeakRef.expired", "whether a storage is gone"),
     Name("torch._dynamo.utils.counters", "how many functions were compiled"),
+)
+LINES = Feature(
+    "lines of what doctor finds in backward passes",
+    "it names none",
+    Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
+    Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
 )
 
 FEATURES = [each for each in globals().values() if isinstance(each, Feature)]

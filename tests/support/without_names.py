@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 TAKEN = set(sys.argv[1:])
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 stand_in = types.ModuleType("hmpx")
-stand_in.__path__ = [str(Path(__file__).parents[2] / "hmpx")]
+stand_in.__path__ = [str(ROOT / "hmpx")]
 sys.modules["hmpx"] = stand_in
 from hmpx.base import torch_features  # noqa: E402
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.torch_private import private
+from hmpx.base.torch_private import LINES, private
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.tensors import LOW, Tensor, is_finite
@@ -201,13 +201,13 @@ class Notes:
 
     def note_node(self, frame: python_types.FrameType) -> None:
         """Note which line calls an op whose node autograd has just made."""
-        number = private("torch.autograd._get_sequence_nr")() - 1
-        if number not in self._nodes:
+        number = private("torch.autograd._get_sequence_nr")() - 1 if LINES.is_on() else None
+        if number is not None and number not in self._nodes:
             self._nodes[number] = self.place(frame)
 
     def place_of(self, node: Any) -> Place | None:
         """Return the place of the op that a node of autograd belongs to; None if that was not looked at."""
-        return None if node is None else self._nodes.get(node._sequence_nr())
+        return None if node is None or LINES.missing else self._nodes.get(node._sequence_nr())
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line; a line is kept once for a kind, an op and a module."""

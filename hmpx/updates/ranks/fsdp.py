@@ -59,8 +59,7 @@ def _checked(method: Callable) -> Callable:
 
 def _sums_low(module: Any) -> bool:
     """Whether FSDP2 adds up gradients of ours in BF16, in this module without those inside it."""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+    for group in module._get_fsdp_state()._fsdp_param_groups:
         low = group.mp_policy.reduce_dtype is not torch.float32
         if low and any(each.sharded_param in _ours for each in group.fsdp_params):
             return True
