@@ -37,25 +37,38 @@ class Sums(Look):
     stages = ("backward",)
 
     def __init__(self) -> None:
-        self._sums: dict[int, _Sum] = {}  # by the place of a gradient
+        self._sums: dict[int, _Sum] = {}  # of one iteration, by the identity of a parameter
+        self._iteration = 0
         self._error = self._size = 0.0  # squares, of all steps: of what is off, and of the sums
         self._most = 0  # backward passes before a step
         self._dtype: torch.dtype | None = None
 
     def see(self, notes: Notes, op: OpCall) -> None:
-        if op.name == "add_" and op.before and "AccumulateGrad" in op.node.name() and len(op.given) > 1:
-            now, more, before = (few(each).float() for each in (*op.given[:2], op.before[0]))
-            known = self._sums.get(op.given[0].data_ptr(), _Sum(before, before, 1))
-            passes = 1 + known.passes if before.any() else 1  # zeros: another sum begins
-            self._sums[op.given[0].data_ptr()] = _Sum(now, known.exact + more if before.any() else more, passes)
+        variable = getattr(op.node, "variable", None)  # of the node that adds to a gradient
+        if variable is None:
+            return
+        self._turn_to(notes.iteration)
+        before = few(op.before[0]).float() if op.before else None
+        if op.name != "add_" or before is None or len(op.given) < 2 or not before.any():
+            self._sums.pop(id(variable), None)  # another sum begins
+        else:
+            now, more = few(op.given[0]).float(), few(op.given[1]).float()
+            known = self._sums.get(id(variable), _Sum(before, before, 1))
+            self._sums[id(variable)] = _Sum(now, known.exact + more, known.passes + 1)
             self._dtype = op.given[0].dtype
+
+    def _turn_to(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._sums.clear()
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         """Count what the gradients are off by. Clipping leaves their direction; a sum that was thrown away is none."""
+        self._turn_to(iteration)
         for p in parameters(optimizer):
             if not _is_dense(grad := p.grad):
                 continue
-            made = self._sums.pop(grad.data_ptr(), None)
+            made = self._sums.pop(id(p), None)
             if made is not None and made.passes > 1 and made.is_along(few(grad).float()):
                 self._most = max(self._most, made.passes)
                 self._error += float((made.now - made.exact).square().sum())

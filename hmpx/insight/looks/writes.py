@@ -83,10 +83,9 @@ def _follow(notes: Notes, op: OpCall) -> None:
             )
         )
         notes.add(op.out, made=(roots, exact))
-        weights = [place for place in roots if notes.are_weights({place})]
-        if weights and op.out.dtype in LOW and op.name not in ("clone", "detach"):
-            place = notes.place(op.frame)
-            notes.rewritten[memory(op.out)] = roots[weights[0]], few(op.out).clone(), exact, weights[0], place
+        if op.out.dtype in LOW and op.name not in ("clone", "detach"):
+            (where, old), *_ = roots.items()
+            notes.rewritten[memory(op.out)] = old, few(op.out).clone(), exact, where, notes.place(op.frame)
 
 
 def _exact(notes: Notes, tensor: Tensor) -> Tensor:

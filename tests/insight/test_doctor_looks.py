@@ -1,0 +1,268 @@
+"""What `doctor` judges one by one: parameters, writes however spelt, the path to a NaN, what nobody looked at."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def mlp(dtype=FP32, width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 4)).to(dtype)
+
+
+def trained(model, *optimizers, steps=12, loss_of=None, after=lambda: None):
+    with hmpx.doctor() as found:
+        for step in range(1, steps + 1):
+            x = torch.randn(32, 16)
+            loss = loss_of(model, x, step) if loss_of else model(x.to(model[0].weight.dtype)).float().square().mean()
+            for each in optimizers:
+                each.zero_grad()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+            after()
+    assert not [each for each in found.not_checked if "raised when it was looked at" in each], found.not_checked
+    return found
+
+
+def only(found, kind):
+    (one,) = [each for each in found.findings if each.kind == kind]
+    return one
+
+
+def adam(*groups):
+    return torch.optim.AdamW([{"params": each, "lr": lr} for each, lr in groups], weight_decay=0, betas=(0.9, 0.95))
+
+
+def test_a_backbone_that_stands_still_beside_a_head_is_wrong_and_norms_alone_are_a_note():
+    model = mlp(BF16, width=64)
+    one = only(trained(model, adam((model[0].parameters(), 1e-6), (model[2].parameters(), 3e-2))), "lost updates")
+    share = model[0].weight.numel() / sum(p.numel() for p in model.parameters())
+    assert one.wrong and one.said == f"{100 * share:.1f} % of the bfloat16 weights (0.weight) do not move", one
+    assert one.evidence and "0.weight" in one.names
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+    with torch.no_grad():
+        for each in (model[0], model[2]):
+            each.weight.mul_(1e-3), each.bias.mul_(1e-3)
+    one = only(trained(model.to(BF16), adam((model.parameters(), 1e-4))), "lost updates")
+    assert not one.wrong and one.names[0] == "1.weight", one
+
+
+def test_rows_that_a_sparse_gradient_touches_are_judged():
+    torch.manual_seed(0)
+    table = nn.Embedding(200, 16, sparse=True).to(BF16)
+    for lr, wrong in ((0.05, True), (30.0, False)):
+        optimizer = torch.optim.SGD(table.parameters(), lr=lr)
+        of_rows = trained(
+            None, optimizer, loss_of=lambda *_: table(torch.randint(0, 200, (64,))).float().square().mean()
+        )
+        assert of_rows.wrong == wrong and not of_rows.not_checked, str(of_rows)
+
+
+def test_a_nan_is_named_with_the_op_that_made_the_inf_by_its_line():
+    def loss_of(model, x, step):
+        p = model(x).sigmoid()
+        p = p * 0 if step == 3 else p
+        return -torch.log(p).mean()
+
+    model = mlp()
+    one = only(trained(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=3, loss_of=loss_of), "inf or NaN")
+    line = loss_of.__code__.co_firstlineno + 3
+    assert one.where == f"{__file__}:{line}" and "log is the first op that makes an inf" in one.said, one
+    assert "gradients are inf or NaN from step 3 on" in one.said
+
+
+def test_an_inf_of_the_backward_pass_has_the_line_of_its_forward_op():
+    def loss_of(model, x, step):
+        root = (model(x) * (step != 3)).square()
+        return root.sqrt().mean()
+
+    model = mlp()
+    one = only(trained(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=3, loss_of=loss_of), "inf or NaN")
+    assert one.where == f"{__file__}:{loss_of.__code__.co_firstlineno + 2}" and "SqrtBackward0" in one.said, one
+
+
+def test_weights_that_nobody_steps_are_not_checked():
+    model = mlp(BF16)
+    with torch.no_grad():
+        model[2].weight.mul_(1e-4), model[2].bias.mul_(1e-4)
+    found = trained(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    assert found.status == 2 and "weights in bfloat16" in found.not_checked[0], str(found)
+    model[0].requires_grad_(False)
+    assert trained(model, torch.optim.SGD(model[2].parameters(), lr=0.1)).status == 0
+
+
+class Image(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Image])
+def test_ops_of_a_class_without_own_ops_are_looked_at(kind):
+    def loss_of(model, x, _):
+        p = torch.sigmoid(model(x.as_subclass(kind)).to(BF16))
+        return F.binary_cross_entropy(p.float(), (x[:, :4] > 0).float())
+
+    model = mlp()
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
+    assert only(found, "BCE").wrong and not found.not_checked
+
+
+def test_a_second_stage_is_looked_at_as_the_first():
+    first, second = mlp(), mlp()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with hmpx.doctor() as found:
+        for _ in range(6):
+            one.zero_grad(), first(torch.randn(8, 16)).square().mean().backward(), one.step()
+        for _ in range(6):
+            other.zero_grad()
+            F.mse_loss(second(torch.randn(8, 16)).to(BF16), torch.zeros(8, 4, dtype=BF16)).backward()
+            other.step()
+    assert only(found, "loss").wrong and any("iterations 3, " in each for each in found.looked), str(found)
+
+
+WRITTEN = {
+    "StyleGAN's": lambda e, p, d: e.copy_(p.lerp(e, d)),
+    "through FP32": lambda e, p, d: e.copy_((e.float() * d + p.float() * (1 - d)).to(e.dtype)),
+    "from FP32": lambda e, p, d: e.copy_(torch.lerp(p.float(), e.float(), d)),
+    "addcmul": lambda e, p, d: e.copy_(torch.addcmul(e, p - e, torch.full_like(e, 1 - d))),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_averages_are_found_by_what_is_written(how, dtype):
+    model = mlp()
+    average = copy.deepcopy(model).to(dtype).requires_grad_(False)
+
+    @torch.no_grad()
+    def after():
+        for e, p in zip(average.parameters(), model.parameters(), strict=True):
+            WRITTEN[how](e, p.to(dtype), 0.9999)
+
+    found = trained(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=after)
+    assert [each.kind for each in found.findings] == ["average of weights"] * (dtype is BF16), str(found)
+
+
+HAND = {
+    "copy_": lambda p, u: p.copy_(p - u),
+    "data": lambda p, u: setattr(p, "data", (p.data.float() - u).to(p.dtype)),
+    "set_": lambda p, u: p.set_((p - u).to(p.dtype)),
+}
+
+
+@pytest.mark.parametrize("how", HAND)
+def test_weights_that_are_replaced_by_hand_beside_an_optimizer(how):
+    body, head = nn.Linear(16, 32).to(BF16), nn.Linear(32, 1)
+
+    @torch.no_grad()
+    def after():
+        for p in body.parameters():
+            HAND[how](p, 1e-5 * p.grad.float().sign())
+
+    def loss_of(_, x, __):
+        body.zero_grad()
+        return head(body(x.to(BF16)).float()).square().mean()
+
+    found = trained(None, torch.optim.SGD(head.parameters(), lr=0.1), loss_of=loss_of, after=after)
+    assert only(found, "lost updates").wrong and "no torch optimizer steps" in str(found).replace("\n       ", " ")
+
+
+@pytest.mark.parametrize("dtype, part, wrong", [(BF16, 1e-3, True), (BF16, 0.5, False), (FP32, 1e-3, False)])
+def test_a_state_that_one_line_moves_by_small_steps(dtype, part, wrong):
+    def loss_of(model, x, _):
+        x = x.to(dtype)
+        for _ in range(24):
+            x = x + part * torch.sin(x)
+        return model(x.float()).square().mean()
+
+    model = mlp()
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
+    assert [each.kind for each in found.findings] == ["running value"] * wrong, str(found)
+
+
+@pytest.mark.parametrize("far, wrong", [(8.0, True), (0.0, False)])
+def test_distances_that_are_differences_of_large_numbers(far, wrong):
+    def loss_of(model, x, _):
+        y = far + torch.rand(32, 6)
+        with torch.autocast("cpu"):
+            squares = (y**2).sum(-1, keepdim=True)
+            near = (squares - 2 * torch.matmul(y, y.T) + squares.T).topk(4, largest=False)[1]
+        return model(x[near].mean(1)).square().mean()
+
+    model = mlp()
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
+    assert [each.kind for each in found.findings if each.wrong] == ["distances"] * wrong, str(found)
+
+
+def test_a_gradient_that_is_thrown_away_is_no_accumulation():
+    model = mlp(BF16)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-3)
+
+    def loss_of(model, x, _):
+        for _ in range(3):
+            model(x.to(BF16)).float().square().mean().backward()
+        model.zero_grad()
+        return model(x.to(BF16)).float().square().mean()
+
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
+    assert "gradient accumulation" not in {each.kind for each in found.findings}, str(found)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.linear, self.norm = nn.Linear(16, 4), nn.Linear(16, 16), Norm()
+
+    def forward(self, x):
+        return self.norm(self.linear(x.to(self.linear.weight.dtype))) * self.router(x.float()).softmax(-1)[:, :1]
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def test_products_that_are_in_fp32_on_purpose_stay_so():
+    torch.manual_seed(0)
+    model = Normed().to(BF16)
+    model.router.float()
+    found = trained(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=4,
+        loss_of=lambda model, x, _: model(x).float().square().mean(),
+    )
+    assert found.recipe is not None and found.recipe.parameter_dtype is None and not found.recipe.parameters
+    assert found.recipe.modules["norm"] == "float32" and "linear" in found.recipe.modules["router"]["fp32"]
+    with hmpx.activate(found.recipe), torch.no_grad():
+        made = Normed().to(BF16)
+        made.router.float()
+        torch.optim.SGD(made.parameters(), lr=0.1)
+        seen = []
+        made.router.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+        made(torch.randn(4, 16))
+    assert seen == [FP32]
+
+
+def test_a_rule_for_a_module_of_one_of_two_models_is_no_key_of_the_recipe():
+    models = [nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 4)).to(BF16) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    found = trained(
+        None,
+        *optimizers,
+        steps=4,
+        loss_of=lambda _, x, __: models[1](models[0](x.to(BF16))[:, :1].expand(-1, 16)).float().square().mean(),
+    )
+    norm = only(found, "norm statistics")
+    assert "modules" not in norm.recipe and (found.recipe is None or not found.recipe.modules)
