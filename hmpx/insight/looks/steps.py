@@ -179,6 +179,7 @@ class SteppedOptimizer:
         self.asked = self.arrived = self.decay = 0.0
         self.falls: Counter[str] = Counter()
         self.stays: Counter[str] = Counter()
+        self.has_low = False  # whether weights in low precision were stepped
         self._window = 0
         self._beside: list[_Beside] = []
         self._with_grad: list[int] = []
@@ -191,6 +192,7 @@ class SteppedOptimizer:
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
+        self.has_low |= any(p.dtype in LOW for p in params)
         grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
         window = window_of(self.steps + 1)
         if window != self._window:

@@ -33,7 +33,7 @@ Parameter = torch.nn.Parameter
 # of insight has the table.
 LIMIT, _OF_WINDOW = 0.9, 0.8
 _HALF, _DEAD = 0.5, 0.1  # and of a single parameter: below, it is half dead, and dead
-_SHARE = 0.2  # of the weights: if more of them are half dead in one window, that costs loss
+_SHARE = 0.2  # of the weights: if more of them are half dead in one window, or behind where all are, that costs loss
 _LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
 _HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen
 _LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: what is less, rounding to nearest takes away
@@ -137,12 +137,16 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     whole = {window: total(rows.values()) for window, rows in windows.items()}
     every = whole[0]
     behind = [window for window in windows if whole[window].is_below(_OF_WINDOW)]
-    half = {w: [p for p, moves in rows.items() if moves.is_below(_HALF)] for w, rows in windows.items()}
-    worst = max(windows, key=lambda window: (_weights(half[window]) / _weights(windows[window]), -whole[window].kept))
-    share = _weights(half[worst]) / _weights(windows[worst])
+    half, losing = (
+        {window: [p for p, moves in rows.items() if moves.is_below(limit)] for window, rows in windows.items()}
+        for limit in (_HALF, LIMIT)
+    )
+    shares = {window: _weights(half[window]) / _weights(rows) for window, rows in windows.items()}
+    worst = max(windows, key=lambda window: (shares[window], -whole[window].kept))
+    share, of_losing = shares[worst], max(_weights(losing[window]) / _weights(windows[window]) for window in windows)
     if not (every.is_below(LIMIT) or behind or half[worst]):
         return None
-    wrong = bool(every.is_below(LIMIT) or behind or share > _SHARE)
+    wrong = share > _SHARE or bool((every.is_below(LIMIT) or behind) and of_losing > _SHARE)
     is_all = every.is_below(LIMIT) or not (behind or half[worst])
     if behind and not is_all and not half[worst]:
         worst = min(behind, key=lambda window: whole[window].kept)
@@ -150,15 +154,15 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     dtype, rows = dtype_name(next(iter(params)).dtype), windows[worst]
     is_late = worst and {*half[worst]} != {*half[min(windows.keys() - {0})]}
     steps = f" in steps {worst} to {worst + LENGTH - 1}" if is_late else ""
-    if half[worst] and share < 1 and kept > _HALF:
+    if half[worst] and share < 1 and (kept > _HALF or not wrong):
         dead = all(rows[p].kept < _DEAD for p in half[worst])
         how = "do not move" if dead else "move less than half as far as float32 weights would"
         said = f"{percent(share)} of the {dtype} weights{_which(half[worst], rows, names)} {how}{steps}"
     else:
         said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
     weight = max(1 - kept, share)
-    losing = [p for p in params if params[p].kept < LIMIT or p in {*half[worst]}] or [*params]
-    told = tuple(names[p] for p in sorted(losing, key=lambda p: rows.get(p, params[p]).kept))
+    meant = [p for p in params if params[p].kept < LIMIT or p in {*half[worst]}] or [*params]
+    told = tuple(names[p] for p in sorted(meant, key=lambda p: rows.get(p, params[p]).kept))
     figures = tuple(_figures(params, rows, seen, names))
     return Problem(
         "lost updates",
@@ -232,7 +236,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
                 why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
         if not why and not known.is_known:
             why = "the float32 copies moved too little to measure it"
-        if low and why:
+        if low and why and each.has_low:
             reasons[f"updates of {dtype_name(low[0].dtype)} weights by {type(each.optimizer).__name__}: {why}"] = None
     return [*reasons]
 
