@@ -20,6 +20,8 @@ To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, tor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -34,6 +36,7 @@ from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
+_BESIDE = attrgetter("beside")
 
 
 class Store(Held):
@@ -41,11 +44,13 @@ class Store(Held):
 
     Attributes:
         tensor: the parameter.
+        beside: the tensors kept beside the weights; another tuple where somebody has exchanged one.
         bytes_beside: bytes kept for each weight, beside the weight.
         has_masters: whether `masters` has more than the BF16 weights do.
         shows_masters: whether FP32 masters are kept as such, so that a step may work on them.
     """
 
+    beside: tuple[Tensor, ...] = ()
     bytes_beside: ClassVar[float] = 0.0
     has_masters: ClassVar[bool] = False
     shows_masters: ClassVar[bool] = False
@@ -55,10 +60,6 @@ class Store(Held):
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
         """Bring the data into the form that kernels need. The segment is the whole parameter."""
-
-    def beside(self) -> list[Tensor]:
-        """Return the tensors kept beside the weights. New objects mean that somebody has exchanged masters."""
-        return []
 
     def take_masters(self, masters: Tensor) -> None:
         """Take over FP32 masters from a checkpoint. Where a master does not round to its weight, the weight counts."""
@@ -102,15 +103,11 @@ class Master(Store):
     has_masters: ClassVar[bool] = True
     shows_masters: ClassVar[bool] = True
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self._masters: Tensor | None = None
-
     def begin(self) -> None:
-        self._masters = _copy_for(local(self.tensor), self._masters)
-
-    def beside(self) -> list[Tensor]:
-        return [] if self._masters is None else [self._masters]
+        masters = self.beside[0] if self.beside else None
+        fitting = _copy_for(local(self.tensor), masters)
+        if fitting is not masters:
+            self.beside = (fitting,)
 
     def itself(self, segment: Segment) -> Tensor | None:
         return None if segment.by_rows else segment.of(self._here).data
@@ -131,12 +128,12 @@ class Master(Store):
         segment.of(self.tensor).copy_(x)
 
     def take_masters(self, masters: Tensor) -> None:
-        self._masters = self._part_of(masters)
+        self.beside = (self._part_of(masters),)
 
     @property
     def _here(self) -> Tensor:
-        assert self._masters is not None, "the step has begun"
-        return self._masters
+        assert self.beside, "the step has begun"
+        return self.beside[0]
 
 
 class _InHalves(Store):
@@ -166,21 +163,22 @@ class _InHalves(Store):
     def begin(self) -> None:
         held = local(self.tensor)
         if self._loaded is not None:
-            self._loaded = _copy_for(held, self._loaded)
-            return
-        if self._lower is None or self._lower.shape != held.shape or lacks_data(self._lower) != lacks_data(held):
-            self._lower = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
+            self._keep(_copy_for(held, self._loaded), self._lower)
+        elif self._lower is None or self._lower.shape != held.shape or lacks_data(self._lower) != lacks_data(held):
+            self._keep(None, torch.zeros(held.shape, dtype=self._dtype, device=held.device))
         elif self._lower.device != held.device:
-            self._lower = self._lower.to(held.device)
+            self._keep(None, self._lower.to(held.device))
+
+    def _keep(self, loaded: Tensor | None, lower: Tensor | None) -> None:
+        if loaded is not self._loaded or lower is not self._lower:
+            self._loaded, self._lower = loaded, lower
+            self.beside = tuple([held for held in (loaded, lower) if held is not None])
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
         if self._loaded is not None:
             loaded = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
             self.read(segment, loaded)
             self.write(segment, loaded, segment.name, rounding_key)
-
-    def beside(self) -> list[Tensor]:
-        return [held for held in (self._loaded, self._lower) if held is not None]
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         held = local(self.tensor.detach())
@@ -196,13 +194,13 @@ class _InHalves(Store):
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         if self._lower is None:
-            self._lower = torch.zeros(local(self.tensor).shape, dtype=self._dtype, device=x.device)
+            self._keep(self._loaded, torch.zeros(local(self.tensor).shape, dtype=self._dtype, device=x.device))
         self._split(segment, x, name, rounding_key)
         if segment.is_last:
-            self._loaded = None
+            self._keep(None, self._lower)
 
     def take_masters(self, masters: Tensor) -> None:
-        self._loaded, self._lower = self._part_of(masters), None
+        self._keep(self._part_of(masters), None)
 
     def _halves(self, segment: Segment) -> tuple[Tensor, Tensor]:
         assert self._lower is not None, "the step has begun"
@@ -278,10 +276,10 @@ class Stores:
                 self._kept[segment.param] = store
         return store
 
-    def beside(self, *params: Parameter) -> list[Tensor]:
+    def beside(self, params: Iterable[Parameter] | None = None) -> list[tuple[Tensor, ...]]:
         """Return the tensors that are kept beside the weights of these parameters, or of all."""
-        stores = [self._kept[p] for p in params if p in self._kept] if params else self._kept.values()
-        return [tensor for store in stores for tensor in store.beside()]
+        stores = self._kept.values() if params is None else [self._kept[p] for p in params if p in self._kept]
+        return list(map(_BESIDE, stores))
 
     def masters(self, segment: Segment) -> Tensor | None:
         """Return the FP32 masters of a whole parameter, sharded as it is; None where it has none."""

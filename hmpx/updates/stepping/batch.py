@@ -19,6 +19,7 @@ from hmpx.rounding import native
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.fingerprint import values_of
 from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
@@ -207,8 +208,3 @@ def _version(grad: Tensor | None) -> int:
 
 def _versions(grads: list[Any]) -> list[int]:
     return [0 if grad is None else version_of(grad) for grad in grads]
-
-
-def values_of(states: list[dict[str, Any]]) -> list[Any]:
-    """Return all values of these dicts."""
-    return list(chain.from_iterable(map(dict.values, states)))

@@ -1,42 +1,33 @@
-"""A step in batches: all batches of an optimizer's parameters, kept from one step to the next.
-
-A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, whether a kernel
-can read it. For small parameters that takes longer than the step. The `Fingerprint` holds what these looks have found,
-and one look says whether all of it is as it was: then the next step takes the same batches.
-"""
+"""A step in batches: all batches of an optimizer's parameters, kept while a `Fingerprint` finds them as they were."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import is_, or_
-from typing import Any, NamedTuple
+from operator import or_
 
 import torch
-from torch import optim
 
-from hmpx.base.torch_private import copy_all, private
-from hmpx.rounding import native, triton
+from hmpx.base.torch_private import copy_all
+from hmpx.rounding import triton
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, local
-from hmpx.updates.stepping.batch import Batch, values_of
+from hmpx.updates.stepping.batch import Batch
 from hmpx.updates.stepping.batching import batches_of
+from hmpx.updates.stepping.fingerprint import Fingerprint, Gradients
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_batch import fused_batches
-from hmpx.updates.stepping.fused_formulas import Formula, is_scaled
-from hmpx.updates.stepping.names import Members, layout, membership, names_in_groups, parameters
+from hmpx.updates.stepping.fused_formulas import Formula
+from hmpx.updates.stepping.names import Members
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
 Tensor = torch.Tensor
-TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
+_ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
 
 
 class BatchedStep:
@@ -84,11 +75,6 @@ class BatchedStep:
         self._last = [count.own for count in last], [count.clone for count in last]
 
     @property
-    def _looked_at(self) -> list[Parameter]:
-        """The parameters whose masters are looked at; none stands for all."""
-        return self._params if self._is_part else []
-
-    @property
     def _plain(self) -> list[Batch]:
         return [batch for batch in self._batches if isinstance(batch, Batch)]
 
@@ -100,7 +86,7 @@ class BatchedStep:
         def beside(segment: Segment) -> list[Tensor]:
             p, state = segment.param, context.optimizer.state.get(segment.param)
             own = [v for v in state.values() if isinstance(v, Tensor)] if isinstance(state, dict) else []
-            kept = [v for v in context.stores.of(segment).beside() if v.shape == local(p).shape]
+            kept = [v for v in context.stores.of(segment).beside if v.shape == local(p).shape]
             return [context.gradients[context.indices[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
 
         batches: list[Batch] = []
@@ -137,7 +123,9 @@ class BatchedStep:
 
     def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
         """Take the step. found: the gradients, by `fits`."""
-        call, write_back = by_formula(call, self._formula, self._members.group), write_back.deferred()
+        write_back = write_back.deferred()
+        if self._batches:
+            call = by_formula(call, self._formula, self._members.group)
         if self._fingerprint is not None:
             for room, size in self._rooms:
                 room.untyped_storage().resize_(size)
@@ -165,8 +153,7 @@ class BatchedStep:
         # Later the fingerprint looks at the parameters' own state, before the next step.
         if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
             return False
-        beside = self._stores.beside(*self._looked_at)
-        self._fingerprint = Fingerprint(optimizer, self._params, beside, is_part=self._is_part)
+        self._fingerprint = Fingerprint(optimizer, self._params, self._stores, is_part=self._is_part)
         return True
 
     def rest(self) -> bool:
@@ -179,106 +166,10 @@ class BatchedStep:
 
     def fits(self, optimizer: Optimizer) -> Gradients | None:
         """Whether the next step can use these batches: return its gradients if nothing else but options has changed."""
-        beside, found = self._stores.beside(*self._looked_at), None
-        if self._fingerprint is not None:
-            found = self._fingerprint.holds(optimizer, beside)
+        found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None
-        if not functools.reduce(or_, found.addresses, 0) % ALIGNED:
+        if not functools.reduce(or_, found.addresses, 0) % _ALIGNED:
             return found
         takes = [batch.takes for batch in self._fused] + [table.takes for table in self._tables]
         return found if all([each(found.addresses) for each in takes]) else None
-
-
-class Gradients(NamedTuple):
-    """The gradients of a step as this rank holds them, and where they are."""
-
-    tensors: list[Tensor]
-    addresses: list[int]
-
-
-class Fingerprint:
-    """An optimizer after a step: while `holds`, only gradients and options have changed.
-
-    Args:
-        params: those that were stepped; they still have their gradients.
-        beside: the tensors kept beside weights.
-        is_part: others are stepped, too, and are not looked at.
-    """
-
-    def __init__(
-        self, optimizer: optim.Optimizer, params: list[Parameter], beside: list[Tensor], *, is_part: bool = False
-    ) -> None:
-        self._beside, self._states, self._members = beside, optimizer.state, membership(optimizer)
-        self._params, self._all, self._is_part = params, params if is_part else parameters(optimizer), is_part
-        self._keys_of_states, self._own = self._look_at_states()
-        self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
-        self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
-        different: dict[int, Tensor] = {id(each): each for each in (*self._all, *self._values, *beside)}
-        self._tensors = list(different.values())
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        states = {id(value) for value in self._values if not value.dim()}  # counts of steps, which lie in one way alone
-        self._laid = [each for each in self._tensors if id(each) not in states]
-        looks = *self._laid, *(p.grad for p in params)
-        self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-    def _look_at_states(self) -> tuple[list[Any], list[Any]]:
-        """Return parameters and their states; to list all hashes no keys, which tensors do in Python."""
-        if self._is_part:
-            return [], list(map(self._states.get, self._params))
-        return list(self._states), list(self._states.values())
-
-    @staticmethod
-    def can_be(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether `holds` can see every change: plain tensors on a CPU or a GPU, each with its own memory.
-
-        Not after a step whose gradients a GradScaler has left scaled.
-        """
-        if is_scaled(optimizer) or layout(optimizer) is None:
-            return False
-        for p in params:
-            grad = p.grad
-            if grad is None or not _is_seen(grad) or grad.dtype not in native.KINDS:
-                return False
-            for value in (optimizer.state.get(p) or {}).values():
-                if not isinstance(value, Tensor) or not value.numel() or not _is_seen(value):
-                    return False
-        return True
-
-    def holds(self, optimizer: optim.Optimizer, beside: list[Tensor]) -> Gradients | None:
-        """Return the gradients of the next step, if it is of the same parameters and tensors; else None.
-
-        One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
-        """
-        if not _are(beside, self._beside) or optimizer.state is not self._states or is_scaled(optimizer):
-            return None
-        now = self._params if self._is_part else parameters(optimizer)
-        if not _are(now, self._all) or names_in_groups(optimizer) != self._members[1:]:
-            return None
-        keys, own = self._look_at_states()
-        if not _are(keys, self._keys_of_states) or not _are(own, self._own):
-            return None
-        if list(chain(*self._dicts)) != self._keys:
-            return None
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values)):
-            return None
-        grads: list[Any] = [p.grad for p in self._params]
-        if not self._guards.check(*self._laid, *grads):  # None is not what a gradient was, either
-            return None
-        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
-            return None
-        addresses = list(map(Tensor.data_ptr, grads))
-        if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):
-            return None  # the memory is not there
-        if len(now) != len(grads) and sum([p.grad is not None for p in now]) != len(grads):
-            return None
-        return Gradients(grads, addresses)
-
-
-def _is_seen(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.data_ptr() != 0 or not tensor.numel())
-
-
-def _are(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(now) == len(before) and all(map(is_, now, before))

@@ -154,7 +154,9 @@ class FusedBatch:
         self._indices, self._params = [each.index for each in self._taken], [each.segment.param for each in self._taken]
         self._names = [each.segment.name for each in self._taken]
         self._has_new = any([each.new for each in self._taken])
-        self._in_groups = [(at, len(list(each))) for at, each in groupby(each.group for each in self._taken)]
+        in_groups = [list(each) for _, each in groupby(self._taken, lambda each: each.group)]
+        self._firsts, self._sizes = [each[0] for each in in_groups], list(map(len, in_groups))
+        self._are_all = self._indices == list(range(len(context.gradients)))
 
     def _take(self, segment: Segment, context: StepContext) -> _Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
@@ -178,17 +180,18 @@ class FusedBatch:
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options still ask for the same kernel and the same state."""
-        last = -1
-        for each in self._taken:
-            if each.group != last:
-                last, options = each.group, groups[each.group]
-                if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
-                    return False
+        for each in self._firsts:
+            options = groups[each.group]
+            if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
+                return False
         return True
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether all gradients of the step, which are at these addresses, lie as those for which this was made."""
-        return self._steps.takes([addresses[i] for i in self._indices])
+        return self._steps.takes(self._own(addresses))
+
+    def _own(self, addresses: Sequence[int]) -> Sequence[int]:
+        return addresses if self._are_all else [addresses[i] for i in self._indices]
 
     @property
     def is_settled(self) -> bool:
@@ -201,14 +204,15 @@ class FusedBatch:
         counted: Sequence[float] = self._counts.values() if formula.counts else [0.0] * len(self._taken)
         self._scalars: list[tuple[float, ...]] = []
         self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
-        for at, size in self._in_groups:
-            steps, taken = counted[begin : begin + size], self._taken[begin : begin + size]
-            begin, group = begin + size, call.optimizer.param_groups[at]
+        for first, size in zip(self._firsts, self._sizes, strict=True):
+            steps, group = counted[begin : begin + size], call.optimizer.param_groups[first.group]
             if formula.tensors_alone and not self._has_new and steps.count(steps[0]) == size:
-                step, seen = steps[0] + formula.counts, formula.depends_on(taken[0].known)
+                step, seen = steps[0] + formula.counts, formula.depends_on(first.known)
                 self._scalars += [formula.scalars(call.optimizer, group, step, seen)] * size
             else:
+                taken = self._taken[begin : begin + size]
                 self._begin_each(call.optimizer, group, taken, [step + formula.counts for step in steps])
+            begin += size
 
     def _begin_each(self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]) -> None:
         """Compute the scalars of parameters of one group, whose state may differ."""
@@ -231,7 +235,7 @@ class FusedBatch:
         write_back.written.extend(self._names)
         if addresses is None:
             addresses = [gradient.data_ptr() for gradient in gradients]
-        self._steps.run([addresses[i] for i in self._indices], self._scalars, write_back.rounding_key.of_step)
+        self._steps.run(self._own(addresses), self._scalars, write_back.rounding_key.of_step)
         self._counts.raise_by_one()
         for each, beside in self._beside:
             self._states[each.segment.param].update({**each.new, **beside})

@@ -250,7 +250,7 @@ class WeightUpdates:
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer, heirs: Mapping[Parameter, Parameter | None]) -> None:
         """Give names and masters of parameters that left to those in their places, and tell whose masters these are."""
-        left = [self._parameters.last(optimizer, p) for p in heirs if self.stores.beside(p)]
+        left = [self._parameters.last(optimizer, p) for p in heirs if any(self.stores.beside([p]))]
         for p, heir in heirs.items():
             self._parameters.seen.pop(p, None)
             if heir is not None and p in self.names:

@@ -89,7 +89,8 @@ class WriteBack:
 
     def deferred(self) -> WriteBack:
         """Return the same, with roundings put off until `rounding_key.flush()`."""
-        return replace(self, rounding_key=replace(self.rounding_key, pending=[]))
+        key = self.rounding_key
+        return WriteBack(self.stores, RoundingKey(key.seed, key.step, []), self.signals, self.written)
 
 
 def hides_writes(optimizer: Optimizer) -> bool:
