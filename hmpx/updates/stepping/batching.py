@@ -30,7 +30,7 @@ _PARTS = 60
 _PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no temporaries; the latter where state is read
 _BYTES = 0.4  # a parameter, that a step in so many parts takes
 _MOST_OF_PART = 1 << 24  # elements of a step in backward, or the usual part of all
-_SHARE = 64  # of a GPU's memory, this part of which a step may take: activations are gone by then
+_SHARE = 32  # of a GPU's memory, this part of which a step may take: activations are gone by then
 
 
 def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:

@@ -176,7 +176,8 @@ class Shown:
     def versioned(self) -> list[Tensor]:
         """Tensors whose versions show whether a step that raised has written to held memory."""
         state = self._state.content if self._state.shown is None else self._state.shown
-        found = [value for value in state.values() if isinstance(value, Tensor)]
+        copies = {key for key, piece in self._pieces.items() if piece.at is not None}
+        found = [value for key, value in state.items() if isinstance(value, Tensor) and key not in copies]
         return [*found, self.shadow] if self.weight.at is None else found
 
     def kernels(self) -> ModuleType | None:

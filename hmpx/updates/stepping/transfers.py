@@ -85,7 +85,7 @@ class Words:
             self._words.extend(native.shown_words(held, piece.segment.offset, piece.segment.count))
             in_room = piece.at is not None
             self._addresses.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
-        self._written = [piece.held.tensor for piece in pieces]
+        self._weights = _weights_among(pieces)
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees. grads: the gradients to copy, where they are now."""
@@ -99,7 +99,7 @@ class Words:
     def write(self, rounding_key: RoundingKey) -> None:
         """Write the results of the optimizer back."""
         native.write_words(self._words, self._first, rounding_key.of_step)
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(self._weights)
 
 
 class Launches:
@@ -124,7 +124,7 @@ class Launches:
         moves = [self._move(piece) for piece in pieces]
         self._reads = table.add("move_list", [move.read() for move in (*copied, *moves)])
         self._writes = table.add("move_list", [move.written() for move in moves])
-        self._written = [move.held.tensor for move in moves]
+        self._weights = _weights_among(pieces)
 
     @staticmethod
     def _move(piece: Piece) -> triton.Move:
@@ -142,7 +142,12 @@ class Launches:
         """Write the results of the optimizer back."""
         for launch in self._writes:
             launch.run()
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(self._weights)
+
+
+def _weights_among(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the weights, of whose writes autograd is told."""
+    return [piece.held.tensor for piece in pieces if isinstance(piece.held, Store)]
 
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:
