@@ -68,9 +68,10 @@ def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
 
 
 class Move(NamedTuple):
-    """`size` elements of a tensor from `start` on, where a block of codes begins; in FP32 at `x`.
+    """`size` elements of a tensor from `start` on, where in codes a block begins; in FP32 at `x`.
 
     Attributes:
+        first: the index of the tensor's first element in the whole parameter, where it is a part of one.
         grad: its index among all gradients, if it is one, which has another address in each step.
         room: how far behind the address of a room `x` is, in bytes, if it lies in one.
     """
@@ -79,6 +80,7 @@ class Move(NamedTuple):
     start: int
     size: int
     x: torch.Tensor
+    first: int = 0
     grad: int | None = None
     room: int | None = None
 
@@ -87,7 +89,9 @@ class Move(NamedTuple):
         return self._replace(held=self.held._replace(tensor=tensor))
 
     def _lain(self) -> Lain:
-        return Lain.alone(self.size, self.held.row or self.held.size, self.start)
+        if self.held.row:
+            return Lain.alone(self.size, self.held.row, self.start, self.first)
+        return Lain.alone(self.size, self.size, offset=self.first + self.start)  # there are no blocks to go by
 
     def _part(self) -> StoredTensor:
         """Return these elements alone; scales of codes stay those of the whole tensor."""

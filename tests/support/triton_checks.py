@@ -253,6 +253,20 @@ def check_a_read_of_codes():
         assert same(found, out)
 
 
+def check_a_part_is_written_with_the_numbers_of_its_elements():
+    """Elements 700 ... 1699 of a parameter, of which this rank holds those from 500 on."""
+    x, held = torch.randn(2000), torch.zeros(1500, dtype=torch.bfloat16)
+    move = triton.Move(StoredTensor(held, BF16, name_id("w")), 200, 1000, x[700:1700].clone(), first=500)
+    written = triton.Table(held.device)
+    launches = written.add("move_list", [move.written()])
+    written.send(step_key(5, 9))
+    for launch in launches:
+        launch.run()
+    alone = torch.empty(2000, dtype=torch.bfloat16)
+    eager.round_(alone, x, derive_key(5, 9, "w"), 0, 2000, 0)
+    assert same(held[200:1200], alone[700:1700]) and not held[:200].any() and not held[1200:].any()
+
+
 def trained(by, options):
     """Weights, and the state of what an optimizer has stepped thrice; somebody writes to weights in between."""
     with kernels(by):
