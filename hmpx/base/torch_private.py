@@ -356,6 +356,11 @@ SHARDS = Feature(
     Name(f"{_DTENSOR}.placement_types._StridedShard", "a shard of FSDP and more", _ByName("_StridedShard", (), {})),
     Name("torch.distributed.fsdp._common_utils:_fsdp_flattened", "a parameter of FSDP1, which is refused", None),
 )
+KEPT_SHARDS = Feature(
+    "kept steps of sharded parameters",
+    "each step looks at every parameter anew",
+    Name(f"{_DTENSOR}.DTensor()._local_tensor", "this rank's part of a tensor, without a call"),
+)
 AGREEMENT = Feature(
     "ranks that compare their settings",
     "they do not: see that seed, recipe and number of steps are the same on all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -95,7 +96,7 @@ def _held(mode, settings):
     kept = [
         *params,
         *(p.grad for p in params),
-        *attachment._updates.stores.beside(),
+        *itertools.chain(*attachment._updates.stores.beside()),
     ]
     kept += [v for values in inner.state.values() for v in values.values() if v.dim()]
     hmpx.detach(optimizer)

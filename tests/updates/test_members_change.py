@@ -25,11 +25,11 @@ def test_a_new_group_without_the_prefix_renames_nobody():
     optimizer = optim.SGD([(f"module.{name}", p) for name, p in model.named_parameters()], lr=1e-5)
     handle = hmpx.attach(optimizer, parameters={"0.*": {"weights": "master"}})
     step_by(optimizer)
-    before, masters = names_of(handle), handle._updates.stores.beside(model[0].weight)
+    before, masters = names_of(handle), handle._updates.stores.beside([model[0].weight])
     optimizer.add_param_group({"params": [("head", parameter(3))]})
     step_by(optimizer)
     assert names_of(handle) == {**before, "head": "stochastic"}
-    assert handle._updates.stores.beside(model[0].weight)[0] is masters[0]
+    assert handle._updates.stores.beside([model[0].weight])[0][0] is masters[0][0]
 
 
 @pytest.mark.parametrize("how", ["append", "merge"])

@@ -134,6 +134,11 @@ class Segment:
         return grad
 
     @property
+    def first(self) -> int | None:
+        """The index, in the whole parameter, of the first element that this rank holds; None where there are gaps."""
+        return 0 if self.box is None else None if self.box.loops else self.box.offset
+
+    @property
     def offset(self) -> int:
         return self.start or 0
 

@@ -86,6 +86,8 @@ class HeldCodes(HeldState):
         return torch.empty(local(self._param).shape, device="meta")
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        if self._layout.cut or self._layout.is_scattered:  # other ranks have a say in the scales
+            return None
         codes, scales = local(self.tensor), local(self.scales)
         return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.rows.width)
 

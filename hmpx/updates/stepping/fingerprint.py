@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import optim
 
-from hmpx.base.torch_private import private
+from hmpx.base.torch_private import has, private
 from hmpx.rounding import native
+from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.stores import Stores
+from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping.fused_formulas import is_scaled
-from hmpx.updates.stepping.names import layout, membership, names_in_groups, parameters
+from hmpx.updates.stepping.names import membership, names_in_groups, parameters
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 _GRAD = attrgetter("grad")
+_LOCAL = "torch.distributed.tensor.DTensor()._local_tensor"
+_PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
 
 
 class Gradients(NamedTuple):
@@ -50,12 +54,16 @@ class Fingerprint:
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
         known = (*self._all, *self._values, *chain(*self._beside))
-        self._tensors = list({id(each): each for each in known}.values())
+        tensors = list({id(each): each for each in known}.values())
+        self._sharded = [each for each in tensors if is_sharded(each)]
+        self._parts, self._of_grads = list(map(_PARTS, self._sharded)), [is_sharded(p.grad) for p in params]
+        self._grad_types = [type(p.grad) for p in params]
+        self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         counts = {id(value) for value in self._values if not value.dim()}  # of steps, which lie in one way alone
         self._laid = [each for each in self._tensors if id(each) not in counts]
-        looks = *self._laid, *map(_GRAD, params)
-        self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        grads = [local(p.grad) for p in params if p.grad is not None]
+        self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def _look_beside(self) -> list[tuple[Tensor, ...]]:
         return self._stores.beside(self._params if self._is_part else None)
@@ -68,11 +76,14 @@ class Fingerprint:
 
     @staticmethod
     def can_be(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether `look` can see every change: plain tensors on a CPU or a GPU, each with its own memory.
+        """Whether `look` can see every change: plain tensors on a CPU or a GPU, or DTensors with such parts.
 
         Not after a step whose gradients a GradScaler has left scaled.
         """
-        if is_scaled(optimizer) or layout(optimizer) is None:
+        every = parameters(optimizer)
+        if is_scaled(optimizer) or (any(map(is_sharded, every)) and not has(_LOCAL)):
+            return False
+        if not all(map(_is_parameter, every)):
             return False
         for p in params:
             grad = p.grad
@@ -98,8 +109,8 @@ class Fingerprint:
         values = chain.from_iterable(map(dict.values, self._dicts))
         if list(chain(*self._dicts)) != self._keys or not all(map(is_, values, self._values)):
             return None
-        grads: list[Any] = list(map(_GRAD, self._params))
-        if not self._guards.check(*self._laid, *grads):  # None is not what a gradient was, either
+        grads = self._gradients()
+        if grads is None or not self._guards.check(*self._laid, *grads):
             return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return None
@@ -110,9 +121,31 @@ class Fingerprint:
             return None
         return Gradients(grads, addresses)
 
+    def _gradients(self) -> list[Any] | None:
+        """Return this rank's part of each gradient; None where another tensor is sharded, or in another way."""
+        grads: list[Any] = list(map(_GRAD, self._params))
+        if not self._sharded:
+            return grads  # the guards refuse one of another class, and None
+        if list(map(type, grads)) != self._grad_types:
+            return None
+        if not all([_are(*each) for each in zip(map(_PARTS, self._sharded), self._parts, strict=True)]):
+            return None
+        for i, (grad, p) in enumerate(zip(grads, self._params, strict=True)):
+            if self._of_grads[i]:
+                grads[i], mesh, placements = _PARTS(grad)
+                if (mesh, placements) != _PARTS(p)[1:]:
+                    return None
+        return grads
+
 
 def _is_seen(tensor: Tensor) -> bool:
+    tensor = _PARTS(tensor)[0] if is_sharded(tensor) else tensor
     return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.data_ptr() != 0 or not tensor.numel())
+
+
+def _is_parameter(p: Parameter) -> bool:
+    held = _PARTS(p)[0] if is_sharded(p) else p
+    return type(held) in PLAIN and (held.is_cpu or held.is_cuda)
 
 
 def _are(now: Sequence[Any], before: Sequence[Any]) -> bool:

@@ -65,8 +65,7 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
     Raises:
         HmpxError: a state tensor is in a dtype in which no step leaves it.
     """
-    first = _first(segment)
-    if first is None or first + segment.count > 2**32:
+    if segment.first is None or segment.first + segment.count > 2**32:
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
         return False
@@ -82,12 +81,6 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
     if grad.dtype not in (torch.bfloat16, torch.float32):
         return False
     return kernels.can_read(p, grad, *alike) and all(map(kernels.can_read, codes))
-
-
-def _first(segment: Segment) -> int | None:
-    """Return the index of its first element in the whole parameter; None if its elements do not follow one another."""
-    box = segment.box
-    return 0 if box is None else None if box.loops else box.offset
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +107,7 @@ class _Taken:
 
     def with_gradient(self, grad: Tensor) -> native.StepArguments:
         """Return the arguments of the kernel."""
-        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, first=_first(self.segment) or 0)
+        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, first=self.segment.first or 0)
 
 
 class _Counts:

@@ -89,7 +89,7 @@ class Shown:
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
         self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
-        self._of_gradient = kernels_for(p if self.grad is None else grad)
+        self._of_gradient = kernels_for(local(p) if self.grad is None else grad)
         if self.grad is not None and not is_bf16(grad):
             self._of_gradient = None  # it is something else than a copy
         self._pieces: dict[str, Piece] = {}

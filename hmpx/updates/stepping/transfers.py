@@ -20,6 +20,7 @@ from hmpx.rounding.table import Table
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
+from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -131,7 +132,7 @@ class Launches:
         held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
         assert held is not None, "the kernels can move it"
         room = None if piece.at is None else piece.at * FP32.itemsize
-        return triton.Move(held, segment.offset, segment.count, piece.x, room=room)
+        return triton.Move(held, segment.offset, segment.count, piece.x, segment.first or 0, room=room)
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees."""
@@ -152,10 +153,12 @@ def _weights_among(pieces: Sequence[Piece]) -> list[Tensor]:
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:
     """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
-    held, segment = piece.held.tensor, piece.segment
-    if segment.by_rows or segment.box is not None or held.numel() >= 2**32:
+    held, segment = local(piece.held.tensor), piece.segment
+    if segment.by_rows or segment.first is None or segment.first + held.numel() > 2**32:
         return None
     kernels = kernels_for(held)
+    if kernels is native and segment.box is not None:  # its words have no place for the first element of a shard
+        return None
     return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
 
 
