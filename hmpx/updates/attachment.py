@@ -31,6 +31,7 @@ from hmpx.updates.stepping.step_count import SEED_KEY
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
+_QUEUE = private("torch.autograd.Variable._execution_engine.queue_callback")
 _lock = forks.lock()  # while parameters take a part of a step
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
 _GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
@@ -294,7 +295,7 @@ class Attachment:
                 self._step_waiting()
             if self._waiting.is_first():
                 at_end = functools.partial(_call_if_alive, weakref.WeakMethod(self._step_waiting))
-                private("torch.autograd.Variable._execution_engine.queue_callback")(at_end)
+                _QUEUE(at_end)
 
     def _step_waiting(self) -> None:
         """Step the parameters that wait, and free their gradients. If that raises, they have their gradients again."""

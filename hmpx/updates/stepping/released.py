@@ -28,6 +28,8 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 _Where = tuple[torch.device, Any]  # a device, and the stream of it on which gradients are made
 
+_MAKE = private("torch.Tensor._make_wrapper_subclass")
+
 _is_used = False  # whether a gradient was ever released
 _scaled_backward = -1  # the last backward of a loss that a GradScaler has scaled, as autograd counts them
 
@@ -40,7 +42,7 @@ class Released(torch.Tensor):
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, optimizer: Optimizer) -> Released:
         like: dict[str, Any] = {"strides": gradient.stride(), "dtype": gradient.dtype, "device": gradient.device}
-        made = private("torch.Tensor._make_wrapper_subclass")(cls, gradient.shape, **like)
+        made = _MAKE(cls, gradient.shape, **like)
         made.optimizer = type(optimizer).__name__
         return made
 
@@ -69,19 +71,25 @@ class Waiting:
     """
 
     ELEMENTS = 1 << 20
-    ELEMENTS_OF_ACCELERATORS = 1 << 24
+    ELEMENTS_OF_ACCELERATORS = 1 << 25
 
     def __init__(self) -> None:
         self._kept: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
         self._elements: dict[_Where, int] = {}
+        self._marks: dict[int, Released] = {}  # by parameter, from the step before
         self._backward = -1  # the last one, as autograd counts them
+
+    def __reduce__(self) -> tuple[type[Waiting], tuple[()]]:
+        return Waiting, ()  # for a copy of the optimizer none wait
 
     def add(self, p: Parameter, optimizer: Optimizer) -> bool:
         """Let the gradient of a parameter wait; return whether there are enough to step, or no backward pass runs."""
         global _is_used
         gradient, where = p.grad, _where(p)
         assert gradient is not None, "it is complete"
-        mark = Released(gradient, optimizer)
+        mark = self._marks.get(id(p))
+        if mark is None or mark.dtype is not gradient.dtype or mark.shape != gradient.shape or p.device != mark.device:
+            self._marks[id(p)] = mark = Released(gradient, optimizer)
         self._kept.setdefault(where, []).append((p, gradient, mark))
         self._elements[where] = elements = self._elements.get(where, 0) + p.numel()
         p.grad, _is_used = mark, True
@@ -129,6 +137,7 @@ class Waiting:
                 p.grad = None
         self._kept.clear()
         self._elements.clear()
+        self._marks.clear()
 
 
 def _where(p: Parameter) -> _Where:
