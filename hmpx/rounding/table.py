@@ -189,9 +189,21 @@ class Launch:
             self._args += (words[-_SCALARS * self.count :].view(torch.float32),)
 
     def run(self) -> None:
-        """Launch; the words have been sent."""
-        with torch.cuda.device_of(self._args[0]):  # Triton launches on the current device, which may be another one
-            _start(self._kernel, self._grid, self._args, self._constants)
+        """Launch on the current device; the words have been sent."""
+        _start(self._kernel, self._grid, self._args, self._constants)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Where the words are on the device."""
+        return self._args[0]
+
+
+def run_all(launches: Sequence[Launch]) -> None:
+    """Launch all of these, which are of one table."""
+    if launches:
+        with torch.cuda.device_of(launches[0].table):  # Triton launches on the current device, which may be another one
+            for launch in launches:
+                launch.run()
 
 
 # Triton looks at each argument of a call, and makes a text of them to find what it has compiled: that takes longer than
@@ -312,5 +324,4 @@ def launch_once(kernel: str, rows: Sequence[Row], *constants: int) -> None:
         launches = table.add(kernel, rows, *constants)
         if launches:
             table.send()
-        for launch in launches:
-            launch.run()
+        run_all(launches)

@@ -15,7 +15,7 @@ from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, SPLIT8, Rounding, StepArguments, StoredTensor, is_plain
-from hmpx.rounding.table import Lain, Row, Table, launch_once, triton_kernels
+from hmpx.rounding.table import Lain, Row, Table, launch_once, run_all, triton_kernels
 
 KERNELS = native.KERNELS
 _CODED = CODED, FP8, FOUR
@@ -138,8 +138,7 @@ class Steps:
             self._table.scale(launch, scalars if is_all else [scalars[i] for i in launch.rows])
         if self._launches:
             self._table.send(step_key, grads)
-        for launch in self._launches:
-            launch.run()
+        run_all(self._launches)
 
 
 def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:

@@ -89,11 +89,15 @@ def batches_of(
     number = _parts_of(optimizer, segments)
     size = slice_size(elements, number, segments[0].param.device)
     size = min(size, max(elements // number // _ALIGN * _ALIGN, _MOST_OF_PART)) if is_part else size
-    return cut(segments, size, parts if scope_of(optimizer) == "element" else lambda segment, _: [segment])
+    largest = size if size > _CEILING else None  # there is no cache for the sake of which parts are to be equal
+    return cut(segments, size, parts if scope_of(optimizer) == "element" else lambda segment, _: [segment], largest)
 
 
 def cut(
-    segments: Iterable[Segment], size: int, parts: Callable[[Segment, int], Iterable[Segment]]
+    segments: Iterable[Segment],
+    size: int,
+    parts: Callable[[Segment, int], Iterable[Segment]],
+    largest: int | None = None,
 ) -> Iterator[list[Segment]]:
     """Yield batches of at most `size` elements: small parameters together, a large one by itself, in equal parts.
 
@@ -105,13 +109,15 @@ def cut(
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order.
 
-    parts: gets a parameter and the size of a part.
+    Args:
+        parts: gets a parameter and the size of a part.
+        largest: the most elements of a small parameter; a quarter of `size` if None.
     """
     batch: list[Segment] = []
     room, is_first = size, True
     for segment in segments:
         count = segment.count
-        alone = count > size // 4
+        alone = count > (size // 4 if largest is None else largest)
         if batch and (is_first if alone else count > room):
             yield batch
             batch, room = [], size

@@ -114,9 +114,9 @@ class WeightUpdates:
             call = call.without_arguments()
             if self._kept_step(call, write_back, found):
                 return result
-            if self._open is not None and all([p.grad is None for p in parameters(optimizer)]):
-                return result  # all have taken it in parts
         write_back.signals.begin()
+        if self._open is not None and scope != "whole" and all([p.grad is None for p in parameters(optimizer)]):
+            return result  # all have taken it in parts
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
         by_parts = scope != "whole" and can_be_cut(optimizer, segments)

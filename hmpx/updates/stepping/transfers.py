@@ -16,7 +16,7 @@ from hmpx.base.torch_private import copy_all
 from hmpx.rounding import native, triton
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.table import Table
+from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
@@ -136,13 +136,11 @@ class Launches:
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees."""
-        for launch in self._reads:
-            launch.run()
+        run_all(self._reads)
 
     def write(self, rounding_key: RoundingKey) -> None:
         """Write the results of the optimizer back."""
-        for launch in self._writes:
-            launch.run()
+        run_all(self._writes)
         torch.autograd.graph.increment_version(self._weights)
 
 
