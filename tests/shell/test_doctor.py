@@ -215,3 +215,33 @@ def test_a_script_that_saves_while_it_is_ended_is_told_so_once(script, tmp_path)
     lines = [line for line in done.stderr.splitlines() if "is ending the script" in line]
     assert len(lines) == 1 and "`finally` blocks save is of an early step" in lines[0], done.stderr
     assert (tmp_path / "model.pt").exists()
+
+
+def test_a_step_that_is_asked_for_is_gone_to_and_one_that_never_comes_is_not_checked(script, tmp_path):
+    source = SCRIPT.replace("loss.backward()", "(loss * (float('nan') if i == 55 else 1)).backward()")
+    done = doctor(tmp_path, "--at", "56", script("torch.float32", source))
+    assert done.returncode == 1 and "inf or NaN: train.py:10:" in done.stderr, done.stderr
+    done = doctor(tmp_path, "--at", "70", script("torch.float32"))
+    assert done.returncode == 2 and "not checked: step 70: the script ended after 60 iterations" in done.stderr
+
+
+def test_the_report_is_told_of_a_script_that_leaves_hides_its_errors_or_has_a_thread_that_waits(script, tmp_path):
+    leaving = "    if i == 30: import os; sys.stderr = None; os.dup2(os.open(os.devnull, 1), 2); os._exit(0)\n"
+    waiting = "import queue, threading\nthreading.Thread(target=queue.Queue().get).start()\n"
+    for source in (SCRIPT.replace("print(", f"{leaving}print("), waiting + SCRIPT):
+        done = doctor(tmp_path, script(source=source))
+        assert done.returncode == 1 and "WRONG  lost updates: train.py:11:" in done.stderr.replace(":13:", ":11:")
+
+
+def test_processes_are_not_checked_and_workers_of_a_loader_are_no_news(script, tmp_path):
+    started = "import multiprocessing\nchild = multiprocessing.Process(target=print)\nchild.start(), child.join()\n"
+    loaded = "from torch.utils.data import DataLoader\nlist(DataLoader(range(4), num_workers=1))\n"
+    for before, status in ((started, 2), (loaded, 0)):
+        done = doctor(
+            tmp_path,
+            "--steps",
+            "5",
+            script("torch.float32", before + SCRIPT.replace("torch.manual", "import torch; torch.manual", 1)),
+        )
+        assert done.returncode == status, done.stderr
+        assert ("processes that the script started: print (1)" in done.stderr) == (status == 2)

@@ -42,7 +42,7 @@ class Nonfinite(Look):
         if op.name in _UNMADE or self._nan is not None:
             return
         bad = op.nonfinite
-        if bad is None or any(math.isinf(each) or math.isnan(each) for each in op.scalars):
+        if bad is None or any(map(math.isinf, op.scalars)):
             return
         makes_nan, odd = bool(bad.isnan().any()), [each for each in op.given if each.numel() and not is_finite(each)]
         if self._iteration != notes.iteration:
