@@ -9,9 +9,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from lion_pytorch import Lion
-from torch import optim
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, Shard
 
+import hmpx
 from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
@@ -292,3 +295,39 @@ def test_a_tensor_that_lies_otherwise_at_the_same_address_is_seen(which, lay, st
     assert nearly_equal(weight, copied, 1 + weight.numel() // 100)
     for one, other in zip(state, copied_state, strict=True):
         assert (one - other).abs().max() <= 2**-6 * other.abs().max()  # BF16 state rounds either way
+
+
+@pytest.fixture
+def mesh():
+    """That of a job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+SHARDED = [{"fused": True}, {"fused": True, "state_dtype": "8bit"}, {"fused": False}]
+
+
+@pytest.mark.parametrize("settings", SHARDED, ids=str)
+def test_steps_of_shards_are_kept_until_one_is_exchanged(settings, mesh):
+    """The memory of a shard is exchanged, as whoever moves it away and back does, and its gradients lie elsewhere."""
+    found, kept = [], []
+    for as_held in (lambda x: x, lambda x: DTensor.from_local(x, mesh, [Shard(0)], run_check=False)):
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(size, generator=generator).bfloat16() for size in ((40, 9), (64, 64), (7,))]
+        params = [nn.Parameter(as_held(each)) for each in whole]
+        optimizer = optim.AdamW([(f"p{i}", p) for i, p in enumerate(params)], lr=1e-2)
+        handle = hmpx.attach(optimizer, **settings)
+        for step in range(8):
+            for p in params:
+                p.grad = as_held(torch.randn(p.shape, generator=generator).bfloat16())
+            if step == 4:
+                held = getattr(params[1], "_local_tensor", params[1])
+                held.data = held.data.clone()
+            optimizer.step()
+        found.append([getattr(p, "_local_tensor", p).detach() for p in params])
+        kept.append(handle._updates.kept_steps)
+    of_all = 8 - 1 if settings["fused"] else 8 - 2  # without an exchange
+    assert same(*found) and kept == [of_all - 1] * 2
