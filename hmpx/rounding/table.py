@@ -219,6 +219,7 @@ def _start(kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], const
         compiled[grid](*args, *constants)
         return
     kernels = triton_kernels()
+    assert kernels is not None, "a table is for them"
     options = {"enable_fp_fusion": False, "num_warps": kernels.WARPS[constants[-1]]}
     compiled = getattr(kernels, kernel)[grid](*args, *constants, **options)
     if compiled is not None:  # there is none in the interpreter

@@ -83,7 +83,7 @@ class Batch:
         self._shadows = [each.shadow for each in self._shown]
         self._new = {each.shadow: state for each in self._shown if (state := each.state) is not None}
         self._given = [self._new.get(shadow) for shadow in self._shadows]
-        self._copies = [given for each, given in zip(self._shown, self._given, strict=True) if each.shows_copies]
+        self._copies: list[dict[str, Any]] = [self._new[each.shadow] for each in self._shown if each.shows_copies]
         self._keys, self._values = list(chain(*self._copies)), values_of(self._copies)
         self._versioned = [(tensor, each.segment.name) for each in self._shown for tensor in each.versioned]
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]

@@ -1,4 +1,4 @@
-"""One optimizer step: its rounding key, and whether it is taken in the last batches, in new ones or whole."""
+"""One optimizer step: its rounding key, and whether it is taken by the last plan, by a new one or whole."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.batched_step import BatchedStep, Gradients
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_formulas import chosen
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, membership, parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of
+from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
@@ -47,22 +47,21 @@ class WeightUpdates:
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
         self.settings, self.names = settings, names or {}
         self.stores = Stores()
-        self.kept_steps = 0  # taken in the batches of the step before
+        self.kept_steps = 0  # taken by the plan of the step before
         self._parameters = BF16Parameters(settings, self.names)
-        self._kept: BatchedStep | None = None
+        self._kept: Plan | None = None
         self._stepped: list[int] | None = None  # the parameters of the last step, by id
         self._open: _OpenStep | None = None
         # Parts of the step before and of this one, by the parameters that have taken them together.
-        self._parts: dict[tuple[int, ...], BatchedStep] = {}
-        self._taken: dict[tuple[int, ...], BatchedStep] = {}
+        self._parts: dict[tuple[int, ...], Plan] = {}
+        self._taken: dict[tuple[int, ...], Plan] = {}
         self._members: tuple | None = None  # when the last of these was opened
 
     def __getstate__(self) -> dict[str, Any]:
-        none = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # a copy, or a pickle, cannot hold them
-        return {**vars(self), **none}
+        return {**vars(self), "_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # no copy can hold these
 
     def look(self, call: StepCall) -> Gradients | None:
-        """Return the gradients of a step that begins now, if it is sure to take the batches of the last one."""
+        """Return the gradients of a step that begins now, if it is sure to take the plan of the last one."""
         if self._kept is None or self._open is not None or call.args or call.kwargs:
             return None
         return self._kept.fits(call.optimizer)
@@ -130,14 +129,14 @@ class WeightUpdates:
         before, self._stepped = self._stepped, list(map(id, params))
         with torch.no_grad():
             formula = chosen(optimizer, self.settings.fused)
-            step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, formula)
+            step = Plan(optimizer, Members(optimizer, segments), params, write_back, formula)
             step.run(call, write_back)
             if self._open is None and before in (None, self._stepped) and step.keep(optimizer):
                 self._kept = step
         return result
 
     def _kept_step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
-        """Take the step in the batches of the last one if these fit; if not, nothing has changed."""
+        """Take the step by the plan of the last one if it fits; if not, nothing has changed."""
         step, self._kept = self._kept, None
         if step is None or self._open is not None:
             return False
@@ -171,7 +170,7 @@ class WeightUpdates:
                 if part is None or found is None:
                     formula = chosen(call.optimizer, self.settings.fused)
                     members = self._open.members_of(call.optimizer, self)
-                    part = BatchedStep(call.optimizer, members, params, write_back, formula, is_part=True)
+                    part = Plan(call.optimizer, members, params, write_back, formula, is_part=True)
                     part.run(call, write_back)
                     is_kept = part.keep(call.optimizer)
                 else:

@@ -1,4 +1,4 @@
-"""A step in batches: all batches of an optimizer's parameters, kept while a `Fingerprint` finds them as they were."""
+"""The plan of a step: all batches of an optimizer's parameters, kept while a `Fingerprint` finds them as they were."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ Optimizer = torch.optim.Optimizer
 _ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
 
 
-class BatchedStep:
+class Plan:
     """The batches of parameters that have gradients; under `torch.no_grad()`. It does not hold the optimizer.
+
+    A plan is made once and run in many steps.
 
     Args:
         params: those that are to be stepped.
@@ -158,7 +160,7 @@ class BatchedStep:
 
     def rest(self) -> bool:
         """After a step, free the copies; return whether the batches can be stepped again."""
-        if not all([batch.is_settled for batch in (*self._plain, *self._fused)]):
+        if not all([*[batch.is_settled for batch in self._plain], *[batch.is_settled for batch in self._fused]]):
             return False
         for room, _ in self._rooms:
             room.untyped_storage().resize_(0)
