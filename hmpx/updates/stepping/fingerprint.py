@@ -60,8 +60,10 @@ class Fingerprint:
         self._grad_types = [type(p.grad) for p in params]
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        counts = {id(value) for value in self._values if not value.dim()}  # of steps, which lie in one way alone
-        self._laid = [each for each in self._tensors if id(each) not in counts]
+        # Counts of steps lie in one way alone, and masters are what they were where their memory is: they are hmpx's.
+        counts = [value for value in self._values if not value.dim()]
+        not_laid = set(map(id, (*counts, *chain(*self._beside))))
+        self._laid = [each for each in self._tensors if id(each) not in not_laid]
         grads = [local(p.grad) for p in params if p.grad is not None]
         self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
