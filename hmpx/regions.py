@@ -65,8 +65,9 @@ class disable_casts(_Region):
 
     ``with hmpx.disable_casts(): optimizer.step()`` computes the step of any `torch.optim.Optimizer` in FP32: on FP32
     copies of the BF16 parameters and gradients, with FP32 state. It then rounds the result into the parameters
-    stochastically (`hmpx.stochastic_round`). FP32 parameters get a plain step. This works without `convert()` too. An
-    attached optimizer (`hmpx.attach`) steps as it was attached.
+    stochastically (`hmpx.stochastic_round`). FP32 parameters get a plain step. This works without `convert()` too. The
+    arithmetic is that of ``hmpx.attach(optimizer)``, which says where it is hmpx's own and where the optimizer's. An
+    attached optimizer steps as it was attached.
 
     Args:
         seed: of the rounding numbers, in [0, 2^64). None: the one that the optimizer's `state_dict` carries, else 0.

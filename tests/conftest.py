@@ -16,6 +16,7 @@ import torch
 
 import hmpx
 from tests.support import kernels, older_torch, out_of_sight  # noqa: F401
+from tests.support.own_step import own_step as own_step_where_nobody_asks
 from tests.support.untouched import Picture
 
 
@@ -52,6 +53,13 @@ def untouched():
     out_of_sight.hide_what_has_come()
     if changed:
         pytest.fail("\n".join(["left behind:", *changed[:12], *["..."][: len(changed) > 12]]), pytrace=False)
+
+
+@pytest.fixture
+def own_step():
+    """See `tests.support.own_step`; for whole modules, ``pytestmark = pytest.mark.usefixtures("own_step")``."""
+    with own_step_where_nobody_asks():
+        yield
 
 
 @pytest.fixture(scope="module")

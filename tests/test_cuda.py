@@ -12,8 +12,10 @@ from torch import nn
 import hmpx
 from hmpx.ops.computing import matrix_products
 from hmpx.recipes.reading import read_recipe
-from hmpx.rounding import native, triton
+from hmpx.rounding import eager_steps, triton
+from hmpx.rounding.native import StepArguments
 from hmpx.updates.holding.stores import WAYS
+from tests.support.kernel_steps import STEPS, stepped
 from tests.support.numbers import special_values
 from tests.support.recipe_memory import RECIPES, assert_memory_of
 
@@ -51,14 +53,39 @@ def test_rounding_has_the_bits_of_a_cpu(gpu):
     assert torch.equal(*(each.view(torch.int16) for each in found))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, None])
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit", "fp8", "4bit"], ids=str)
 @pytest.mark.parametrize("weights", WAYS)
 def test_a_training_has_the_bits_of_a_cpu(weights, state_dtype, fused):
-    options = {"weights": weights, "state_dtype": state_dtype, "fused": fused and native.library() is not None}
+    options = {"weights": weights, "state_dtype": state_dtype, "fused": fused}
     expected = trained("cpu", **options)
     for gpu in GPUS:
         assert same(trained(gpu, **options), expected), gpu
+
+
+@pytest.mark.parametrize("kernel, scalars", [(kernel, each) for kernel in STEPS for each in STEPS[kernel]], ids=str)
+@torch.no_grad()
+def test_the_twin_of_the_kernels_has_their_bits(kernel, scalars):
+    """torch's operators round each number as the kernels do, on a GPU too."""
+    on_gpu = [stepped(kernel, scalars, *(torch.float32,) * 3) for _ in range(2)]
+    for i, each in enumerate(on_gpu):
+        on_gpu[i] = [
+            StepArguments(*(_on_gpu(held) for held in (one.weight, one.grad)), tuple(map(_on_gpu, one.states)), scalars)
+            for one in each
+        ]
+    by_kernel, by_torch = on_gpu
+    triton.step_list(kernel, by_kernel, 7)
+    columns = zip(*(one.states for one in by_torch), strict=True)
+    states = [None if column[0] is None else [held.tensor for held in column] for column in columns]
+    weights, grads = [one.weight.tensor for one in by_torch], [one.grad.tensor for one in by_torch]
+    eager_steps.step_list(kernel, weights, grads, states, [scalars] * len(by_torch))
+    for one, other in zip(by_kernel, by_torch, strict=True):
+        for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
+            assert a is None or torch.equal(a.tensor, b.tensor)
+
+
+def _on_gpu(held):
+    return None if held is None else held._replace(tensor=held.tensor.cuda())
 
 
 def test_a_step_on_another_stream_and_without_triton_has_the_same_bits(monkeypatch):
@@ -72,7 +99,9 @@ def test_a_step_on_another_stream_and_without_triton_has_the_same_bits(monkeypat
 
 
 @pytest.mark.parametrize(
-    "how", [{"fused": True}, {"weights": "split8", "state_dtype": "8bit"}, {"state_dtype": "4bit"}, {}], ids=str
+    "how",
+    [{}, {"fused": False}, *({"weights": "split8", "state_dtype": "8bit", "fused": fused} for fused in (None, False))],
+    ids=str,
 )
 def test_a_step_waits_for_nothing(how):
     p = nn.Parameter(torch.randn(512, 512, device="cuda").bfloat16())

@@ -24,6 +24,7 @@ from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
+from hmpx.updates.stepping.fused_formulas import FUSED, OWN
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
@@ -38,6 +39,12 @@ _STATE = {
     "8bit": "8 bits with a scale for 128 elements, rounded stochastically",
     "fp8": "float8_e4m3fn with a scale for 128 elements, rounded stochastically",
     "4bit": "4 bits with a scale for 128 elements, rounded stochastically",
+}
+_KERNELS = f"in the arithmetic of hmpx's kernels for {FUSED}"
+_STEPS = {  # who takes them, and who chose
+    None: f"{_KERNELS}, but for groups with {', '.join(OWN)}; others by the optimizer's code (fused is not set)",
+    True: f"{_KERNELS}, but for groups with {', '.join(OWN)} (fused: true)",
+    False: "by the optimizer's own code, with its bits (fused: false)",
 }
 
 
@@ -158,6 +165,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
         "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
+        "steps": _STEPS[recipe.fused],
         "gradients": f"{dtype}{released}",
         "state": _STATE[recipe.state_dtype],
         PARAMETERS: _parameters_in_words(recipe),
@@ -179,7 +187,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
             lines["updates"] = f"{plain}; {lines['updates']}"
             lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
         else:
-            lines |= {"updates": plain, "state": "float32", "checkpoints": "as without hmpx"}
+            lines |= {"updates": plain, "steps": "", "state": "float32", "checkpoints": "as without hmpx"}
     parts = recipe.bytes_per_parameter()
     held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
     of_fp32 = "" if recipe.parameter_dtype else " of FP32 weights"

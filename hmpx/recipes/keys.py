@@ -43,6 +43,7 @@ _LEGAL = {
     "kernels": KERNELS,
     "where": WHERE,
     "weights": tuple(WAYS),
+    "fused": (True, False, None),
     **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
 }
 _OF_PARAMETERS = {  # what a rule for parameters may say

@@ -91,7 +91,6 @@ class Recipe:
         use_fp32_grad_acc: false
         use_master_weights_in_ckpt: false
         release_gradients: false
-        fused: false
         <BLANKLINE>
     """
 
@@ -119,7 +118,7 @@ class Recipe:
     use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc
     use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt
     release_gradients: bool = Settings.release_gradients
-    fused: bool = Settings.fused
+    fused: bool | None = Settings.fused
     seed: int | None = Settings.seed
     # What a recipe knows beside its keys, of the file that it was read from:
     _places: ClassVar[Places] = {}  # the line of each key, and of what is in it
@@ -287,7 +286,7 @@ class Recipe:
         Raises:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
-        own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
+        own = {key: getattr(self, key) for key in ("weights", "seed", "fused", *SWITCHES)}
         narrow = "bfloat16" in (
             self.parameter_dtype or "bfloat16",
             *self.module_dtypes.values(),

@@ -44,7 +44,7 @@ def attach(
     use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc,
     use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt,
     release_gradients: bool = Settings.release_gradients,
-    fused: bool = Settings.fused,
+    fused: bool | None = Settings.fused,
     process_group: dist.ProcessGroup | None = None,
 ) -> Attachment:
     """From here on, every step of `optimizer` computes in FP32 and holds BF16 parameters as `weights` says.
@@ -77,12 +77,12 @@ def attach(
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
             finishes the step. Same bits. Not for accumulation, clipping, GradScaler or skipped steps, which raise.
-        fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of hmpx's
-            kernels: one call for all parameters. Faster; the order of its operations is its own, so results agree with
-            the optimizer's to rounding and not to the bit. It is the same on every device, in every layout and on any
-            number of ranks: where no kernel can take a parameter (the head of `stepping/fused_batch.py` has the list),
-            torch's operators give the same bits, slower. Groups with amsgrad or differentiable, and sparse gradients,
-            get the optimizer's own step.
+        fused: None: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of
+            hmpx's kernels, one call for all parameters; others by their own code, and so do groups with amsgrad,
+            differentiable or capturable, and sparse gradients. Results agree with the optimizer's own to rounding and
+            not to the bit. They are the same on every device, in every layout and on any number of ranks: where no
+            kernel can take a parameter (the head of `stepping/fused_batch.py` has the list), torch's operators give the
+            same bits, slower. True: refuse other classes. False: the optimizer's own step, with its bits.
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 

@@ -22,7 +22,7 @@ from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.updates.stepping.step import WeightUpdates
-from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
+from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY, VERSION_KEY
 from hmpx.version import __version__
 
 logger = logging.getLogger("hmpx")
@@ -30,7 +30,6 @@ Optimizer = torch.optim.Optimizer
 
 MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 HELD_KEY = "hmpx_masters"  # in param_groups[0] of a checkpoint that holds masters
-VERSION_KEY = "hmpx_version"  # there too: the version that has saved it; versions up to 0.2 did not say it
 _IN_HALVES = ("split", "split8")
 _BEFORE = (
     "hmpx: %s: this checkpoint is of hmpx 0.2 or before, and goes on with the same numbers; since then 'split' and "
@@ -157,7 +156,7 @@ class Checkpoints:
         return {
             **state_dict,
             "state": state,
-            "param_groups": [{k: v for k, v in g.items() if k not in (HELD_KEY, VERSION_KEY)} for g in groups],
+            "param_groups": [{k: v for k, v in g.items() if k != HELD_KEY} for g in groups],
         }
 
     def _loaded(self, optimizer: Optimizer) -> None:

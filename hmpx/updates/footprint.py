@@ -19,6 +19,11 @@ MODES = {
     "fsdp2": frozenset({"weights", "gradients", "masters", "state"}),
 }
 _FP32 = 4
+_STEPPED_BY = {
+    None: "hmpx's kernels, as of Adam: the class of the optimizer chooses (fused=None)",
+    True: "hmpx's kernels (fused=True)",
+    False: "the optimizer's own code (fused=False)",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class Footprint:
         waiting: of a gradient that is released; so many elements wait in backward, and the parameter that makes it
             enough (`hmpx.updates.stepping.released`).
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
-            and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
+            and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice. 0 where hmpx's
+            kernels step.
+        stepped_by: who takes the steps, and by whose choice.
         codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole
             weights on each rank, and none where layers are checkpointed.
     """
@@ -49,6 +56,7 @@ class Footprint:
     slice: int
     waiting: int = 0
     codes: int = 0
+    stepped_by: str = ""
 
     def transient(self, elements: float, device: str = "cpu") -> int:
         """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
@@ -73,7 +81,7 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.
     """
     if dtype is torch.float32:  # a plain step
-        return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
+        return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0, stepped_by="the optimizer's own code: FP32 weights")
     wide_gradients = settings.use_fp32_grad_acc
     form = STATE_FORMS[settings.state_dtype]
     return Footprint(
@@ -82,6 +90,7 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
-        slice=0 if settings.fused else _FP32 * (4 + (0 if form.as_left else states)),
+        slice=_FP32 * (4 + (0 if form.as_left else states)) if settings.fused is False else 0,
+        stepped_by=_STEPPED_BY[settings.fused],
         waiting=dtype.itemsize if settings.release_gradients else 0,
     )

@@ -17,13 +17,13 @@ from torch import nn
 import hmpx
 
 LISTS = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
-# What torch.autocast("cpu") does to ops. A test adds how weights are held.
+# What torch.autocast("cpu") does to ops. A test adds how weights are held, and that the step is torch's own.
 AUTOCASTS = {f"{side}_file_path": str(LISTS / f"{side}.txt") for side in ("bf16", "fp32", "promote")}
 IN_CHECKPOINT = {"use_master_weights_in_ckpt": True}
 RECIPES = {
     "FP32 weights": {**AUTOCASTS, "parameter_dtype": "float32"},
-    "stochastic": {**AUTOCASTS, "weights": "stochastic"},
-    "master": {**AUTOCASTS, "weights": "master", **IN_CHECKPOINT},
+    "stochastic": {**AUTOCASTS, "weights": "stochastic", "fused": False},
+    "master": {**AUTOCASTS, "weights": "master", **IN_CHECKPOINT, "fused": False},
 }
 
 

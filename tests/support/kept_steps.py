@@ -13,14 +13,17 @@ ADAM = (optim.AdamW, {"fused": True})
 
 
 def made(cls=optim.AdamW, options=None, more=(), **settings):
-    """Return parameters, those in `more` the last ones, their optimizer and its attachment."""
+    """Return parameters, those in `more` the last ones, their optimizer and its attachment.
+
+    Steps are the optimizer's own, in batches, unless `fused` is given.
+    """
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
     params += [nn.Parameter(tensor) for tensor in more]
     named = [(f"p{i}", p) for i, p in enumerate(params)]
     groups = [{"params": named[:3]}, {"params": named[3:], "lr": 2e-2}]
     optimizer = cls(groups, lr=1e-2, **(options or {}))
-    return params, optimizer, hmpx.attach(optimizer, **settings)
+    return params, optimizer, hmpx.attach(optimizer, **{"fused": False, **settings})
 
 
 def give_gradients(optimizer, turn, dtype=None):

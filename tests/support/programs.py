@@ -35,6 +35,7 @@ from hmpx.updates import step_hooks
 from hmpx.updates.stepping import batching
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses
+from tests.support.own_step import own_step
 from tests.support.rules import RULES, NotNow
 from tests.support.world import Different, World
 
@@ -71,7 +72,8 @@ class Program:
     def failure(self, done: list[Action] | None = None) -> Failure | None:
         """Run; None if both sides agree after each action. What was not passed over is added to `done`."""
         at, action = -1, None
-        with mock.patch.object(batching, "_FLOOR", self.setup.floor), warnings.catch_warnings():
+        floor = mock.patch.object(batching, "_FLOOR", self.setup.floor)
+        with floor, own_step(), warnings.catch_warnings():  # programs that ask for `fused` say so
             warnings.simplefilter("ignore")
             try:
                 world = World(self.setup)

@@ -6,6 +6,7 @@ of a second and each of them is as fresh as a process can be.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import kernels  # noqa: F401
+from tests.support.own_step import is_in_force, own_step
 
 # torch imports its compiler when an optimizer is made: two seconds. Its distributed optimizers compile themselves.
 _PRELOAD = [
@@ -44,7 +46,8 @@ def run(world: int, function: Callable, *args: Any) -> list[Any]:
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(rank, world, folder, results, function, args)) for rank in range(world)
+            context.Process(target=_rank, args=(rank, world, folder, results, function, args, is_in_force()))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -73,15 +76,18 @@ def _answer(results: Any, processes: list) -> tuple[int, Any, bool]:
     raise RankFailed(f"no answer; exit codes {[process.exitcode for process in processes]}")
 
 
-def _rank(rank: int, world: int, folder: str, results: Any, function: Callable, args: tuple) -> None:
+def _rank(
+    rank: int, world: int, folder: str, results: Any, function: Callable, args: tuple, asks_own_step: bool
+) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # each rank its own, as a program that forgot to seed would have
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
-        results.put((rank, function(rank, *args), True))
-        dist.barrier()
+        with own_step() if asks_own_step else contextlib.nullcontext():
+            results.put((rank, function(rank, *args), True))
+            dist.barrier()
     except BaseException:
         results.put((rank, f"rank {rank}: {traceback.format_exc()}", False))
     finally:

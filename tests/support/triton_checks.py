@@ -304,15 +304,15 @@ def check_attached_optimizers():
     ways = {"a": "master", "b": "nearest", "c": "split"}
     every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
     for options in (
-        {"fused": True, "state_dtype": "8bit", **every_way},
-        {"fused": True, "state_dtype": "4bit", **every_way},
-        {"fused": True, "state_dtype": torch.bfloat16},
-        {"state_dtype": "8bit"},
-        {"state_dtype": "4bit"},
-        {"state_dtype": "fp8", **every_way},
         {"state_dtype": "8bit", **every_way},
-        {"state_dtype": torch.bfloat16, **every_way},
-        every_way,
+        {"state_dtype": "4bit", **every_way},
+        {"state_dtype": torch.bfloat16},
+        {"fused": False, "state_dtype": "8bit"},
+        {"fused": False, "state_dtype": "4bit"},
+        {"fused": False, "state_dtype": "fp8", **every_way},
+        {"fused": False, "state_dtype": "8bit", **every_way},
+        {"fused": False, "state_dtype": torch.bfloat16, **every_way},
+        {"fused": False, **every_way},
     ):
         launched.clear(), moved.clear()
         with (
@@ -324,9 +324,9 @@ def check_attached_optimizers():
         assert len(one) == len(other), options
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             assert same(a, b), (options, number)
-        expected = [4, 4, 4] if "fused" in options else []
+        expected = [] if "fused" in options else [4, 4, 4]
         assert launched == expected, launched
-        assert bool(moved) == ("fused" not in options), moved
+        assert bool(moved) == ("fused" in options), moved
 
 
 if __name__ == "__main__":

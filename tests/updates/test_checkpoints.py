@@ -354,7 +354,8 @@ def test_a_checkpoint_of_an_earlier_version_says_what_has_changed(caplog):
     saved = optimizer.state_dict()
     assert saved["param_groups"][0]["hmpx_version"] == hmpx.__version__
     optimizer.load_state_dict(saved)
-    assert caplog.text == "" and "hmpx_version" not in optimizer.param_groups[0]
+    step_by(optimizer)
+    assert caplog.text == ""
     del saved["param_groups"][0]["hmpx_version"]
     optimizer.load_state_dict(saved)
     assert "SGD: this checkpoint is of hmpx 0.2 or before" in caplog.text

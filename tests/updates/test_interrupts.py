@@ -32,7 +32,7 @@ class LooksAtOps(TorchDispatchMode):
 def test_an_error_is_told_where_a_mode_hides_the_writes_of_foreach_kernels():
     named = parameters(sizes=((7,), (7,)))
     optimizer = optim.SGD([{"params": [each]} for each in named], lr=0.1, momentum=0.9, foreach=True)
-    hmpx.attach(optimizer)
+    hmpx.attach(optimizer, fused=False)
     train(named, optimizer, 0, 1)
     set_gradients(named, 1)
     with LooksAtOps("aten::_foreach_mul_.Scalar"), pytest.raises(torch.OutOfMemoryError):

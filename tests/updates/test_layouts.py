@@ -19,6 +19,7 @@ from hmpx.updates.stepping import batching
 from tests.support.numbers import away
 from tests.support.optimizers import CONFIGURATIONS, UnlistedAdamW, forms
 
+pytestmark = pytest.mark.usefixtures("own_step")
 WAYS = ("stochastic", "nearest", "master", "split", "region")
 
 

@@ -78,7 +78,7 @@ ELEMENT = [
     (optim.AdamW, {"lr": 1e-2}, MIXED, SHAPES),
 ]
 ELEMENT += [
-    (cls, options, {**attached, "fused": True}, shapes)
+    (cls, options, {**attached, "fused": False}, shapes)
     for cls, options, attached, shapes in ELEMENT
     if cls is not optim.RAdam
 ]
@@ -145,7 +145,7 @@ def _taken_by_kernels(rank):
                 stepped += [segment.name for segment in segments]
 
         with mock.patch.object(fused_batch, "FusedBatch", Told):
-            train((optim.AdamW, {}, {"fused": True, "state_dtype": state_dtype}, SHAPES), placer(line, Shard(dim)))
+            train((optim.AdamW, {}, {"state_dtype": state_dtype}, SHAPES), placer(line, Shard(dim)))
         found[dim, state_dtype] = {*stepped}
     return found
 

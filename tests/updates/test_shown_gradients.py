@@ -159,7 +159,7 @@ def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, looked_at, 
         monkeypatch.setattr(batching, "_FLOOR", 64)
     p, q = nn.Parameter(torch.ones(20, 18, dtype=BF16)), nn.Parameter(torch.ones(20, 18))
     optimizer, reference = (optim.SGD([x], lr=0.1, momentum=0.9, nesterov=True, foreach=True) for x in (p, q))
-    hmpx.attach(optimizer, "master")
+    hmpx.attach(optimizer, "master", fused=False)
     for _ in range(2):
         p.grad = torch.full((20, 1), 0.3, dtype=BF16).expand(20, 18) if expanded else torch.full_like(p, 0.3)
         q.grad = p.grad.float().contiguous()

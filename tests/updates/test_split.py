@@ -23,7 +23,7 @@ def pair(make=lambda named, dtype: named, way="split", **options):
     for dtype in (BF16, torch.float32):
         named = make(parameters(dtype, SIZES), dtype)
         both.append((named, optim.AdamW(named, lr=1e-2, **options)))
-    hmpx.attach(both[0][1], way, use_master_weights_in_ckpt=way == "split")
+    hmpx.attach(both[0][1], way, use_master_weights_in_ckpt=way == "split", fused=False)
     return both
 
 

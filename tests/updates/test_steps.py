@@ -162,7 +162,7 @@ def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_pl
     monkeypatch.setattr(batching, "_FLOOR", 64)
     named = parameters(sizes=((40, 9), (130,)))
     optimizer = optim.AdamW(named)
-    handle = hmpx.attach(optimizer)
+    handle = hmpx.attach(optimizer, fused=False)
     for step in range(4):
         if step == 2:
             monkeypatch.setattr(Shown, "_take_part", None)
@@ -175,7 +175,7 @@ def test_the_tensors_in_the_traceback_of_a_step_that_failed_can_be_shown():
     """By pytest, a debugger, or whatever else prints local variables: torch reads memory that is gone, and crashes."""
     named = parameters()
     optimizer = optim.AdamW(named, foreach=False)
-    hmpx.attach(optimizer)
+    hmpx.attach(optimizer, fused=False)
     for step in range(4):  # the last one is a remembered one
         set_gradients(named, step)
         optimizer.step()

@@ -18,6 +18,7 @@ from tests.support.oracle import away_from_zero, to_24_bits
 from tests.support.state_codes import PREFIXES, held_as, in_code, read
 from tests.support.training import masters_in
 
+pytestmark = pytest.mark.usefixtures("own_step")
 BF16, FP32 = torch.bfloat16, torch.float32
 SEED, SAVED, END = 7, 3, 6
 SHAPES = {"large": (40, 9), "long": (201,), "small": (5,), "late": (130,)}  # slices have 64 elements

@@ -41,7 +41,7 @@ class Settings:
     use_fp32_grad_acc: bool = False
     use_master_weights_in_ckpt: bool = False
     release_gradients: bool = False
-    fused: bool = False
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         usual = _checked(Way(self.weights, self.state_dtype))
@@ -52,6 +52,8 @@ class Settings:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False", key=(name,))
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise HmpxError(f"fused={self.fused!r} is neither True nor False nor None", key=("fused",))
         if self.use_master_weights_in_ckpt and not self.has_masters:
             raise HmpxError(
                 f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8",

@@ -1,8 +1,8 @@
 """Parameters that one fused kernel steps and writes back: one pass over weights, gradients and state, all at once.
 
-Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and the order of operations is the kernel's
-own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
-a training run may change between fused and other steps.
+So steps every class that `fused_formulas.py` knows, unless ``fused=False`` asks for its own step. The formulas are the
+optimizer's and the order of operations is the kernel's own, so results agree with the optimizer's to rounding and not
+to the bit. State has the optimizer's keys and shapes, so a training run may change between fused and other steps.
 
 `formula_step.py` steps those that no kernel takes as they are held, to the same bits:
 
@@ -11,8 +11,8 @@ a training run may change between fused and other steps.
 - with state in codes whose rows are cut between ranks, which agree on the scales;
 - where weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
 
-The optimizer's own step remains with amsgrad, differentiable, sparse gradients, and where a GradScaler leaves the
-unscaling to the optimizer.
+The optimizer's own step remains with amsgrad, differentiable, capturable, sparse gradients, and where a GradScaler
+leaves the unscaling to the optimizer.
 """
 
 from __future__ import annotations

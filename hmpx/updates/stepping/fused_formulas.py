@@ -14,6 +14,7 @@ import torch
 from torch import optim
 
 State = Mapping[str, Any]
+OWN = "amsgrad", "differentiable", "capturable"  # options of groups that get the optimizer's own step
 
 
 class Formula:
@@ -31,7 +32,7 @@ class Formula:
 
     def takes(self, group: dict, state: State) -> bool:
         """Whether the kernel supports these options."""
-        return not group.get("amsgrad") and not group.get("differentiable")
+        return not any(map(group.get, OWN))
 
     def states(self, group: dict) -> tuple[str | None, ...]:
         """Return the keys of the state tensors, in the kernel's order; None for one that these options do not keep."""
@@ -182,9 +183,9 @@ def formula_of(optimizer: optim.Optimizer) -> Formula | None:
     return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-def chosen(optimizer: optim.Optimizer, fused: bool) -> Formula | None:
-    """Return the formula that the next step takes, with the setting `fused`; None for the optimizer's own step."""
-    return formula_of(optimizer) if fused and not is_scaled(optimizer) else None
+def chosen(optimizer: optim.Optimizer, fused: bool | None) -> Formula | None:
+    """Return the formula of the next step, with the setting `fused`; None for the optimizer's own step."""
+    return None if fused is False or is_scaled(optimizer) else formula_of(optimizer)
 
 
 def is_scaled(optimizer: optim.Optimizer) -> bool:

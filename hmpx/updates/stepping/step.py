@@ -89,6 +89,8 @@ class WeightUpdates:
     def _numbered_step(self, call: StepCall, signals: DeferredSignals, found: Gradients | None) -> Any:
         optimizer, write_back = call.optimizer, self._write_back(call, signals)
         number = write_back.rounding_key.step
+        if number and self.settings.fused is None:
+            _tell_of_before(optimizer)
         try:
             result = self._step(call, write_back, found)
             if not _skipped(optimizer):
@@ -298,6 +300,17 @@ class _OpenStep:
         if self._members is None:
             self._members = updates.members(optimizer, self.write_back.rounding_key)
         return self._members
+
+
+def _tell_of_before(optimizer: Optimizer) -> None:
+    """Say what has changed to whom goes on from a checkpoint of an earlier version."""
+    if step_count.is_of_before(optimizer) and chosen(optimizer, None) is not None:
+        logger.warning(
+            "hmpx: %s: the checkpoint is of hmpx 0.2 or before, whose steps were the optimizer's own; from here on "
+            "they are in the arithmetic of hmpx's kernels, with other last bits of FP32: fused=False, of hmpx.attach "
+            "or in the recipe, goes on with the bits of before",
+            type(optimizer).__name__,
+        )
 
 
 def _skipped(optimizer: Optimizer) -> bool:

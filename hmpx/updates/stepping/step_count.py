@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 from hmpx.errors import HmpxError
+from hmpx.version import __version__
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
+VERSION_KEY = "hmpx_version"  # beside them: the version that has taken the last step; versions up to 0.2 did not say it
 _KEYS = (STEP_KEY, SEED_KEY)
 _trial = threading.local()  # runs: whether a trial step is running in this thread
 
@@ -49,8 +51,14 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
     for group in groups[1:]:
         _drop(group)
     if groups:
-        groups[0].update(now)
+        groups[0].update(now, **({VERSION_KEY: __version__} if STEP_KEY in new else {}))
     _known[optimizer] = groups, groups[0] if groups else None, now
+
+
+def is_of_before(optimizer: Optimizer) -> bool:
+    """Whether version 0.2 or one before has taken the last step: a checkpoint of it was loaded."""
+    stepped = [group for group in optimizer.param_groups if group.get(STEP_KEY)]
+    return bool(stepped) and VERSION_KEY not in stepped[0]
 
 
 def forget(optimizer: Optimizer) -> None:
@@ -99,5 +107,5 @@ def is_trial() -> bool:
 
 
 def _drop(group: dict) -> None:
-    for key in _KEYS:
+    for key in (*_KEYS, VERSION_KEY):
         group.pop(key, None)
