@@ -85,7 +85,7 @@ def _each(name: str) -> Callable:
 
 
 def _hooked(step: Callable) -> Any:
-    made = type("Made", (torch.optim.Optimizer,), {"step": step})
+    made: Any = type("Made", (torch.optim.Optimizer,), {"step": step})
     made([torch.zeros(1)], {})
     return made.step
 

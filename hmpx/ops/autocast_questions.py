@@ -102,7 +102,7 @@ def let_dynamo_fold(changes: Changes) -> None:
         table = dynamo.variables.torch.constant_fold_functions
         for name in (*_ENABLED, *_DTYPE):
             ours = getattr(torch, name, None)
-            if ours in table and (original := inspect.unwrap(ours)) is not ours:
+            if ours is not None and ours in table and (original := inspect.unwrap(ours)) is not ours:
                 del table[ours]
                 table[original] = None
 

@@ -63,8 +63,7 @@ class Checkpoints:
             return
         self._saved_handle = optimizer.register_state_dict_post_hook(self._saved)
         self._loading_handle = optimizer.register_load_state_dict_pre_hook(self._loading)
-        undo.callback(lambda: self._saved_handle.remove())  # hooks that move
-        undo.callback(lambda: self._loading_handle.remove())
+        undo.callback(self._remove_moving)
         for handle in (
             optimizer.register_state_dict_pre_hook(self._saving),
             optimizer.register_load_state_dict_post_hook(self._loaded),
@@ -74,6 +73,11 @@ class Checkpoints:
             optimizer.state_dict()
             if not self._saw_state_dict:
                 raise HmpxError(f"{type(optimizer).__name__}.state_dict runs no hooks, so it would hold no masters")
+
+    def _remove_moving(self) -> None:
+        self._saved_handle.remove()
+        if self._loading_handle is not None:
+            self._loading_handle.remove()
 
     def hook_last(self, optimizer: Optimizer) -> None:
         """Before a load: let our hook run last, so that it sees the checkpoint as the user's hooks have changed it."""
