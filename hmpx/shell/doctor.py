@@ -87,7 +87,8 @@ def _of_files(options: argparse.Namespace) -> int:
         raise HmpxError("--lr and --trained-steps take no negative numbers")
     outputs = {kind: Path(path).absolute() for kind in ("html", "json") if (path := getattr(options, kind))}
     check_outputs(options, outputs)
-    found = checkup(*options.files, rate=options.lr, steps=options.trained_steps)
+    before, after = [*options.files, None][:2]
+    found = checkup(before, after, options.lr, options.trained_steps)
     written, are_all = save(found, outputs)
     print(*written, found, sep="\n")
     return found.status or 2 * (not are_all)

@@ -64,7 +64,7 @@ def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     weights, ways = before.flatten(1)[rows], ways[rows]
     ways, weights = ways[weights != 0], weights[weights != 0]
     count, moved = len(ways), (ways > 0).float().mean().item()
-    found = Movement(count, aside, moved, *(each.abs().double().sum().item() for each in (weights, ways)))
+    found = Movement(count, aside, moved, weights.abs().double().sum().item(), ways.double().sum().item())
     if count < FEWEST:
         return replace(found, unclear=f"fewer than {FEWEST} weights moved")
     exponents = _exponents(weights, dtype)

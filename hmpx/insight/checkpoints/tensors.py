@@ -130,7 +130,7 @@ def _sampled(part: Tensor, whole: int) -> Tensor:
 
 def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar) -> Seen:
     """Read a tensor, and the one before it that has its shape. rate: of a step; 0 where it is not known."""
-    numbers, were = Numbers(after), before and Numbers(before)
+    numbers, were = Numbers(after), Numbers(before) if before else None
     is_same, samples = before is not None, []
     for first, last in _parts(after.shape):
         part = after.rows(first, last)

@@ -11,7 +11,7 @@ from typing import Any
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.finding import Problem
-from hmpx.insight.report import Lines, Report
+from hmpx.insight.report import Bars, Grid, Lines, Report
 from hmpx.insight.text_table import number
 from hmpx.recipes.recipe import Recipe
 
@@ -96,7 +96,7 @@ class Diagnosis(Report):
     def _lines(self) -> list[str]:
         return self.looked
 
-    def _sections(self) -> Iterator[Lines]:
+    def _sections(self) -> Iterator[Grid | Lines | Bars]:
         for each in self.findings:
             yield Lines(
                 each.kind, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names
