@@ -60,13 +60,13 @@ def examined(
         raise HmpxError("hmpx.doctor is open already: leave its `with` block before you open another")
     found = Diagnosis(not_checked=["all of it: the region is still open"])
     examination = Examination(found, steps, at, base, heard)
-    process_state.examined.append(examination)
-    heard(examination)
     try:
+        process_state.examined.append(examination)
+        heard(examination)
         with examination.hooks():
             yield found
     except Enough:
         pass
     finally:
-        process_state.examined.remove(examination)
+        process_state.examined.clear()  # at most this one, and none where the region was interrupted at its start
         examination.finish()
