@@ -54,7 +54,7 @@ OWN = (Limit("ratio", 4.0, (293,)),)
 RELEASED_FUSED, RELEASED = (Limit("us/tensor", 25.0, (293,)),), (Limit("us/tensor", 60.0, (293,)),)
 
 
-class Way(NamedTuple):
+class HostWay(NamedTuple):
     """How AdamW is stepped.
 
     options: of `attach`; None: torch's own step, of FP32 weights.
@@ -71,27 +71,27 @@ class Way(NamedTuple):
         return bool(self.options and self.options.get("release_gradients"))
 
 
-def ways() -> list[Way]:
+def ways() -> list[HostWay]:
     """Return every row: fused in all ways to hold, AdamW's own code inside, released, and in a job of ranks."""
     found = []
     for weights in WEIGHTS:
         for dtype in STATE_FORMS if weights in ("stochastic", "split8") else (torch.float32,):
             name = f"fused, {weights}, {state_name(dtype)} state"
             limits = FP32_STATE if (weights, dtype) == ("stochastic", torch.float32) else FUSED
-            found.append(Way(name, {"fused": True, "weights": weights, "state_dtype": dtype}, limits))
-    found += [Way(f"own code, {weights}", {"fused": False, "weights": weights}, OWN) for weights in WEIGHTS]
+            found.append(HostWay(name, {"fused": True, "weights": weights, "state_dtype": dtype}, limits))
+    found += [HostWay(f"own code, {weights}", {"fused": False, "weights": weights}, OWN) for weights in WEIGHTS]
     for dtype in (BF16, "8bit", "4bit"):
         name = f"own code, stochastic, {state_name(dtype)} state"
-        found.append(Way(name, {"fused": False, "state_dtype": dtype}, OWN))
+        found.append(HostWay(name, {"fused": False, "state_dtype": dtype}, OWN))
     for fused, limits in ((True, RELEASED_FUSED), (False, RELEASED)):
         for dtype in (torch.float32, "8bit"):
             name = f"released, {'fused' if fused else 'own code'}, {state_name(dtype)} state"
             options = {"fused": fused, "state_dtype": dtype, "release_gradients": True}
-            found.append(Way(name, options, limits))
+            found.append(HostWay(name, options, limits))
     for kind in ("DDP", "FSDP2"):
-        found.append(Way(f"{kind}, fused", {"fused": True}, FP32_STATE[:2], kind))
-        found.append(Way(f"{kind}, fused, 8-bit state", {"fused": True, "state_dtype": "8bit"}, FUSED, kind))
-        found.append(Way(f"{kind}, own code", {"fused": False}, OWN, kind))
+        found.append(HostWay(f"{kind}, fused", {"fused": True}, FP32_STATE[:2], kind))
+        found.append(HostWay(f"{kind}, fused, 8-bit state", {"fused": True, "state_dtype": "8bit"}, FUSED, kind))
+        found.append(HostWay(f"{kind}, own code", {"fused": False}, OWN, kind))
     return found
 
 
@@ -130,14 +130,14 @@ def exceeded(bench: measure.Bench) -> list[str]:
     return found
 
 
-def _name(way: Way, count: int) -> str:
+def _name(way: HostWay, count: int) -> str:
     return f"{count} tensors, {way.name}"
 
 
-def _row(way: Way, count: int, repeat: int, device: torch.device, told: dict[str, int]) -> measure.Line:
+def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict[str, int]) -> measure.Line:
     """Step in turns with torch's own step of the same parameters in FP32."""
     with _job(device) if way.kind != "plain" else contextlib.nullcontext():
-        peer, own = Subject(way._replace(options=None), count, device), Subject(way, count, device)
+        peer, own = Stepped(way._replace(options=None), count, device), Stepped(way, count, device)
         with own:
             first = own.step(0)
             for number in range(1, 4):
@@ -163,14 +163,14 @@ def _row(way: Way, count: int, repeat: int, device: torch.device, told: dict[str
     return measure.Line(_name(way, count), figures)
 
 
-def _on_device(peer: Subject, own: Subject) -> dict[str, float]:
+def _on_device(peer: Stepped, own: Stepped) -> dict[str, float]:
     """Return the time of all kernels and copies of a step, and how many there are."""
     (theirs, _), (ours, launched) = (_profiled(each) for each in (peer, own))
     ratio = {} if own.way.is_released else {"device ratio": ours / theirs}
     return {"launches": launched, "device ms": 1e3 * ours, **ratio}
 
 
-def _profiled(subject: Subject) -> tuple[float, int]:
+def _profiled(subject: Stepped) -> tuple[float, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         subject.step(0)
         torch.cuda.synchronize()
@@ -179,10 +179,10 @@ def _profiled(subject: Subject) -> tuple[float, int]:
     return sum([each.self_device_time_total for each in events]) / 1e6, sum([each.count for each in events])
 
 
-class Subject:
+class Stepped:
     """An optimizer of the parameters of a GPT, stepped with other gradients each time, as in a training."""
 
-    def __init__(self, way: Way, count: int, device: torch.device) -> None:
+    def __init__(self, way: HostWay, count: int, device: torch.device) -> None:
         self.way, self._device = way, device
         dtype = torch.float32 if way.options is None else BF16
         shapes = gpt_of(count)

@@ -32,7 +32,7 @@ from torch.optim import adam
 from hmpx.base.torch_private import TorchDispatchMode, tree_leaves
 from hmpx.bench import measure
 from hmpx.rounding import backends, native, triton
-from hmpx.rounding.table import Launch, Row, Table
+from hmpx.rounding.table import Launch, Table, TableRow
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
@@ -92,7 +92,7 @@ class Told(TorchDispatchMode):
     def _free(self, size: int) -> None:
         self.live -= size
 
-    def added(self, table: Table, kernel: str, rows: list[Row], constants: tuple[int, ...]) -> Launch:
+    def added(self, table: Table, kernel: str, rows: list[TableRow], constants: tuple[int, ...]) -> Launch:
         """Remember how many bytes a launch moves; this stands in the place of `Table._add`."""
         launch, moved = _ADD(table, kernel, rows, constants), 0
         for row in rows:

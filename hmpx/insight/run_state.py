@@ -43,7 +43,8 @@ def kept(model: Any) -> Iterator[None]:
     numbers, and the buffers of a module, at the end.
     """
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    buffers = [(vars(module).get("_buffers", {}), dict(module.named_buffers(recurse=False))) for module in modules]
+    tables = [vars(module).get("_buffers", {}) for module in modules]
+    buffers = [(each, dict(each)) for each in tables]  # those that are None too
     values = {id(b): b.detach().clone() for _, owned in buffers for b in owned.values() if b is not None}
     python, numpy = random.getstate(), sys.modules.get("numpy")
     rounded, before = process_state.gradients_rounded, dict(process_state.gradients_rounded)

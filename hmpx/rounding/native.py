@@ -165,7 +165,7 @@ def padded(scalars: Sequence[tuple[float, ...]]) -> array[float]:
     return array("f", [number for each in scalars for number in scalars_of(each)])
 
 
-class Steps:
+class WordSteps:
     """Parameters that are stepped in place by one of `KERNELS`, many times. Needs `library()`."""
 
     def __init__(self, kernel: str, stepped: Sequence[StepArguments]) -> None:
@@ -179,6 +179,11 @@ class Steps:
         """Step all of them. grads: the addresses of their gradients."""
         self._words[_GRAD::_WORDS] = array("Q", grads)
         step_words(self._kernel, self._words, padded(scalars), step_key)
+
+
+def kept_steps(kernel: str, stepped: Sequence[StepArguments]) -> WordSteps:
+    """Return what steps these parameters by one of `KERNELS` again and again."""
+    return WordSteps(kernel, stepped)
 
 
 def put_keys(words: array[int], places: array[int], names: array[int], step_key: int) -> None:

@@ -91,7 +91,7 @@ def _blocks(count: int) -> int:
     return -(-count // _CODES)
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Tensors whose elements lie in one way.
 
     Attributes:
@@ -238,9 +238,9 @@ class Table:
         self._host: torch.Tensor | None = None
         self._sent: torch.Tensor
 
-    def add(self, kernel: str, rows: Iterable[Row], *constants: int) -> list[Launch]:
+    def add(self, kernel: str, rows: Iterable[TableRow], *constants: int) -> list[Launch]:
         """Add a launch for each group of rows that the kernel is compiled for alike, which is nearly always one."""
-        lists: dict[tuple[int, ...], list[tuple[int, Row]]] = {}
+        lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
             if row.lain.size:
                 lists.setdefault(row.alike(), []).append((i, row))
@@ -251,7 +251,7 @@ class Table:
         self._launches += launches
         return launches
 
-    def _add(self, kernel: str, rows: list[Row], constants: tuple[int, ...]) -> Launch:
+    def _add(self, kernel: str, rows: list[TableRow], constants: tuple[int, ...]) -> Launch:
         words, begin, programs, first = self._words, len(self._words), list[int](), 0
         for row in rows:
             where = row.lain.words(constants[-1])
@@ -317,7 +317,7 @@ def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
         sent.copy_(host)
 
 
-def launch_once(kernel: str, rows: Sequence[Row], *constants: int) -> None:
+def launch_once(kernel: str, rows: Sequence[TableRow], *constants: int) -> None:
     """Launch what is launched but once."""
     device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)
     if device is not None:

@@ -15,7 +15,7 @@ from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, SPLIT8, Rounding, StepArguments, StoredTensor, is_plain
-from hmpx.rounding.table import Lain, Row, Table, launch_once, run_all, triton_kernels
+from hmpx.rounding.table import Lain, Table, TableRow, launch_once, run_all, triton_kernels
 
 KERNELS = native.KERNELS
 _CODED = CODED, FP8, FOUR
@@ -34,8 +34,8 @@ def can_read(*tensors: torch.Tensor) -> bool:
     return on_one and available() and all(map(is_plain, tensors))
 
 
-def _move(lain: Lain, source: StoredTensor, target: StoredTensor, key: int | None = None) -> Row:
-    return Row(lain, (source, target), (None, key))
+def _move(lain: Lain, source: StoredTensor, target: StoredTensor, key: int | None = None) -> TableRow:
+    return TableRow(lain, (source, target), (None, key))
 
 
 def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
@@ -100,13 +100,13 @@ class Move(NamedTuple):
         own = slice(own.start // 2, own.stop // 2) if held.kind == FOUR else own
         return held._replace(tensor=held.tensor.view(-1)[own], beside=beside)
 
-    def read(self) -> Row:
+    def read(self) -> TableRow:
         """Return the row that reads it to FP32."""
         grad = None if self.grad is None else (0, self.grad, self.start * self.held.tensor.element_size())
         row = _move(self._lain(), self._part(), StoredTensor(self.x, FP32))
         return row._replace(grad=grad, room=None if self.room is None else (1, self.room))
 
-    def written(self) -> Row:
+    def written(self) -> TableRow:
         """Return the row that writes it back, with the key of a step that is still to come."""
         row = _move(self._lain(), StoredTensor(self.x, FP32), self._part(), _drawn(self.held))
         return row._replace(by_name=True, room=None if self.room is None else (0, self.room))
@@ -117,14 +117,14 @@ def _drawn(held: StoredTensor | None) -> int | None:
     return held.name if held is not None and held.kind in _DRAWN else None
 
 
-class Steps:
-    """Parameters on one device that are stepped in place by one of `KERNELS`, many times; see `native.Steps`."""
+class TableSteps:
+    """Parameters on one device that are stepped in place by one of `KERNELS`, many times; see `native.WordSteps`."""
 
     def __init__(self, kernel: str, stepped: Sequence[StepArguments]) -> None:
         self._table, rows = Table(stepped[0].weight.tensor.device), []
         for i, each in enumerate(stepped):
             lain, held = Lain.alone(each.weight.tensor.numel(), each.row, offset=each.first), each.tensors()
-            rows.append(Row(lain, held, tuple(map(_drawn, held)), by_name=True, grad=(1, i, 0)))
+            rows.append(TableRow(lain, held, tuple(map(_drawn, held)), by_name=True, grad=(1, i, 0)))
         self._launches = self._table.add("step_list", rows, KERNELS.index(kernel))
 
     def takes(self, grads: Sequence[int]) -> bool:
@@ -141,8 +141,13 @@ class Steps:
         run_all(self._launches)
 
 
+def kept_steps(kernel: str, stepped: Sequence[StepArguments]) -> TableSteps:
+    """Return what steps these parameters, which are on one device, again and again; as `native.kept_steps`."""
+    return TableSteps(kernel, stepped)
+
+
 def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`; as `native.step_list`."""
     if stepped:
         grads, scalars = [each.grad.tensor.data_ptr() for each in stepped], [each.scalars for each in stepped]
-        Steps(kernel, stepped).run(grads, scalars, step_key)
+        TableSteps(kernel, stepped).run(grads, scalars, step_key)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx import conversion
+from hmpx.base import forks
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import examined
@@ -144,7 +145,7 @@ class _Report:
     def __init__(self, outputs: dict[str, Path]) -> None:
         self._outputs, self._terminal = outputs, terminal()
         self._watcher = Watcher(self._terminal) if is_first_rank() else None
-        self._lock = threading.Lock()
+        self._lock = forks.over_forks(threading.Lock())
         self._status: int | None = None
         self.found, self.started = Diagnosis(), Counter[str]()
         self.examination: Examination | None = None

@@ -147,8 +147,9 @@ def test_the_first_op_that_is_not_finite_is_named_and_not_what_it_infects():
     first = log.first_nonfinite
     assert (first.op, first.where, first.nonfinite) == ("exp", line(model, 3), 1)
     assert [site.op for site in log.sites if site.nonfinite] != ["exp"]
-    (said,) = headings(log)["First result with an inf or a NaN"]
+    said, then = headings(log)["First result with an inf or a NaN"]
     assert f":{first.where.rpartition(':')[2]}: exp, in call 1; later in" in said
+    assert "python -m hmpx doctor" in then
 
 
 def test_the_first_in_time_is_named_where_its_site_was_met_later():

@@ -14,8 +14,8 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, formula_step
+from tests.support.formulas import CONFIGURATIONS
 from tests.support.kernel_steps import same
-from tests.updates.test_fused import CONFIGURATIONS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = ((63, 5), (4001,), (), (4, 128), (9, 300), (6, 2, 77), (5, 304), (3, 4, 3, 16), (40, 64))

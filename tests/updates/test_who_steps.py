@@ -12,7 +12,7 @@ import hmpx
 from hmpx.updates.footprint import footprint
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.stepping.fused_formulas import formula_of
-from tests.updates.test_fused import CONFIGURATIONS
+from tests.support.formulas import CONFIGURATIONS
 
 BF16 = torch.bfloat16
 

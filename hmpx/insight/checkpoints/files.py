@@ -14,7 +14,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.checkpoints.findings import LOST, kept_of, of_both, of_each, of_state, of_steps
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
-from hmpx.insight.checkpoints.tensors import Bar, Seen, seen
+from hmpx.insight.checkpoints.tensors import Bar, FileTensor, seen
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.finding import percent, some
 from hmpx.insight.report import Bars, Field, Grid, Lines, plain
@@ -40,7 +40,7 @@ class Checkup(Diagnosis):
     """
 
     kept: float = math.nan
-    tensors: list[Seen] = field(default_factory=list)
+    tensors: list[FileTensor] = field(default_factory=list)
 
     def _table(self) -> Grid:
         rows = sorted((each for each in self.tensors if each.tells), key=lambda each: each.moved.kept)  # type: ignore

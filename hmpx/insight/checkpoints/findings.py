@@ -11,7 +11,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.checkpoints.movement import FEWEST
 from hmpx.insight.checkpoints.opened import Stored
-from hmpx.insight.checkpoints.tensors import LOW, Seen
+from hmpx.insight.checkpoints.tensors import LOW, FileTensor
 from hmpx.insight.finding import Problem, percent, some
 from hmpx.insight.text_table import number
 
@@ -26,24 +26,24 @@ _BESIDE_ONE = "their updates were lost (beside 1.0 the numbers of bfloat16 are 0
 _ATTACH = "train with hmpx.attach(optimizer), or with python -m hmpx run --recipe bf16-sr train.py"
 
 
-def kept_of(tensors: Sequence[Seen]) -> float:
+def kept_of(tensors: Sequence[FileTensor]) -> float:
     """Return how far the weights moved over how far they would have moved, NaN if nothing tells. None counts twice."""
     told = [each.moved for each in tensors if each.moved and each.tells]
     expected = sum(each.expected for each in told)
     return sum(min(each.went, each.expected) for each in told) / expected if expected else math.nan
 
 
-def way_of(told: Sequence[Seen]) -> float:
+def way_of(told: Sequence[FileTensor]) -> float:
     """Return how far the smallest weights moved, in the median of the tensors; 0 if nothing tells."""
     ways = sorted(each.moved.fine for each in told if each.moved)
     return ways[len(ways) // 2] if ways else 0.0
 
 
-def of_each(tensors: Sequence[Seen], is_alone: bool) -> Iterator[Problem]:
+def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Problem]:
     """Return what the numbers of a checkpoint say. is_alone: whether there is no other one."""
     whole = sum(each.count for each in tensors) or 1
 
-    def problem(kind: str, wrong: bool, found: Sequence[Seen], said: str, do: str) -> Problem:
+    def problem(kind: str, wrong: bool, found: Sequence[FileTensor], said: str, do: str) -> Problem:
         weight = 1.0 if wrong else sum(each.count for each in found) / whole
         return Problem(kind, wrong, said, do, names=tuple(each.name for each in found), weight=weight)
 
@@ -63,7 +63,7 @@ def of_each(tensors: Sequence[Seen], is_alone: bool) -> Iterator[Problem]:
         yield problem("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
 
 
-def of_steps(tensors: Sequence[Seen], rate: float, steps: int, kept: float) -> tuple[list[Problem], list[str]]:
+def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float) -> tuple[list[Problem], list[str]]:
     """Return what a learning rate says of weights in low precision, and the facts behind it, in words."""
     low = [each for each in tensors if each.numbers.dtype in LOW and len(each.shape) > 1]
     if not (rate and low):
@@ -93,7 +93,7 @@ def of_state(state: Mapping[str, Stored]) -> Iterator[Problem]:
         yield Problem("optimizer state", False, said, do)
 
 
-def of_both(tensors: Sequence[Seen], kept: float) -> tuple[list[Problem], list[str]]:
+def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], list[str]]:
     """Return what the movement from one checkpoint to another says, and what it does not tell. kept: of all."""
     both = [each for each in tensors if each.were]
     weights = [each for each in both if len(each.shape) > 1]
@@ -124,7 +124,7 @@ def of_both(tensors: Sequence[Seen], kept: float) -> tuple[list[Problem], list[s
     return found, unclear
 
 
-def _lost(told: Sequence[Seen], kept: float, half: float) -> Problem:
+def _lost(told: Sequence[FileTensor], kept: float, half: float) -> Problem:
     worst = sorted(told, key=lambda each: each.moved.kept)  # type: ignore[union-attr]
     names = tuple(each.name for each in worst if each.moved.kept < _LEAST)  # type: ignore[union-attr]
     first, held = worst[0].moved, max(Counter(each.numbers.dtype for each in told).items(), key=lambda each: each[1])[0]
@@ -135,7 +135,7 @@ def _lost(told: Sequence[Seen], kept: float, half: float) -> Problem:
     return Problem(LOST, True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
 
 
-def _of_dtypes(both: Sequence[Seen]) -> Iterator[Problem]:
+def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Problem]:
     pairs = Counter(each.dtypes for each in both if each.dtypes[0] is not each.dtypes[1])
     for (old, new), count in pairs.items():
         narrows = old.itemsize > new.itemsize
@@ -145,11 +145,11 @@ def _of_dtypes(both: Sequence[Seen]) -> Iterator[Problem]:
         yield Problem("dtypes", False, said, "train and save in the dtype that you mean", names=names, weight=0.1)
 
 
-def _unclear(weights: Sequence[Seen], kept: float) -> Iterator[str]:
+def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
     """Say which movement is not judged, and why."""
     moved = [(each, each.moved) for each in weights if each.moved]
     whole = sum(each.count for each, _ in moved) or 1
-    reasons: dict[str, list[Seen]] = {}
+    reasons: dict[str, list[FileTensor]] = {}
     for each, movement in moved:
         why = each.why_not
         if not why and movement.aside > _HALF:

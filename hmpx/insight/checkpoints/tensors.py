@@ -49,7 +49,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Seen:
+class FileTensor:
     """A tensor of the last checkpoint, beside the one that it was before.
 
     Attributes:
@@ -128,7 +128,7 @@ def _sampled(part: Tensor, whole: int) -> Tensor:
     return rows[:: -(-whole // _SAMPLE)].float()
 
 
-def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar) -> Seen:
+def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar) -> FileTensor:
     """Read a tensor, and the one before it that has its shape. rate: of a step; 0 where it is not known."""
     numbers, were = Numbers(after), Numbers(before) if before else None
     is_same, samples = before is not None, []
@@ -152,4 +152,4 @@ def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar)
     if len(after.shape) > 1 and earlier and not is_same and numbers.is_finite and were and were.is_finite:
         zeroed = ((now == 0) & (weights != 0)).float().mean().item()
         moved = movement(weights.to(numbers.dtype).float(), now, numbers.dtype)
-    return Seen(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, digit, lost)
+    return FileTensor(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, digit, lost)

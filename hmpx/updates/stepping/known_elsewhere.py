@@ -21,9 +21,12 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
 _SEARCHED = 3  # containers inside containers
-_OF_ALL = {
-    *vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
-}  # attributes that every optimizer has: groups, state, hooks
+
+
+@functools.cache
+def _of_all() -> frozenset[str]:
+    """Return the attributes that every optimizer has: groups, state, hooks. To make one imports Dynamo, which is slow."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
 def refuse_lookups(optimizer: Optimizer) -> None:
@@ -35,7 +38,7 @@ def refuse_lookups(optimizer: Optimizer) -> None:
     lists = [group["params"] for group in optimizer.param_groups]
     params = {id(p): p for params in lists for p in params}
     shown = {id(each) for each in lists}
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _of_all()}
     groups = enumerate(optimizer.param_groups)
     options = {f"param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
     for name, value in {**own, **options}.items():
