@@ -10,88 +10,21 @@ Names without an underscore are listed where they stand in a private module, or 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hmpx.base.torch_features import Feature, Name, exists
-
-# Stand-ins
-
-
-class _ByName(type):
-    """Makes classes whose instances are those of a class of torch with the same name, wherever it stands."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return any(each.__name__ == cls.__name__ for each in type(value).__mro__)
+from hmpx.base.torch_stand_ins import ByName, Guards, has_avx512, hooked, leaves, map_only, map_tree, on_each, schemas
 
 
 class _NoMode:
     def __init__(self) -> None:
         DISPATCH.require()
-
-
-class _Guards:
-    """As torch's `TensorGuards`, in Python."""
-
-    def __init__(self, *tensors: torch.Tensor | None, **_: Any) -> None:
-        self._seen = list(map(_look, tensors))
-
-    def check(self, *tensors: torch.Tensor | None) -> bool:
-        return self._seen == list(map(_look, tensors))
-
-
-def _look(x: torch.Tensor | None) -> tuple | None:
-    return x if x is None else (type(x), x.dtype, x.device, x.layout, x.requires_grad, x.shape, x.stride())
-
-
-def _schemas(qualified: str) -> list[Any]:
-    packet = getattr(torch.ops.aten, qualified.removeprefix("aten::"), None)
-    return [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
-
-
-def _map(function: Callable, tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return type(tree)((key, _map(function, value)) for key, value in tree.items())
-    if isinstance(tree, list | tuple):
-        made = [_map(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return function(tree)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(found.append, tree)
-    return found
-
-
-def _map_only(kind: Any, function: Callable, tree: Any) -> Any:
-    return _map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
-
-
-def _each(name: str) -> Callable:
-    """An operation on each tensor of a list, with one other for all of them, or with one for each."""
-    operate = getattr(torch.Tensor, name)
-
-    def operate_each(many: list[torch.Tensor], *others: Any, **kwargs: Any) -> list[torch.Tensor]:
-        columns = [other if isinstance(other, list | tuple) else [other] * len(many) for other in others]
-        return [operate(*row, **kwargs) for row in zip(many, *columns, strict=True)]
-
-    return operate_each
-
-
-def _hooked(step: Callable) -> Any:
-    made: Any = type("Made", (torch.optim.Optimizer,), {"step": step})
-    made([torch.zeros(1)], {})
-    return made.step
-
-
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
 
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()"
@@ -100,6 +33,7 @@ _TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase()"
 _GRAPH = "torch._dynamo.output_graph.OutputGraph"
 _FRAME = "torch._dynamo.eval_frame"
 _DTENSOR = "torch.distributed.tensor"
+_NO_COUNTS = collections.defaultdict(collections.Counter)
 _TREES = "leaves", "map", "map_only"
 _writes = itertools.count()
 _GRAPH_TASK = Name(
@@ -118,7 +52,7 @@ OPS = Feature(
     "nothing is lost",
     Name("torch._C._nn", "C functions of torch.nn.functional are entry points of their own", F),
     Name("torch._C._VariableFunctions", "names every C function of torch", torch),
-    Name("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views, defaults", _schemas),
+    Name("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views, defaults", schemas),
     Name("torch.utils._device._device_constructors", "functions that take the device of a `with`", lambda: None),
     Name("torch._linalg_utils", "the module of functions that torch has removed: a list may still name them", None),
     Name("torch._C._DisableTorchDispatch", "what hmpx computes itself is seen by no mode", contextlib.nullcontext),
@@ -126,14 +60,14 @@ OPS = Feature(
     Name("torch._C.get_autocast_dtype", "the same", torch.get_autocast_dtype),
     Name("torch._C.set_autocast_enabled", "the same, and no region of hmpx", torch.set_autocast_enabled),
     Name("torch._C.set_autocast_dtype", "the same", torch.set_autocast_dtype),
-    Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16", _has_avx512),
-    Name("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16", _has_avx512),
+    Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16", has_avx512),
+    Name("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16", has_avx512),
     Name("torch.nn.Module._wrapped_call_impl", "the call of a module, with a region in one frame; else in two", None),
     Name("torch.nn.Module._compiled_call_impl", "one of its two ways on", None),
     Name("torch.nn.Module._call_impl", "the other one", None),
     Name("torch.nn.parallel.replicate:_former_parameters", "those of a replica of DataParallel", None),
-    Name("torch._subclasses.FakeTensor", "a compiler's tensor, without memory", _ByName("FakeTensor", (), {})),
-    Name("torch._subclasses.functional_tensor.FunctionalTensor", "the same", _ByName("FunctionalTensor", (), {})),
+    Name("torch._subclasses.FakeTensor", "a compiler's tensor, without memory", ByName("FakeTensor", (), {})),
+    Name("torch._subclasses.functional_tensor.FunctionalTensor", "the same", ByName("FunctionalTensor", (), {})),
     *(
         Name(f"torch.{name}", "spells ops out in other ops, or counts on their dtypes: not cast, not mapped", None)
         for name in (
@@ -288,17 +222,17 @@ STEPS = Feature(
     "optimizer steps",
     "nothing is lost",
     Name("torch.Tensor._version", "whether an optimizer has written to a tensor", _WRITTEN),
-    Name("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands", _hooked),
+    Name("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands", hooked),
     Name("torch._C._set_grad_enabled", "turns gradients off in one call, uninterrupted", torch.set_grad_enabled),
     *(
-        Name(f"torch._foreach_{name}", "computes with many small tensors in one call", _each(name))
+        Name(f"torch._foreach_{name}", "computes with many small tensors in one call", on_each(name))
         for name in ("add", "add_", "copy_", "div", "mul", "norm", "pow", "sqrt", "sub")
     ),
-    Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step", _Guards),
+    Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step", Guards),
     Name("torch._C._len_torch_dispatch_stack", "a dispatch mode hides writes; else each step counts on one", lambda: 1),
-    Name("torch.utils._pytree.tree_leaves", "finds tensors", _leaves),
-    Name("torch.utils._pytree.tree_map", "changes them", _map),
-    Name("torch.utils._pytree.tree_map_only", "the same", _map_only),
+    Name("torch.utils._pytree.tree_leaves", "finds tensors", leaves),
+    Name("torch.utils._pytree.tree_map", "changes them", map_tree),
+    Name("torch.utils._pytree.tree_map_only", "the same", map_only),
     Name("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name", None),
     Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module", "the same", None),
 )
@@ -353,7 +287,7 @@ SHARDS = Feature(
     "updates of sharded parameters",
     "attach cannot step them",
     Name(f"{_DTENSOR}._utils.compute_local_shape_and_global_offset", "the place of a shard in the parameter"),
-    Name(f"{_DTENSOR}.placement_types._StridedShard", "a shard of FSDP and more", _ByName("_StridedShard", (), {})),
+    Name(f"{_DTENSOR}.placement_types._StridedShard", "a shard of FSDP and more", ByName("_StridedShard", (), {})),
     Name("torch.distributed.fsdp._common_utils:_fsdp_flattened", "a parameter of FSDP1, which is refused", None),
 )
 KEPT_SHARDS = Feature(
@@ -406,7 +340,9 @@ DISPATCH = Feature(
     Name("torch._C.DisableTorchFunctionSubclass", "reads dtypes of any class", off=contextlib.nullcontext),
     Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
     Name("torch.multiprocessing.reductions.StorageWeakRef.expired", "whether a storage is gone"),
-    Name("torch._dynamo.utils.counters", "how many functions were compiled"),
+    Name(
+        "torch._dynamo.utils.counters", "how many functions were compiled", collections.defaultdict(collections.Counter)
+    ),
 )
 LINES = Feature(
     "lines of what doctor finds in backward passes",

@@ -29,6 +29,7 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, rule_of, users_line
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
+_OpOverload = private("torch._ops.OpOverload")
 _INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
 
 
@@ -164,7 +165,7 @@ def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
 
     An operator that writes to its arguments has none: the rules leave it alone.
     """
-    if not isinstance(func, private("torch._ops.OpOverload")) or func._schema.is_mutable:
+    if not isinstance(func, _OpOverload) or func._schema.is_mutable:
         return [], {}
     ops = _meant(func._schema.name.removeprefix("aten::"), policy)
     return ops, {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}

@@ -35,6 +35,7 @@ from hmpx.ops.wrapping.callers import modules, users_line
 from hmpx.ops.wrapping.switch import in_forward, is_in_model
 
 logger = logging.getLogger("hmpx")
+_set_enabled = private("torch._C.set_autocast_enabled")
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
 # The modules of torch that read the autocast state, or open a region, for a model. Its other modules only save the
 # state and restore it. So does checkpointing: its functions carry the region of their forward with them.
@@ -160,4 +161,4 @@ def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
     vars(other).update(vars(region), _enabled=False)
     enter(other)
     vars(region).update(vars(other), _enabled=region._enabled)
-    private("torch._C.set_autocast_enabled")(region.device, region.prev)
+    _set_enabled(region.device, region.prev)

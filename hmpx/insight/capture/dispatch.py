@@ -22,6 +22,7 @@ from hmpx.insight.escaped import DispatchWatch
 from hmpx.insight.tensors import LOW, Tensor, floating, sample
 from hmpx.ops.wrapping.observing import unobserved
 
+_no_dispatch, _no_function = private("torch._C._DisableTorchDispatch"), private("torch._C.DisableTorchFunctionSubclass")
 FEW = 256  # elements of one tensor that are looked at
 VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
@@ -165,9 +166,9 @@ def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     is_whole: whether classes of tensors have their own ops in here; an `OpWatch` is to be paused then.
     """
     uncast = unobserved() if process_state.converted else contextlib.nullcontext()
-    hidden = contextlib.nullcontext() if is_whole else private("torch._C._DisableTorchDispatch")()
+    hidden = contextlib.nullcontext() if is_whole else _no_dispatch()
     try:
-        with torch.no_grad(), hidden, private("torch._C.DisableTorchFunctionSubclass")(), uncast:
+        with torch.no_grad(), hidden, _no_function(), uncast:
             yield
     except Exception as error:  # doctor meets kinds of tensors that it does not know
         if not trouble:

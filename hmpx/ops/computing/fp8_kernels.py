@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 _SIDE, _MATRIX = 128, 1024  # as in fp8_triton.py: of a tile, the most programs that look for the largest magnitude
 _WHOLE, _LINES, _BLOCKS, _SQUARES = range(4)
 _WARPS = 8
-_PROXY = "torch._C._TorchDispatchModeKey.PROXY"
+_mode, _PROXY = private("torch._C._get_dispatch_mode"), private("torch._C._TorchDispatchModeKey.PROXY")
 
 
 class CodedLines(NamedTuple):
@@ -51,7 +51,7 @@ def can_cast(*matrices: Tensor) -> bool:
     """Return whether the kernels exist here, and can read these matrices."""
     if is_compiling() or not FP8_KERNELS.is_on() or in_torch_func() is not None:
         return False
-    if private("torch._C._get_dispatch_mode")(private(_PROXY)) is not None:  # which sees no kernel of ours
+    if _mode(_PROXY) is not None:  # which sees no kernel of ours
         return False
     return all(x.is_cuda and x.dim() == 2 and type(x) in PLAIN for x in matrices) and _kernels() is not None
 

@@ -25,7 +25,7 @@ _SEARCHED = 3  # containers inside containers
 
 @functools.cache
 def _of_all() -> frozenset[str]:
-    """Return the attributes that every optimizer has: groups, state, hooks. To make one imports Dynamo, which is slow."""
+    """Return the attributes that every optimizer has: groups, state, hooks. To make one imports Dynamo."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 

@@ -1,0 +1,74 @@
+"""What serves in the place of names that torch does not document, where the installed torch lacks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ByName(type):
+    """Makes classes whose instances are those of a class of torch with the same name, wherever it stands."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return any(each.__name__ == cls.__name__ for each in type(value).__mro__)
+
+
+class Guards:
+    """As torch's `TensorGuards`, in Python."""
+
+    def __init__(self, *tensors: torch.Tensor | None, **_: Any) -> None:
+        self._seen = list(map(_look, tensors))
+
+    def check(self, *tensors: torch.Tensor | None) -> bool:
+        return self._seen == list(map(_look, tensors))
+
+
+def _look(x: torch.Tensor | None) -> tuple | None:
+    return x if x is None else (type(x), x.dtype, x.device, x.layout, x.requires_grad, x.shape, x.stride())
+
+
+def schemas(qualified: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, qualified.removeprefix("aten::"), None)
+    return [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
+
+
+def map_tree(function: Callable, tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return type(tree)((key, map_tree(function, value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        made = [map_tree(function, value) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_tree(found.append, tree)
+    return found
+
+
+def map_only(kind: Any, function: Callable, tree: Any) -> Any:
+    return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def on_each(name: str) -> Callable:
+    """An operation on each tensor of a list, with one other for all of them, or with one for each."""
+    operate = getattr(torch.Tensor, name)
+
+    def operate_each(many: list[torch.Tensor], *others: Any, **kwargs: Any) -> list[torch.Tensor]:
+        columns = [other if isinstance(other, list | tuple) else [other] * len(many) for other in others]
+        return [operate(*row, **kwargs) for row in zip(many, *columns, strict=True)]
+
+    return operate_each
+
+
+def hooked(step: Callable) -> Any:
+    made: Any = type("Made", (torch.optim.Optimizer,), {"step": step})
+    made([torch.zeros(1)], {})
+    return made.step
+
+
+def has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
