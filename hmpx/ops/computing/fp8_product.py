@@ -91,16 +91,25 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
 def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
     """Multiply the decoded numbers of (..., M, K) and (..., K, N); the result is in `dtype`."""
     if a.scale is None or b.scale is None:
-        return aten.to.dtype(aten.matmul(a.codes, b.codes), dtype)
+        return _as(dtype, aten.matmul(a.codes, b.codes))
     if a.codes.dtype.itemsize == 1:
         return _scaled_mm(a.codes, a.scale, b.codes, b.scale, dtype)
     if how.by != "float32" and a.codes.is_cpu and a.scale.dim() == b.scale.dim() == 0:
-        return aten.to.dtype(torch.ops.hmpx.scaled_product(a.codes, b.codes, aten.mul(a.scale, b.scale)), dtype)
+        return _as(dtype, torch.ops.hmpx.scaled_product(a.codes, b.codes, aten.mul(a.scale, b.scale)))
     if how.by != "float32" and how.format.power_of_two:
         made = aten.to.dtype(aten.matmul(a.codes, b.codes), torch.float32)
     else:
         made = wide_product(a.codes, b.codes)
-    return aten.to.dtype(aten.mul_(aten.mul_(made, a.scale), b.scale), dtype)
+    return _as(dtype, aten.mul_(aten.mul_(made, a.scale), b.scale))
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Return x in a dtype.
+
+    `aten.to.dtype` would return x itself where it has the dtype already. Dynamo of torch 2.11 then takes the result of
+    a Function for two of its outputs, and loses its gradient.
+    """
+    return x if x.dtype is dtype else aten.to.dtype(x, dtype)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
