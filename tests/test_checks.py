@@ -21,7 +21,9 @@ FLOORS = (
     "rounding",
     "ops updates",  # each stands without the other
     "conversion regions",
-    "hmp recipes",
+    "recipes",
+    "converting",
+    "hmp",
     "insight integrations",
     "bench",
     "hmpx",  # the public names

@@ -34,11 +34,13 @@ def never_compile(function: Callable) -> None:
     """torch.compile neither traces into this function nor compiles what it calls."""
 
     vars(function)["_torchdynamo_disable"] = True
-    _leave_to_python(function.__code__)
+    leave_to_python(function.__code__)
 
 
 @functools.cache  # the functions that one definition makes share their code
-def _leave_to_python(code: CodeType) -> None:
+def leave_to_python(code: CodeType) -> None:
+    """torch.compile makes no graph of a function with this code, nor of what it calls; it may trace through it."""
+
     def skip(dynamo: ModuleType) -> None:
         if COMPILED_STEPS.is_on():
             action = dynamo.eval_frame.FrameAction.SKIP

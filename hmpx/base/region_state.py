@@ -309,7 +309,7 @@ def _enter_in_graph(
     scope: int, casting: bool | None, maps: bool, island: bool = False, under: bool | None = None
 ) -> None:
     """A node of a graph. Dynamo tries it, and the ops after it, as it traces, until it gives up or is done."""
-    around, trace = innermost(), _trace()
+    around, trace = innermost(), traced_into()
     if trace is None:
         return open_region(Region(casting, around.rounding, maps, scope, None, island, under))
     region = Region(casting, around.rounding, maps, scope, trace, island, under)
@@ -319,12 +319,12 @@ def _enter_in_graph(
 
 
 def _leave_in_graph() -> None:
-    region, trace = innermost(), _trace()
+    region, trace = innermost(), traced_into()
     if trace is None or region.owner is trace:
         leave(region)
 
 
-def _trace() -> Any:
+def traced_into() -> Any:
     """What Dynamo traces into here; None while graphs run or are compiled."""
     traces = None if running_graphs.count else private("torch._dynamo.symbolic_convert.tls")
     tracer = getattr(traces, "current_tx", None)

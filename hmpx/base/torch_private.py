@@ -188,6 +188,8 @@ COMPILED = Feature(
     Name("torch._dynamo.exc.SkipFrame", "leaves a function to Python whose region ends elsewhere"),
     Name("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle"),
     Name("torch._guards.CompileContext.try_get", "whether it is tracing then"),
+    Name("torch._dynamo.comptime.comptime", "looks at the tensors of a call that it traces"),
+    Name("torch._dynamo.comptime.ComptimeContext.get_local", "the same"),
     Name(f"{_FRAME}.skip_code", "a wrapper behind a graph break is no graph of its own"),
     Name(f"{_CTX}.AutocastModeVariable.enter", "traces a region of hmpx in place of torch.autocast's"),
     Name(f"{_CTX}.AutocastModeVariable.exit", "the same"),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hmpx.bench import measure
-from hmpx.conversion import convert
+from hmpx.converting import convert
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.lists import shipped
 from hmpx.regions import cached_weights

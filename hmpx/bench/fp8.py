@@ -13,7 +13,7 @@ from torch import nn
 
 from hmpx.bench import measure
 from hmpx.bench.models import Block
-from hmpx.conversion import convert
+from hmpx.converting import convert
 
 _HEAD = 64  # the width of an attention head
 Way = tuple[Callable[[], AbstractContextManager], Callable[[nn.Module], nn.Module]]

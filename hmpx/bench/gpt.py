@@ -14,7 +14,7 @@ import torch
 
 from hmpx.bench import measure
 from hmpx.bench.models import Gpt
-from hmpx.conversion import restore
+from hmpx.converting import restore
 from hmpx.recipes.prepare import prepare
 
 RECIPES = "autocast-cuda", "bf16-sr", "torchao-bf16-sr", "flash", "lean", "lean8", "lean4"

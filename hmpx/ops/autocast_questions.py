@@ -23,7 +23,7 @@ from hmpx.base.changes import Changes
 from hmpx.base.compiling import with_dynamo
 from hmpx.ops.autocast_regions import ENTER, governs, in_enabled_region, is_for_a_model
 from hmpx.ops.decision_log import say_once
-from hmpx.ops.policies.policy import Policies
+from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.wrapping.switch import Switch, in_forward
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 

@@ -30,7 +30,8 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import AUTOCAST, private
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule
-from hmpx.ops.policies.policy import LOW_RULES, Policies
+from hmpx.ops.policies.policy import LOW_RULES
+from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.wrapping.callers import modules, users_line
 from hmpx.ops.wrapping.switch import in_forward, is_in_model
 

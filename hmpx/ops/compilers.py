@@ -27,6 +27,7 @@ from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
+from hmpx.ops.followed_traced import follow
 
 _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
@@ -132,9 +133,11 @@ class Compilers:
 
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
             _guard_on_region(output)
+            mark = follow(module) if process_state.model_lists else None
             opens = any([_opens_regions(each) for each in module.modules()])  # before a backend changes it
             wrap = functools.partial(run_in_region.graph, opens=opens, everywhere=self._everywhere)
-            return wrap(wrap(compile_graph)(output, module, inputs))
+            run = wrap(wrap(compile_graph)(output, module, inputs))
+            return run if mark is None else mark(run)
 
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
         self._changes.put(Attribute(output_graph.OutputGraph, "call_user_compiler", label), call_user_compiler)

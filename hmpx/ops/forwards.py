@@ -17,13 +17,14 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state as state
-from hmpx.base import region_state, run_in_region
+from hmpx.base import region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
+from hmpx.ops.outside import run_as_model
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.policy import scope_inside
+from hmpx.ops.policies.scopes import lists_of, scope_inside
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module
@@ -97,8 +98,11 @@ def _act(rules):
 
 def _run(rules, function, args, kwargs):
     """Call a forward in the scope of its module's rules; a copied module may carry rules that were removed."""
-    scope, overlay, casting = region_state.scope(), None, None
+    around = scope = region_state.scope()
+    overlay, casting = None, None
     for rule in deciding(rules):
+        if rule.yields and lists_of(scope):
+            continue
         overlay = rule.overlay
         if overlay.whole:  # the lists around decide nothing any more
             casting = overlay if overlay.casts_arguments and rule.casts_arguments else None
@@ -106,7 +110,7 @@ def _run(rules, function, args, kwargs):
     if casting is not None:
         args = tuple([_cast_once(value, casting) for value in args])
         kwargs = {key: _cast_once(value, casting) for key, value in kwargs.items()}
-    result = run_in_region.run_at(scope, function, args, kwargs)
+    result = run_as_model(around, scope, function, args, kwargs)
     if overlay is not None and isinstance(result, _LAZY):
         raise HmpxError(
             f"{overlay.where}: the forward returned a {type(result).__name__}, whose ops run after the call, where the "

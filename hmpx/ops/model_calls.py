@@ -26,7 +26,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import with_dynamo
 from hmpx.base.torch_private import HOOKS, has, private
 from hmpx.ops.wrapping.models import is_model, run_first
-from hmpx.ops.wrapping.switch import CASTS, Switch, in_forward
+from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 _BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
@@ -103,13 +103,14 @@ def _call_elsewhere(switch: Switch, original: Callable, module: torch.nn.Module,
 
 
 def mark_functions(changes: Changes) -> None:
-    """Have each node of a `torch.autograd.Function` know whether ops were cast where its forward was called.
+    """Have each node of a `torch.autograd.Function` know where its forward was called: whether ops were cast, by what.
 
     None: outside of a model.
     """
 
     def begin(node, *args, **kwargs):
         acts = region_state.acts()
+        setattr(node, SCOPE, region_state.scope())
         setattr(node, CASTS, acts if acts is not None or not in_forward(sys._getframe(1)) else True)
 
     label = "torch.autograd.function.BackwardCFunction.__init__"

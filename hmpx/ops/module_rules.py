@@ -19,7 +19,7 @@ from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.policy import number_inside
+from hmpx.ops.policies.scopes import number_inside
 from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
@@ -46,6 +46,8 @@ class ModuleRule:
         ...     before, model(inputs).dtype
         (torch.float32, torch.bfloat16)
     """
+
+    yields = False  # whether it has nothing to add inside of a prepared model's own lists
 
     def __init__(self, module: Module, overlay: Overlay, *, casts_arguments: bool = True) -> None:
         self.overlay, self.casts_arguments = overlay, casts_arguments

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -48,6 +48,7 @@ class Overlay:
     bf16_products: bool = False
     no_fp8: bool = False
     number: int = field(default=0, compare=False)
+    of_model: ClassVar[bool] = False  # whether it is all the lists of a prepared model (`ops.model_lists`)
 
     def over(self, policy: Policy) -> Policy:
         """Return the policy that holds inside, where `policy` holds around."""
@@ -142,11 +143,14 @@ class Overlay:
         return self
 
 
+Made = TypeVar("Made", bound=Overlay)
+
+
 def _unpickled(*content: Any) -> Overlay:
-    return _registered(Overlay(*content))
+    return registered(Overlay(*content))
 
 
-def _registered(overlay: Overlay) -> Overlay:
+def registered(overlay: Made) -> Made:
     """Return the one object for equal overlays, with its number."""
     with state.lock:
         for known in state.overlays[1:]:
@@ -172,9 +176,9 @@ def read_overlay(rule: Any, where: str, what: str, unset: str = "", places: Plac
     if isinstance(rule, Policy):
         raise HmpxError(f"{what}: a Policy is of the whole program; a rule says lists, which lie over those around it")
     if isinstance(rule, Mapping):
-        return _registered(_of_mapping(rule, where, what, unset, places))
+        return registered(_of_mapping(rule, where, what, unset, places))
     if rule == BF16_TO_FP32:
-        return _registered(Overlay(where, dtype=torch.float32, bf16_products=True))
+        return registered(Overlay(where, dtype=torch.float32, bf16_products=True))
     dtype = dtype_named(rule)
     if dtype not in DTYPES:
         legal = [*(dtype_name(each) for each in DTYPES), BF16_TO_FP32]
@@ -182,7 +186,7 @@ def read_overlay(rule: Any, where: str, what: str, unset: str = "", places: Plac
         misspelt = isinstance(rule, str) and not isinstance(dtype, torch.dtype)
         hint = did_you_mean(rule, [*short, *legal]) if misspelt else ""
         raise HmpxError(f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops)")
-    return _registered(Overlay(where, dtype=dtype))
+    return registered(Overlay(where, dtype=dtype))
 
 
 def overlay_by_hand(name: str, rule: Any, said: tuple, frame: FrameType) -> Overlay:

@@ -15,12 +15,12 @@ import torch
 
 from hmpx.base.changes import Changes
 from hmpx.base.installation import Installation, current
-from hmpx.conversion import Conversion
+from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.environment import recipe_of_environment
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import attach_made, cast_model, convert, facts, tell_cast
+from hmpx.recipes.prepare import attach_made, cast_model, facts, tell_cast
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.updates.attach import attached, check_torch, detach
@@ -74,7 +74,9 @@ class Activation(Installation):
         return f"<hmpx.Activation, {state}: {weights}, {ops}, weights={recipe.weights!r}>"
 
     def _change(self, changes: Changes) -> None:
-        self._conversion = convert(self.recipe, self._policy)
+        recipe, policy = self.recipe, self._policy
+        how = recipe.verbose, True, recipe.mapped(), recipe.kernels, (), recipe.where
+        self._conversion = None if policy is None else install(policy, *how)
         if self._conversion is not None:
             changes.callback(self._conversion.restore)
             self._conversion.expect(self._overlays.values())

@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
-from hmpx import conversion
-from hmpx.base import process_state
 from hmpx.base.dtype_names import dtype_name
-from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.lists import LOW_DTYPES
-from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.kept_dtypes import kept_in_fp32, tell_kept, tell_narrowed
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
+from hmpx.recipes.prepared import Prepared, take
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached
@@ -46,6 +44,9 @@ def prepare(
     to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. What
     Accelerate's `prepare` makes of the two may be given, or made of them later. Taken back by
     ``hmpx.restore(optimizer)``; the parameters keep their dtype.
+
+    Several models may be prepared by different recipes: each is cast by its own lists, and an op outside of them (a
+    loss) by those of the model whose output it takes. `dtype_map`, `kernels` and `verbose` hold for the process.
 
     Args:
         optimizer: one, or a list of those that train the model.
@@ -81,7 +82,7 @@ def prepare(
             raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(each).__name__}")
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
-    stepping = [unwrapped(each) for each in optimizers]
+    stepping: list[torch.optim.Optimizer] = [unwrapped(each) for each in optimizers]
     stated = as_recipe(recipe)
     recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
@@ -101,8 +102,7 @@ def prepare(
                 attachment = attach(each, model=model, process_group=process_group, **vars(asked))
                 if attachment is not before:
                     undo.callback(attachment.abandon)
-        _tell_replaced(model, whole, policy)
-        convert(whole, policy, rules=[*_of_other_models(model), *rules])
+        take(model, Prepared(whole, policy, WeakSet([*optimizers, *stepping]), rules))
         undo.pop_all()
     logger.info("hmpx: prepared by this recipe:\n%s", whole)
     return model, optimizer
@@ -160,45 +160,6 @@ def of_own(
     return replace(
         settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))
     )
-
-
-def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:
-    """Return the rules of models that were prepared before this one."""
-    before, own = conversion.installed(), set(model.modules())
-    return [rule for rule in before.rules if own.isdisjoint(rule.modules())] if before else []
-
-
-def _tell_replaced(model: torch.nn.Module, whole: Recipe, policy: Policy | None) -> None:
-    """Warn where another model that was prepared before, and is alive, has had other lists, or has some now."""
-    before = conversion.installed()
-    prepared = process_state.prepared
-    others = [each for each in prepared if each is not model and set(each.modules()).isdisjoint(model.modules())]
-    if before is not None and others and (before.policy, before.where) != (policy, whole.where):
-        logger.warning(
-            "hmpx: %s was prepared by another recipe, and %s: one set of op lists is in force at a time. Prepare both "
-            "models by one recipe, and say what differs by `modules` and hmpx.policy_for",
-            f"another model ({type(others[0]).__name__})",
-            "its ops are cast by this one's lists from now on"
-            if policy is not None
-            else "this one, whose recipe has no lists, is cast by its lists",
-        )
-    prepared.add(model)
-
-
-def convert(
-    recipe: Recipe, policy: Policy | None, *, enabled: bool = True, rules: Sequence[ModuleRule] = ()
-) -> Conversion | None:
-    """Convert torch's ops as a recipe says; None if it leaves them alone.
-
-    Args:
-        policy: ``recipe.policy()``, which reads files.
-        enabled: False casts in `enable_casts()` regions only.
-        rules: of modules, which end with the conversion.
-    """
-    if policy is None:
-        return None
-    how = recipe.verbose, enabled, recipe.mapped(), recipe.kernels, rules, recipe.where
-    return conversion.install(policy, *how)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -230,6 +230,11 @@ class Recipe:
                 raise self._without_ops(listed[0], "", ", so it takes no list")
             return None
 
+    @property
+    def place(self) -> str:
+        """The place that says which lists it has."""
+        return str(self._places.get(("opt_level",), "a recipe"))
+
     def _without_ops(self, key: str, value: str, so: str) -> HmpxError:
         said = f"{key}{value}: opt_level null leaves torch's ops as they are{so}"
         later = [known for known in self._places if known in ((key,), ("opt_level",))]

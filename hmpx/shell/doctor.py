@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hmpx import conversion
+from hmpx import converting
 from hmpx.base import forks
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
@@ -128,7 +128,7 @@ def _doctor(options: argparse.Namespace) -> int:
             try:
                 run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:
-                conversion.restore()  # the recipe's patches stand upon the doctor's
+                converting.restore()  # the recipe's patches stand upon the doctor's
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)

@@ -1,22 +1,15 @@
-"""Which op has which rule: a frozen `Policy`, and the policies of a conversion by scope.
-
-A policy prints as an op list file and reads back to the same policy. Each nesting of overlays has a number, its scope;
-0 is outside of all overlays. The state of a thread holds such a number, and compiled code is guarded by it. Numbers
-hold for the process; which policy a scope has depends on the conversion in force, which is around all of them.
-"""
+"""Which op has which rule: a frozen `Policy`, which prints as an op list file and reads back to the same policy."""
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from hmpx.base import process_state as state
-from hmpx.base.compiling import ask_once
 from hmpx.errors import HmpxError, UnknownOpError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, ONLY_FP32, SPARSE_GRADIENTS, Composition
@@ -244,57 +237,13 @@ class Policy:
         return "\n".join(blocks) + "\n"
 
 
-# Scopes
-
-
-class Policies(dict[int, Policy]):
-    """The policies of one conversion by the scope in which they hold, as far as they are known."""
-
-    def at(self, scope: int) -> Policy:
-        """Return the policy of any scope, known or not."""
-        if scope in self:
-            return self[scope]
-        around, overlay = state.scopes[scope]
-        return state.overlays[overlay].over(self.at(around))
-
-    def __str__(self) -> str:
-        return "".join(f"{scope}: {policy}" for scope, policy in self.items())
-
-
-def scope_inside(scope: int, overlay: int) -> int:
-    """Return the scope of an overlay (by its number) inside another scope; a conversion builds wrappers for it."""
-    found = number_inside(scope, overlay)
-    if found not in state.known_scopes and state.learn is not None:
-        state.learn((found,))
-    return found
-
-
-# torch.compile calls it, and takes the number for a constant: it depends on nothing but the arguments.
-ask_once(scope_inside)
-
-
-def number_inside(scope: int, overlay: int) -> int:
-    """Return the same scope, whether the conversion in force has wrappers for it or not."""
-    found = state.scope_numbers.get((scope, overlay))
-    return _new(scope, overlay) if found is None else found
-
-
-def _new(scope: int, overlay: int) -> int:
-    with state.lock:
-        key = scope, overlay
-        if key not in state.scope_numbers:
-            if state.scopes[scope][1] == overlay:
-                state.scope_numbers[key] = scope  # once more the same
-            else:
-                state.scope_numbers[key] = len(state.scopes)
-                state.scopes.append(key)
-        return state.scope_numbers[key]
-
-
-def made_of(overlays: Collection[int]) -> set[int]:
-    """Return the known scopes that consist of these overlays alone."""
-    found = {0}
-    for scope, (around, overlay) in enumerate(state.scopes):  # the scope around has a smaller number
-        if around in found and overlay in overlays:
-            found.add(scope)
-    return found
+def in_common(policies: Sequence[Policy]) -> Policy:
+    """Return the policy of the names that all of these have in the same list."""
+    first, *others = policies
+    same_low = all(policy.low_precision is first.low_precision for policy in others)
+    same_format = all(policy.fp8_format == first.fp8_format for policy in others)
+    sides: dict[str, Any] = {}
+    for side in SIDES:
+        kept = {"bf16": same_low, "fp8": same_low and same_format}.get(side, True)
+        sides[side] = tuple(n for n in getattr(first, side) if kept and all(n in getattr(p, side) for p in others))
+    return replace(first, **sides)

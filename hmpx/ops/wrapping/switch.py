@@ -37,7 +37,8 @@ from hmpx.ops.wrapping.models import is_model
 from hmpx.ops.wrapping.rules import ELIGIBLE
 
 WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
-CASTS = "_hmpx_casts"  # attribute of the node of a `torch.autograd.Function`: whether its forward was cast
+# Attributes of the node of a `torch.autograd.Function`: whether its forward was cast, and the scope of that call.
+CASTS, SCOPE = "_hmpx_casts", "_hmpx_scope"
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -118,6 +119,12 @@ def _is_cast_backward() -> bool | None:
     """Return whether the `backward` of a function runs whose forward was cast; None if that was outside of a model."""
     node = autograd_node()
     return isinstance(node, BackwardCFunction) and getattr(node, CASTS, True)  # else a hook
+
+
+def forward_scope() -> int:
+    """Return the scope of the forward whose `backward` runs; 0 elsewhere, and where a forward is computed again."""
+    node = autograd_node() if region_state.in_backward() and region_state.casting() is None else None
+    return getattr(node, SCOPE, 0) if isinstance(node, BackwardCFunction) else 0
 
 
 def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:

@@ -19,17 +19,19 @@ from typing import Any
 
 import wrapt
 
+from hmpx.base import process_state as state
 from hmpx.base import run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
+from hmpx.ops.policies.scopes import lists_of
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import make_wrapper, widening
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
 from hmpx.ops.wrapping.overriding import call, called_by_torch, public
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
-from hmpx.ops.wrapping.switch import WIDEN, Switch
+from hmpx.ops.wrapping.switch import WIDEN, Switch, forward_scope
 
 
 class Patching(enum.Enum):
@@ -168,15 +170,19 @@ def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
         return False
 
 
-def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
+def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable], outside: Callable) -> Callable:
     """Return the wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
 
-    runs: the wrapper of each scope; it may get more.
+    runs: the wrapper of each scope; it may get more. outside: makes a call where models have different lists, and none
+    of them runs.
     """
     elsewhere = runs[0]
 
     def scoped(*args, **kwargs):
-        return runs.get(scope(), elsewhere)(*args, **kwargs)
+        here = scope() or forward_scope()
+        if state.model_lists and not lists_of(here):
+            return outside(*args, **kwargs)
+        return runs.get(here, elsewhere)(*args, **kwargs)
 
     pass_over(scoped.__code__)
     return named_like(scoped, entry.label, original)
