@@ -16,15 +16,7 @@ from tests.support.recorded import escaped, line
 
 FP32, BF16 = torch.float32, torch.bfloat16
 X = torch.randn(4, 4)
-ESCAPED: frozenset = frozenset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def an_op_in_what_cannot_be_changed():
-    """While these tests run: every record in the process finds it."""
-    globals()["ESCAPED"] = frozenset({torch.mm})
-    yield
-    globals()["ESCAPED"] = frozenset()
+ESCAPED = frozenset({torch.mm})  # which cannot be changed
 
 
 def found(call, *args):

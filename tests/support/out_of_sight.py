@@ -6,8 +6,10 @@ two thousand modules, would cost each test a second.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+from collections.abc import Iterator
 
 from hmpx.ops.captured_names import sweep
 
@@ -33,6 +35,17 @@ def show() -> None:
     """Have everything looked through, as in a user's process."""
     gc.unfreeze()
     _leave(_BEFORE)
+
+
+@contextlib.contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Leave the modules of one more package as they are, in here."""
+    before = sweep._OFF_LIMITS
+    _leave(before | {package})
+    try:
+        yield
+    finally:
+        _leave(before)
 
 
 def _leave(packages: frozenset[str]) -> None:
