@@ -291,7 +291,7 @@ def trained(by, options):
 
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
-    launched, moved, step, write = [], [], triton.Steps.run, transfers.Launches.write
+    launched, moved, step, write = [], [], triton.TableSteps.run, transfers.Launches.write
 
     def run(self, grads, scalars, step_key):
         launched.append(len(scalars))
@@ -316,7 +316,7 @@ def check_attached_optimizers():
     ):
         launched.clear(), moved.clear()
         with (
-            mock.patch.object(triton.Steps, "run", run),
+            mock.patch.object(triton.TableSteps, "run", run),
             mock.patch.object(transfers.Launches, "write", written),
             mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter is cut
         ):
