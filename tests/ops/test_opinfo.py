@@ -150,7 +150,11 @@ def check_against_autocast(chosen, expected, low_precision):
 
 
 class Model(torch.nn.Module):
-    """Whatever it is given is a forward."""
+    """Whatever it is given is a forward. A module without weights would be no model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, work):
         return work()

@@ -158,7 +158,7 @@ def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     assert (
         step["hmpx/autocast"] == pytest.approx(step["hmpx ms"] / step["autocast ms"]) and "hmpx cached ms" in inference
     )
-    assert step["hmpx record/hmpx"] == pytest.approx(step["hmpx record ms"] / step["hmpx ms"]) > 0
+    assert step["hmpx record/hmpx"] == pytest.approx(step["hmpx record ms"] / step["hmpx ms"])
 
 
 def test_bench_memory_says_what_is_left_out(capsys, tmp_path):
