@@ -18,6 +18,7 @@ from typing import Any
 
 from hmpx.base import awaited, region_state, run_in_region
 from hmpx.base.changes import Changes
+from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, RECURRENT, lacks
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
@@ -134,8 +135,9 @@ def functions_in(module: str, places: Mapping[str, list[str]]) -> Iterator[tuple
         if inspect.isfunction(found):
             yield owner, name.rpartition(".")[2], f"{module}.{name}"
         elif isinstance(found, type):
-            for cls in _derived(found):
-                yield from _own_functions(cls, f"{cls.__module__}.{cls.__qualname__}")
+            for cls in with_subclasses(found):
+                if cls.__module__.startswith("torch."):
+                    yield from _own_functions(cls, f"{cls.__module__}.{cls.__qualname__}")
         elif found is not None:
             for owner, attribute, path in _own_functions(found, module):
                 if vars(owner)[attribute].__module__ in places:
@@ -147,12 +149,3 @@ def _own_functions(owner: Any, path: str) -> Iterator[tuple[Any, str, str]]:
         special = attribute.startswith("__") and attribute != "__init__"
         if inspect.isfunction(value) and not special and f"{path}.{attribute}" not in op_facts.IN_THE_MODEL:
             yield owner, attribute, f"{path}.{attribute}"
-
-
-def _derived(cls: type) -> Iterator[type]:
-    """Yield a class of torch, and the classes of torch that derive from it."""
-    yield cls
-    derived: list[type] = cls.__subclasses__()
-    for each in derived:
-        if each.__module__.startswith("torch."):
-            yield from _derived(each)

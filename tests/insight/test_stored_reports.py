@@ -1,4 +1,4 @@
-"""What record, compare and tune print of two models, stored whole: one with a fault, one without."""
+"""What doctor, record, compare and tune print of two models, stored whole: one with a fault, one without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import hmpx
 from tests.support import out_of_sight, small_models
@@ -20,6 +21,16 @@ def first_hour():
 
 def transformer():
     return small_models.character_transformer(0.0)
+
+
+def doctor(model, batches, loss):
+    with hmpx.doctor() as found, hmpx.activate("autocast-cpu"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(model, *batch).backward()
+            optimizer.step()
+    return found
 
 
 def record(model, batches, loss):
@@ -44,7 +55,7 @@ def no_other_tests():
         yield
 
 
-@pytest.mark.parametrize("command", [record, compare, tune])
+@pytest.mark.parametrize("command", [doctor, record, compare, tune])
 @pytest.mark.parametrize("made", [first_hour, transformer])
 def test_what_it_prints(made, command, monkeypatch, stored, no_other_tests):
     monkeypatch.setenv("COLUMNS", "160")
