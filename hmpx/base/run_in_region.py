@@ -1,9 +1,15 @@
-"""Runs functions, blocks and graphs in a region: a forward, a backward pass, a step, what a listed op calls."""
+"""Runs functions, blocks and graphs in a region: a forward, a backward pass, a step, what a listed op calls.
+
+A signal handler that raises, as that of Ctrl-C does, may do so between any two instructions: also in a `finally`, and
+in the `__exit__` of a context manager. So what a call has taken is given back in a function that does no harm when it
+runs twice, and runs again if anything has raised.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
@@ -22,6 +28,18 @@ from hmpx.base.region_state import (
     owned_by,
     running_graphs,
 )
+
+
+def giving_back(give_back: Callable[[], object], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, and call `give_back` after it; twice if anything raises."""
+    try:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            give_back()
+    except BaseException:
+        give_back()
+        raise
 
 
 class Opener:

@@ -24,7 +24,7 @@ from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.stepping.fused_formulas import FUSED, OWN
+from hmpx.updates.stepping.optimizer_classes import FUSED, OWN
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",

@@ -1,5 +1,5 @@
 /* Optimizer steps that end in stochastic rounding, one pass over weights, gradients and state, for a list of
-   parameters at once. updates/stepping/fused_formulas.py makes the scalars; the order of operations is the one below. */
+   parameters at once. updates/stepping/optimizer_classes.py makes the scalars; the order of operations is the one below. */
 
 #include "native.h"
 

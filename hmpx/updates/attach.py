@@ -20,10 +20,9 @@ from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
-from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
+from hmpx.updates.stepping.optimizer_classes import FUSED, SCOPES, formula_of, scope_of
 from hmpx.updates.stepping.step import WeightUpdates
 
 logger = logging.getLogger("hmpx")

@@ -27,7 +27,6 @@ import torch
 from hmpx.base import forks, process_state, region_state, run_in_region
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
-from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import has, private
@@ -156,7 +155,7 @@ def _watched(step: Callable) -> Callable:
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
         forget = functools.partial(_forget_casts, optimizer)
-        return giving_back(forget, run_in_region.run_step, optimizer, how, _step, (call, how))
+        return run_in_region.giving_back(forget, run_in_region.run_step, optimizer, how, _step, (call, how))
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from hmpx.updates.stepping import fused_formulas, step
+from hmpx.updates.stepping import optimizer_classes, step
 
 _in_force: list[bool] = []
 
@@ -18,7 +18,7 @@ _in_force: list[bool] = []
 @contextlib.contextmanager
 def own_step() -> Iterator[None]:
     """Inside, a setting `fused` that nobody has given is False."""
-    with mock.patch.object(step, "chosen", lambda optimizer, fused: fused_formulas.chosen(optimizer, bool(fused))):
+    with mock.patch.object(step, "chosen", lambda optimizer, fused: optimizer_classes.chosen(optimizer, bool(fused))):
         _in_force.append(True)
         try:
             yield

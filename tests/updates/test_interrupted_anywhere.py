@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.base import interrupts, region_state, run_in_region
+from hmpx.base import region_state, run_in_region
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import step, step_call
 from tests.support.optimizers import UnlistedSGD
@@ -20,7 +20,7 @@ from tests.support.training import same
 
 BF16 = torch.bfloat16
 # All that takes something from the thread or the process, and one in 31 of the other instructions.
-TAKES = {Path(module.__file__) for module in (interrupts, region_state, run_in_region, step_hooks, step, step_call)}
+TAKES = {Path(module.__file__) for module in (region_state, run_in_region, step_hooks, step, step_call)}
 EVERY_OTHER, PACKAGE = 31, str(Path(hmpx.__file__).parent)
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

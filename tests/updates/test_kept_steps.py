@@ -18,7 +18,7 @@ import hmpx
 from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.updates.stepping import batching, optimizer_scope
+from hmpx.updates.stepping import batching, optimizer_classes
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
 from tests.support.numbers import nearly_equal
 from tests.support.training import needs_grad_dtype
@@ -132,7 +132,7 @@ class Odd(optim.SGD):
 @pytest.fixture
 def odd(monkeypatch):
     """Three steps of `Odd`, in batches."""
-    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
+    monkeypatch.setitem(optimizer_classes.SCOPES, Odd, "element")
 
     def stepped(momentum=0.9, forget=False, **settings):
         params, optimizer, handle = made(Odd, {"momentum": momentum}, **settings)

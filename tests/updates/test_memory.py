@@ -11,7 +11,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.bench.measure import memory
 from hmpx.updates.stepping import batching
-from hmpx.updates.stepping.optimizer_scope import SCOPES
+from hmpx.updates.stepping.optimizer_classes import SCOPES
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16

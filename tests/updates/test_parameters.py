@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates.stepping.optimizer_scope import scope_of
+from hmpx.updates.stepping.optimizer_classes import scope_of
 from tests.support.optimizers import UnlistedSGD
 
 BF16 = torch.bfloat16

@@ -7,6 +7,7 @@ for are there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from operator import is_
 from types import ModuleType
@@ -19,7 +20,6 @@ from hmpx.rounding import native
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.fingerprint import values_of
 from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
@@ -208,3 +208,8 @@ def _version(grad: Tensor | None) -> int:
 
 def _versions(grads: list[Any]) -> list[int]:
     return [0 if grad is None else version_of(grad) for grad in grads]
+
+
+def values_of(states: Iterable[dict[str, Any]]) -> list[Any]:
+    """Return all values of these dicts."""
+    return list(chain.from_iterable(map(dict.values, states)))

@@ -17,7 +17,7 @@ from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.optimizer_scope import scope_of
+from hmpx.updates.stepping.optimizer_classes import scope_of
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer

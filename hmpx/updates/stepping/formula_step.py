@@ -24,7 +24,7 @@ from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.rounding.native import StepArguments, StoredTensor
 from hmpx.updates.holding.segment import memory_order
-from hmpx.updates.stepping.fused_formulas import Formula
+from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepCall
 
 logger = logging.getLogger("hmpx")

@@ -1,8 +1,8 @@
 """Parameters that one fused kernel steps and writes back: one pass over weights, gradients and state, all at once.
 
-So steps every class that `fused_formulas.py` knows, unless ``fused=False`` asks for its own step. The formulas are the
-optimizer's and the order of operations is the kernel's own, so results agree with the optimizer's to rounding and not
-to the bit. State has the optimizer's keys and shapes, so a training run may change between fused and other steps.
+So steps every class with a formula in `optimizer_classes.py`, unless ``fused=False`` asks for its own step. The order
+of operations is the kernel's own, so results agree with the optimizer's to rounding and not to the bit. State has the
+optimizer's keys and shapes, so a training run may change between fused and other steps.
 
 `formula_step.py` steps those that no kernel takes as they are held, to the same bits:
 
@@ -39,7 +39,7 @@ from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.fused_formulas import Formula
+from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 

@@ -25,7 +25,7 @@ from hmpx.updates.holding.segment import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell
-from hmpx.updates.stepping.optimizer_scope import wants_bf16
+from hmpx.updates.stepping.optimizer_classes import wants_bf16
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

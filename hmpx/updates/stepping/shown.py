@@ -15,7 +15,7 @@ from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_tensors import HeldState, entries, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shown_state import ShownState
 from hmpx.updates.stepping.transfers import Piece, kernels_that_move
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from hmpx.base.interrupts import giving_back
+from hmpx.base.run_in_region import giving_back
 from hmpx.base.torch_private import set_grad_enabled
 from hmpx.errors import HmpxError
 from hmpx.rounding.native_library import expect_kernels
-from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import USUAL, Segment
@@ -23,10 +22,9 @@ from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.formula_step import by_formula
-from hmpx.updates.stepping.fused_formulas import chosen
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, membership, parameters
-from hmpx.updates.stepping.optimizer_scope import scope_of
+from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
@@ -208,7 +206,7 @@ class WeightUpdates:
         """Return the key of the next step. The region's seed outranks the settings' seed, then the stored one."""
         known = step_count.stored(optimizer)
         given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
-        return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
+        return RoundingKey(next(s for s in given if s is not None), known.get(STEP_KEY, 0))
 
     def _write_back(self, call: StepCall, signals: DeferredSignals) -> WriteBack:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and self.segments(call.optimizer):

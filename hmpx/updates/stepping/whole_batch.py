@@ -16,7 +16,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.stepping.batch import ShownParameters
-from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shadows import Shadow, seen_state
 from hmpx.updates.stepping.shown_state import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack

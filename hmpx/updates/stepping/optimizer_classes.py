@@ -1,7 +1,20 @@
-"""The inputs of each optimizer's fused kernel: its state tensors, and scalars made from a group's options.
+"""What hmpx knows of optimizers by their class: how much they read to update one weight, and their formulas.
 
-The formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains
-each number. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
+A step must copy to FP32 what the update of one weight reads, its *scope*:
+
+``element``
+    Each element by itself. The step runs on slices of a bounded number of elements.
+``parameter``
+    Each parameter by itself: factored moments, orthogonalised updates. The step runs on one or a few parameters.
+``whole``
+    Across parameters, or nobody knows: every class that is not listed here, subclasses of listed ones included.
+
+A class is listed if its `step` does for each slice exactly what it does for the whole; the tests hold every entry
+against the plain step, bit for bit.
+
+A formula says what the fused kernel of a class takes: its state tensors, and scalars made from a group's options. The
+formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains each
+number. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
 """
 
 from __future__ import annotations
@@ -12,6 +25,57 @@ from typing import Any, ClassVar
 
 import torch
 from torch import optim
+
+SCOPES = {
+    optim.Adadelta: "element",
+    optim.Adagrad: "element",
+    optim.Adam: "element",
+    optim.AdamW: "element",
+    optim.Adamax: "element",
+    optim.ASGD: "element",
+    optim.NAdam: "element",
+    optim.RAdam: "element",
+    optim.RMSprop: "element",
+    optim.Rprop: "element",
+    optim.SGD: "element",
+    optim.Adafactor: "parameter",
+    optim.Muon: "parameter",
+}
+_SCOPES_BY_NAME = {  # of packages that may not be there
+    "lion_pytorch.lion_pytorch.Lion": "element",
+    "transformers.optimization.Adafactor": "parameter",
+}
+
+
+def scope_of(optimizer: optim.Optimizer) -> str:
+    """``element``, ``parameter`` or ``whole``."""
+    cls = type(optimizer)
+    return SCOPES.get(cls) or _SCOPES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
+
+
+def wants_bf16(optimizer: optim.Optimizer) -> bool:
+    """Whether the class, or one that it derives from, is called Muon, SOAP or Shampoo: BF16 takes the place of codes.
+
+    Muon brings all singular values of its momentum to one size, the small ones with the noise of 8 bits, which costs
+    loss (figures: ``hmpx/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
+    Shampoo takes roots of inverses of state, which of a square weight has its shape, and SOAP turns moments into the
+    directions of such state: the losses of a small network were 1.4 and 1.1 times as large in 8 bits, 4.5 and 2.5 times
+    in 4 bits.
+    """
+    return any(name in cls.__name__.lower() for cls in type(optimizer).__mro__ for name in ("muon", "soap", "shampoo"))
+
+
+def by_memory(*optimizers: optim.Optimizer) -> bool:
+    """Whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
+
+    It then gets weight, gradient and state in one layout. Any other step gets each in its own layout, so that sums over
+    an element's neighbours come out as in a plain step.
+    """
+    return any(
+        scope_of(optimizer) == "element" or any(group.get("fused") for group in optimizer.param_groups)
+        for optimizer in optimizers
+    )
+
 
 State = Mapping[str, Any]
 OWN = "amsgrad", "differentiable", "capturable"  # options of groups that get the optimizer's own step
@@ -173,14 +237,14 @@ _FORMULAS: dict[type, Formula] = {
     optim.RMSprop: _RMSprop(),
     optim.SGD: _SGD(),
 }
-_BY_NAME: dict[str, Formula] = {"lion_pytorch.lion_pytorch.Lion": _Lion()}  # of packages that may not be there
+_FORMULAS_BY_NAME: dict[str, Formula] = {"lion_pytorch.lion_pytorch.Lion": _Lion()}  # of packages that may not be there
 FUSED = ", ".join((*(cls.__name__ for cls in _FORMULAS), "Lion of lion_pytorch"))
 
 
 def formula_of(optimizer: optim.Optimizer) -> Formula | None:
     """Return the formula of the optimizer's class; None if there is no kernel for it."""
     cls = type(optimizer)
-    return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    return _FORMULAS.get(cls) or _FORMULAS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def chosen(optimizer: optim.Optimizer, fused: bool | None) -> Formula | None:
