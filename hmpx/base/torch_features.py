@@ -30,14 +30,21 @@ class Name(NamedTuple):
     """A name of torch.
 
     path: where it stands. `Optimizer()._hooks` is an attribute of the objects of a class; ``module:word`` is a word
-    that the source of a module knows, such as a mark on somebody else's object. what: hmpx does with it. stand_in:
-    serves in its place; the feature stays on. off: what code gets, without the name and without the feature.
+    that the source of a module knows, such as a mark on somebody else's object; ``[add|mul]_`` are two names, add_ and
+    mul_. what: hmpx does with it. stand_in: serves in its place; the feature stays on. off: what code gets, without the
+    name and without the feature.
     """
 
     path: str
     what: str
     stand_in: Any = _NOTHING
     off: Any = _NOTHING
+
+    def paths(self) -> list[str]:
+        """The names, one by one."""
+        head, _, rest = self.path.partition("[")
+        ways, _, tail = rest.partition("]")
+        return [f"{head}{way}{tail}" for way in ways.split("|")]
 
 
 class Feature:
@@ -50,7 +57,7 @@ class Feature:
 
     def __init__(self, title: str, without: str, *names: Name) -> None:
         self.title, self._without = title, without
-        self.names = {name.path: name for name in names}
+        self.names = {path: name for name in names for path in name.paths()}
         self._said = False
 
     @functools.cached_property

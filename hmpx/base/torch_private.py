@@ -12,38 +12,27 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hmpx.base.torch_features import Feature, Name, exists
-from hmpx.base.torch_stand_ins import ByName, Guards, has_avx512, hooked, leaves, map_only, map_tree, on_each, schemas
+from hmpx.base.torch_stand_ins import ByName, has_avx512, hooked, leaves, map_only, map_tree, on_each, schemas
 
-
-class _NoMode:
-    def __init__(self) -> None:
-        DISPATCH.require()
-
-
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()"
-_CTX = "torch._dynamo.variables.ctx_manager"
-_TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase()"
-_GRAPH = "torch._dynamo.output_graph.OutputGraph"
-_FRAME = "torch._dynamo.eval_frame"
-_DTENSOR = "torch.distributed.tensor"
-_NO_COUNTS: Any = collections.defaultdict(collections.Counter)
-_TREES = "leaves", "map", "map_only"
-_writes = itertools.count()
-_GRAPH_TASK = Name(
-    "torch._C._current_graph_task_id", "tells one backward pass from the next, and from a forward", off=lambda: -1
-)
+_FRAME, _GRAPH = "torch._dynamo.eval_frame", "torch._dynamo.output_graph.OutputGraph"
+_TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
+_VARIABLES = "torch._dynamo.variables"
+_REGION = f"{_VARIABLES}.ctx_manager.AutocastModeVariable"
+_DTENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp._fully_shard"
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+_SPELLS_OUT = "spells ops out in other ops, or counts on their dtypes: not cast, not mapped"
+_PART, _NEWER = "a part of an op that has been cast", "the same, in newer versions"
+_GRAPH_TASK = Name("torch._C._current_graph_task_id", "tells backward passes from each other", off=lambda: -1)
 _QUEUE = Name("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done")
 _FUNC = Name("torch._C._functorch.peek_interpreter_stack", "whether torch.func runs", off=lambda: True)
 _DISPATCH = Name("torch._C._len_torch_dispatch_stack", "whether a dispatch mode looks on", off=lambda: 1)
-_WRITTEN = property(lambda _: next(_writes))  # each look finds a write
-_MARK = Name("torch._dynamo.decorators:_dynamo_marked_constant", "marks a function that is called while it traces")
+_WRITTEN = property(lambda _: object())  # each look finds a write
 
 # Op lists
 
@@ -60,21 +49,14 @@ OPS = Feature(
     Name("torch._C.get_autocast_dtype", "the same", torch.get_autocast_dtype),
     Name("torch._C.set_autocast_enabled", "the same, and no region of hmpx", torch.set_autocast_enabled),
     Name("torch._C.set_autocast_dtype", "the same", torch.set_autocast_dtype),
-    Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16", has_avx512),
-    Name("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16", has_avx512),
+    Name("torch.ops.mkldnn.[_is_mkldnn_bf16_supported|_is_mkldnn_fp16_supported]", "dtypes of the CPU", has_avx512),
     Name("torch.nn.Module._wrapped_call_impl", "the call of a module, with a region in one frame; else in two", None),
-    Name("torch.nn.Module._compiled_call_impl", "one of its two ways on", None),
-    Name("torch.nn.Module._call_impl", "the other one", None),
+    Name("torch.nn.Module.[_compiled_call_impl|_call_impl]", "its two ways on", None),
     Name("torch.nn.parallel.replicate:_former_parameters", "those of a replica of DataParallel", None),
     Name("torch._subclasses.FakeTensor", "a compiler's tensor, without memory", ByName("FakeTensor", (), {})),
     Name("torch._subclasses.functional_tensor.FunctionalTensor", "the same", ByName("FunctionalTensor", (), {})),
-    *(
-        Name(f"torch.{name}", "spells ops out in other ops, or counts on their dtypes: not cast, not mapped", None)
-        for name in (
-            *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
-            *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils", "fx.experimental"),
-        )
-    ),
+    Name("torch.[_decomp|_functorch|_higher_order_ops|_inductor|_library|_meta_registrations]", _SPELLS_OUT, None),
+    Name("torch.[_prims|_prims_common|_refs|_subclasses|_tensor_str|_utils|fx.experimental]", _SPELLS_OUT, None),
 )
 HOOKS = Feature(
     "hooks of gradients beside the model",
@@ -93,25 +75,19 @@ RECURRENT = Feature(
 CHECKPOINTING = Feature(
     "activation checkpointing in the region of its forward",
     "what is computed again in backward may be cast otherwise than in the forward",
-    Name("torch.utils.checkpoint._CheckpointFrame.__init__", "keeps a function for backward"),
-    Name("torch.utils.checkpoint.CheckpointFunction.forward", "the same"),
+    Name("torch.utils.checkpoint.[_CheckpointFrame.__init__|CheckpointFunction.forward]", "keep a function for later"),
 )
 PARAMETRIZATIONS = Feature(
     "parametrizations in FP32",
     "those of BF16 weights are computed in BF16",
-    Name("torch.nn.utils.parametrizations._Orthogonal.forward", "is computed in FP32"),
-    Name("torch.nn.utils.parametrizations._SpectralNorm.forward", "the same"),
-    Name("torch.nn.utils.parametrizations._WeightNorm.forward", "the same"),
-    Name("torch.nn.utils.spectral_norm.SpectralNorm.compute_weight", "the same"),
-    Name("torch.nn.utils.weight_norm.WeightNorm.compute_weight", "the same"),
-    Name("torch.nn.Module()._parameters", "is given FP32 weights meanwhile"),
-    Name("torch.nn.Module()._buffers", "the same; and what a record of a run puts back"),
+    Name("torch.nn.utils.parametrizations.[_Orthogonal|_SpectralNorm|_WeightNorm].forward", "computed in FP32"),
+    Name("torch.nn.utils.[spectral_norm.SpectralNorm|weight_norm.WeightNorm].compute_weight", "the same"),
+    Name("torch.nn.Module().[_parameters|_buffers]", "are given FP32 meanwhile, and what a record of a run puts back"),
 )
 DATA = Feature(
     "data loading beside the model",
     'convert(where="everywhere") casts in data sets and collate functions',
-    Name("torch.utils.data._utils.fetch._BaseDatasetFetcher", "no model's forward, in workers too"),
-    Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the same, in the main process"),
+    Name("torch.utils.data.[_utils.fetch._BaseDatasetFetcher|dataloader._BaseDataLoaderIter]", "no model's forward"),
 )
 LOADED = Feature(
     "dtypes of modules that torch.load has read",
@@ -121,25 +97,16 @@ LOADED = Feature(
 AUTOCAST = Feature(
     "regions of torch.autocast in models",
     "op lists cast in torch.autocast(enabled=False) too, and torch.autocast(enabled=True) casts after them",
-    Name("torch.autocast()._enabled", "whether a region was to cast"),
-    Name("torch.autocast().fast_dtype", "and to which dtype"),
-    Name("torch.autocast().device", "and on which device"),
+    Name("torch.autocast().[_enabled|fast_dtype|device]", "whether a region was to cast, to which dtype, and where"),
     Name("torch.autocast().prev", "what its exit sets again"),
 )
 TENSOR_PARALLEL = Feature(
     "tensor parallelism under op lists",
     "nothing is lost: parts of an op that has been cast are left alone, where they have these names",
-    *(
-        Name(f"{_DTENSOR}.{name}", "a part of an op that has been cast", None)
-        for name in (
-            *("_redistribute.redistribute_local_tensor", "_dispatch.redistribute_local_tensor"),
-            *("_api.redistribute_local_tensor", "_tp_conv.tp_convolution", "_tp_conv.tp_convolution_backward"),
-            *("parallel.loss._log_softmax", "parallel.loss._nll_loss_forward"),
-            "parallel.loss._nll_loss_and_log_softmax_backward",
-        )
-    ),
-    Name("torch._higher_order_ops.flex_attention.FlexAttentionHOP.__call__", "the same, of flex_attention", None),
-    Name("torch._higher_order_ops.flex_attention.FlexAttentionBackwardHOP.__call__", "the same", None),
+    Name(f"{_DTENSOR}.[_redistribute|_dispatch|_api].redistribute_local_tensor", _PART, None),
+    Name(f"{_DTENSOR}._tp_conv.[tp_convolution|tp_convolution_backward]", _PART, None),
+    Name(f"{_DTENSOR}.parallel.loss.[_log_softmax|_nll_loss_forward|_nll_loss_and_log_softmax_backward]", _PART, None),
+    Name("torch._higher_order_ops.flex_attention.FlexAttention[HOP|BackwardHOP].__call__", _PART, None),
 )
 KEPT_CASTS = Feature(
     "cached_weights()",
@@ -154,8 +121,7 @@ FP8_KERNELS = Feature(
     "FP8 casts in kernels of their own on GPUs",
     "torch's ops make them, at several times the time",
     _FUNC,
-    Name("torch._C._get_dispatch_mode", "whether a program is traced, which has no operator for a kernel"),
-    Name("torch._C._TorchDispatchModeKey.PROXY", "the same"),
+    Name("torch._C.[_get_dispatch_mode|_TorchDispatchModeKey.PROXY]", "whether a trace runs: it takes no kernel"),
 )
 
 # torch.compile and TorchScript
@@ -163,59 +129,46 @@ FP8_KERNELS = Feature(
 COMPILED = Feature(
     "casts in compiled code",
     "compiled code runs eagerly while torch is converted",
-    Name("torch._dynamo.trace_rules.load_object", "Dynamo's tables keep torch's functions, not the wrappers"),
-    Name("torch._dynamo.trace_rules.get_tensor_method", "the same, of tensor methods"),
+    Name("torch._dynamo.trace_rules.[load_object|get_tensor_method]", "Dynamo's tables keep torch's functions"),
     Name("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
-    Name("torch._dynamo.variables.torch.get_overridable_functions", "another one, in newer versions", None),
-    Name("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one, the same", None),
-    Name("torch._dynamo.variables.torch.constant_fold_functions", "holds torch's own is_autocast_enabled, not ours"),
-    Name("torch._dynamo.utils.unpatched_nn_module_call", "a module with a region in its call is unpatched", None),
-    Name("torch._dynamo.variables.nn_module.unpatched_nn_module_call", "the same", None),
+    Name(f"{_VARIABLES}.torch.[get_overridable_functions|TorchInGraphFunctionVariable._get_handlers]", _NEWER, None),
+    Name(f"{_VARIABLES}.torch.constant_fold_functions", "holds torch's own is_autocast_enabled, not ours"),
+    Name("torch._dynamo.[utils|variables.nn_module].unpatched_nn_module_call", "unpatches a call with a region", None),
     Name(f"{_GRAPH}.call_user_compiler", "graphs with regions are told of when they run"),
-    Name(f"{_GRAPH}().root_tx", "the trace of the outermost function"),
-    Name(f"{_GRAPH}().guards", "the guards of a graph"),
+    Name(f"{_GRAPH}().[root_tx|guards]", "the trace of the outermost function, the guards of a graph"),
     Name(f"{_GRAPH}().current_tracer", "what regions do not count as side effects of"),
     Name(f"{_GRAPH}.add_cleanup_hook", "ends the regions that a trace has opened"),
-    Name("torch._dynamo.output_graph.SubgraphTracer().side_effect_stack", "the same, in newer versions", None),
-    Name(f"{_GRAPH}.resolve_source_value", "a decorator's object, in newer versions", None),
+    Name("torch._dynamo.output_graph.SubgraphTracer().side_effect_stack", _NEWER, None),
+    Name(f"{_GRAPH}.resolve_source_value", _NEWER, None),
     Name("torch._dynamo.symbolic_convert.tls", "the trace that runs, as `current_tx`", off=None),
     Name("torch._dynamo.symbolic_convert:current_tx", "the same"),
-    *(Name(f"{_TRACER}.{name}", "what it traces") for name in ("f_code", "parent", "output", "symbolic_locals")),
-    Name(f"{_TRACER}.import_source", "names a module in a guard"),
+    Name(f"{_TRACER}().[f_code|parent|output|symbolic_locals]", "what it traces"),
+    Name(f"{_TRACER}().import_source", "names a module in a guard"),
     Name("torch._dynamo.source.AttrSource", "names an attribute in a guard"),
-    Name("torch._dynamo.source.AttrSource.make_guard", "guards compiled code on the region around it"),
-    Name("torch._dynamo.guards.GuardBuilder.EQUALS_MATCH", "the same"),
+    Name("torch._dynamo.[source.AttrSource.make_guard|guards.GuardBuilder.EQUALS_MATCH]", "guard code on its region"),
     Name("torch._dynamo.exc.SkipFrame", "leaves a function to Python whose region ends elsewhere"),
     Name("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle"),
     Name("torch._guards.CompileContext.try_get", "whether it is tracing then"),
-    Name("torch._dynamo.comptime.comptime", "looks at the tensors of a call that it traces"),
-    Name("torch._dynamo.comptime.ComptimeContext.get_local", "the same"),
+    Name("torch._dynamo.comptime.[comptime|ComptimeContext.get_local]", "look at the tensors of a call that it traces"),
     Name(f"{_FRAME}.skip_code", "a wrapper behind a graph break is no graph of its own"),
-    Name(f"{_CTX}.AutocastModeVariable.enter", "traces a region of hmpx in place of torch.autocast's"),
-    Name(f"{_CTX}.AutocastModeVariable.exit", "the same"),
-    Name(f"{_CTX}.AutocastModeVariable().target_values", "what the region asks for"),
-    Name("torch._dynamo.variables.base.VariableTracker.build", "stands for what hmpx has Dynamo trace there"),
-    *(
-        Name(f"torch._dynamo.variables.base.VariableTracker.{name}", "the same")
-        for name in ("as_proxy", "as_python_constant", "call_function", "realize")
-    ),
-    Name("torch._dynamo.variables.nn_module.NNModuleVariable().module_key", "the module that it inlines", None),
-    _MARK,
+    Name(f"{_REGION}.[enter|exit]", "trace a region of hmpx in place of torch.autocast's"),
+    Name(f"{_REGION}().target_values", "what the region asks for"),
+    Name(f"{_VARIABLES}.base.VariableTracker.build", "stands for what hmpx has Dynamo trace there"),
+    Name(f"{_VARIABLES}.base.VariableTracker.[as_proxy|as_python_constant|call_function|realize]", "the same"),
+    Name(f"{_VARIABLES}.nn_module.NNModuleVariable().module_key", "the module that it inlines", None),
+    Name("torch._dynamo.decorators:_dynamo_marked_constant", "marks a function that is called while it traces"),
 )
 COMPILED_STEPS = Feature(
     "optimizer steps in compiled code",
     "leave optimizer.step() out of what torch.compile is given",
-    Name(f"{_FRAME}.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
-    Name(f"{_FRAME}.FrameAction.SKIP", "the same"),
-    Name(f"{_FRAME}.FrameExecStrategy", "the same"),
+    Name(f"{_FRAME}.[set_code_exec_strategy|FrameAction.SKIP|FrameExecStrategy]", "steps and their calls stay eager"),
     Name("torch._dynamo.decorators:_torchdynamo_disable", "marks a function that Dynamo does not trace into"),
 )
 SCRIPT = Feature(
     "torch.jit.script while torch is converted",
     "it refuses what calls a function that is cast",
     Name("torch.jit._builtins._get_builtin_table", "takes a wrapper for the builtin that it stands for", off=dict),
-    Name("torch.jit._recursive.try_compile_fn", "is given the original of a wrapper to compile"),
-    Name("torch.jit._recursive.make_stub", "the same, of a method"),
+    Name("torch.jit._recursive.[try_compile_fn|make_stub]", "are given the original of a wrapper to compile"),
 )
 
 # Weight updates
@@ -230,13 +183,17 @@ STEPS = Feature(
         Name(f"torch._foreach_{name}", "computes with many small tensors in one call", on_each(name))
         for name in ("add", "add_", "copy_", "div", "mul", "norm", "pow", "sqrt", "sub")
     ),
-    Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step", Guards),
     Name("torch._C._len_torch_dispatch_stack", "a dispatch mode hides writes; else each step counts on one", lambda: 1),
     Name("torch.utils._pytree.tree_leaves", "finds tensors", leaves),
     Name("torch.utils._pytree.tree_map", "changes them", map_tree),
     Name("torch.utils._pytree.tree_map_only", "the same", map_only),
     Name("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name", None),
     Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module", "the same", None),
+)
+KEPT_STEPS = Feature(
+    "kept steps",
+    "each step looks at every parameter anew",
+    Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step"),
 )
 LOADS = Feature(
     "FP32 state of BF16 parameters in load_state_dict",
@@ -268,22 +225,14 @@ SWAPPED = Feature(
 
 # Several ranks
 
-FP32_SUMS = Feature(
-    "use_fp32_grad_acc under DistributedDataParallel",
-    "attach without it",
-    _GRAPH_TASK,
-    _QUEUE,
-)
+FP32_SUMS = Feature("use_fp32_grad_acc under DistributedDataParallel", "attach without it", _GRAPH_TASK, _QUEUE)
 FSDP_SUMS = Feature(
-    "use_fp32_grad_acc under fully_shard",
-    "sums of micro-batches in BF16 are not refused: set reduce_dtype=torch.float32",
+    "a refusal of BF16 sums of gradients under fully_shard",
+    "with use_fp32_grad_acc set reduce_dtype=torch.float32",
     Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the dtype that FSDP2 adds gradients up in"),
-    Name(
-        "torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups", "the same; use_fp32_grad_acc wants 2.13"
-    ),
-    Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().fsdp_params", "the same"),
-    Name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup().mp_policy", "the same"),
-    Name("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam().sharded_param", "the same"),
+    Name(f"{_FSDP}._fsdp_state:_fsdp_param_groups", "the same; use_fp32_grad_acc wants torch 2.13"),
+    Name(f"{_FSDP}._fsdp_param_group.FSDPParamGroup().[fsdp_params|mp_policy]", "the same"),
+    Name(f"{_FSDP}._fsdp_param.FSDPParam().sharded_param", "the same"),
 )
 SHARDS = Feature(
     "updates of sharded parameters",
@@ -305,13 +254,12 @@ AGREEMENT = Feature(
 JOINS = Feature(
     "a refusal of torch.distributed.algorithms.Join",
     "give every rank as many batches (drop_last=True of the sampler)",
-    Name("torch.distributed.algorithms.join.Join()._enable", "whether ranks may step less often than others"),
-    Name("torch.distributed.algorithms.join.Join()._joinables", "whose optimizer is not to be attached then"),
+    Name("torch.distributed.algorithms.join.Join().[_enable|_joinables]", "whether ranks may step less often"),
 )
 ZERO = Feature(
     "a refusal of ZeroRedundancyOptimizer(overlap_with_ddp=True)",
     "leave overlap_with_ddp out",
-    Name(f"{_ZERO}._overlap_with_ddp", "its steps cannot be seen"),
+    Name(f"{_ZERO}.ZeroRedundancyOptimizer()._overlap_with_ddp", "its steps cannot be seen"),
 )
 TRIAL_STEPS = Feature(
     "distributed checkpoints of attached optimizers",
@@ -324,31 +272,27 @@ TRIAL_STEPS = Feature(
 HOST = Feature(
     "bench host",
     "it cannot call torch's fused steps on empty tensors",
-    Name("torch._fused_adam_", "the step, without what the host does"),
-    Name("torch._fused_adamw_", "the same"),
+    Name("torch.[_fused_adam_|_fused_adamw_]", "the step, without what the host does"),
     Name("torch.optim.adam._fused_adam", "counts of steps that are on a GPU are not raised"),
 )
 DISPATCH = Feature(
     "record, doctor and compare",
     "they cannot look at ops",
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python", off=_NoMode),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python", off=object),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost", off=lambda: None),
     Name("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
-    Name("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
-    Name("torch._ops.OpOverload().is_view", "whether it makes nothing new"),
+    Name("torch._ops.OpOverload().[_schema|is_view]", "an op's name, whether it writes, whether it makes nothing new"),
     Name("torch._C._current_autograd_node", "tells backward from forward"),
     _GRAPH_TASK,
     _FUNC,
     Name("torch._C.DisableTorchFunctionSubclass", "reads dtypes of any class", off=contextlib.nullcontext),
     Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
     Name("torch.multiprocessing.reductions.StorageWeakRef.expired", "whether a storage is gone"),
-    Name(
-        "torch._dynamo.utils.counters", "how many functions were compiled", collections.defaultdict(collections.Counter)
-    ),
+    Name("torch._dynamo.utils.counters", "how often it compiled", collections.defaultdict(collections.Counter)),
 )
 LINES = Feature(
     "lines of what doctor finds in backward passes",
-    "it names none",
+    "doctor names none",
     Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
     Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
 )
@@ -373,7 +317,9 @@ graph_task = private("torch._C._current_graph_task_id")  # -1 outside of backwar
 autograd_node = private("torch._C._current_autograd_node")
 in_torch_func = private("torch._C._functorch.peek_interpreter_stack")
 dispatch_modes = private("torch._C._len_torch_dispatch_stack")
-tree_leaves, tree_map, tree_map_only = (private(f"torch.utils._pytree.tree_{name}") for name in _TREES)
+tree_leaves, tree_map, tree_map_only = (
+    private(f"torch.utils._pytree.tree_{name}") for name in ("leaves", "map", "map_only")
+)
 copy_all, add_to_all = private("torch._foreach_copy_"), private("torch._foreach_add_")
 norms_of, powers_of = private("torch._foreach_norm"), private("torch._foreach_pow")
 set_grad_enabled = private("torch._C._set_grad_enabled")

@@ -15,20 +15,6 @@ class ByName(type):
         return any(each.__name__ == cls.__name__ for each in type(value).__mro__)
 
 
-class Guards:
-    """As torch's `TensorGuards`, in Python."""
-
-    def __init__(self, *tensors: torch.Tensor | None, **_: Any) -> None:
-        self._seen = list(map(_look, tensors))
-
-    def check(self, *tensors: torch.Tensor | None) -> bool:
-        return self._seen == list(map(_look, tensors))
-
-
-def _look(x: torch.Tensor | None) -> tuple | None:
-    return x if x is None else (type(x), x.dtype, x.device, x.layout, x.requires_grad, x.shape, x.stride())
-
-
 def schemas(qualified: str) -> list[Any]:
     packet = getattr(torch.ops.aten, qualified.removeprefix("aten::"), None)
     return [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]

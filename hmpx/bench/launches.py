@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import adam
 
-from hmpx.base.torch_private import TorchDispatchMode, tree_leaves
+from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, tree_leaves
 from hmpx.bench import measure
 from hmpx.rounding import backends, native, triton
 from hmpx.rounding.table import Launch, Table, TableRow
@@ -63,6 +63,7 @@ class Told(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        DISPATCH.require()
         super().__init__()
         self.calls = self.launches = self.syncs = self.moved = self.live = self.peak = 0
 

@@ -83,8 +83,7 @@ def features_table() -> str:
     lines = []
     for feature in FEATURES:
         replaced = [path for path in feature.names if path not in feature.missing and not exists(path)]
-        lines.append(f"{'off' if feature.missing else 'on':<4} {feature.title} ({len(feature.names)} names)")
-        lines += [f"     {feature.sentence()}"] * bool(feature.missing)
+        lines.append(f"off  {feature.sentence()}" if feature.missing else f"on   {feature.title}")
         lines += [f"     without {path}, which something stands in for" for path in replaced]
     return "\n".join([f"torch {torch.__version__}", *lines])
 

@@ -203,6 +203,8 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     counts = [(len(policy.fp8), low8), (len(policy.bf16), f"in {low}")]
     counts += [(len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
     rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
+    if newer := [name for name in policy.origins if policy.listed(name) is None]:
+        rules += f"; {', '.join(newer)} with a newer torch"
     where = [_short(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
     if any(getattr(recipe, side) is not None for side in SIDES):
         where.append("the recipe's own lists")

@@ -14,7 +14,6 @@ from hmpx.ops.policies import lists as op_list_files
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import OpLists, default_lists, read_lists, shipped
-from hmpx.recipes.reading import as_recipe
 
 WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 
@@ -40,15 +39,30 @@ def test_a_name_for_newer_torches_is_in_no_list_before_and_explain_says_so(tmp_p
         policy = build_policy("O1", read_lists(fp32_file_path=path))
         assert (str(policy.rule(catalog()["rms_norm"])) == "fp32") is (version == (2, 12))
         assert f"fp32.txt:2{' from torch 2.12 on' * (version == (2, 11))}" in explain_op("rms_norm", policy)
+        hmpx.explain({"fp32_file_path": str(path)})
+        assert ("rms_norm with a newer torch" in capsys.readouterr().out) is (version == (2, 11))
     path.write_text("rms_norm; torch > 2\n")
     with pytest.raises(hmpx.OpListError, match=r"fp32.txt:1: 'torch > 2': behind a name"):
         OpLists.read(path, "fp32")
 
 
-def test_the_list_of_autocast_on_cuda_is_that_of_the_installed_torch():
-    """Of the ops whose rule depends on the version."""
-    on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-    assert (as_recipe("autocast-cuda").policy().listed("rms_norm") is not None) is on_cuda
+# Ops that torch registers and no list names: parts of listed ones, and what autocast refuses.
+_PARTS = {
+    *("_cudnn_rnn", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "binary_cross_entropy", "cross_entropy_loss"),
+    *("multilabel_margin_loss_forward", "nll_loss2d"),
+}
+# Ops that lists name and torch does not register: they call registered ones in C++, or torch has removed them.
+_BESIDE = {"cholesky", "cross_entropy", "flex_attention", "qr", "square"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_lists_of_autocast_are_those_of_the_installed_torch(device):
+    """Every op that torch's dispatcher has for autocast on this device, and no other."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    ops = {name.removeprefix("aten::").split(".")[0] for name in registered if name.startswith("aten::")}
+    files = (shipped() / f"autocast-{device}").glob("*.txt")
+    listed = {name for path in files for name in names(OpLists.read(path, "fp32").fp32) if "torchvision" not in name}
+    assert (ops - listed <= _PARTS, listed - ops <= _BESIDE) == (True, True), (ops - listed, listed - ops)
 
 
 def test_yaml_fills_its_sides_and_remembers_lines(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.base.torch_private import copy_all, has, private
+from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, copy_all, private
 from hmpx.rounding import native, triton
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.table import Table
@@ -37,7 +37,6 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 _GRAD = attrgetter("grad")
-_LOCAL = "torch.distributed.tensor.DTensor()._local_tensor"
 _PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
 _ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
 
@@ -94,9 +93,9 @@ class Fingerprint:
         Not after a step whose gradients a GradScaler has left scaled.
         """
         every = parameters(optimizer)
-        if is_scaled(optimizer) or (any(map(is_sharded, every)) and not has(_LOCAL)):
+        if is_scaled(optimizer) or not KEPT_STEPS.is_on() or not all(map(_is_parameter, every)):
             return False
-        if not all(map(_is_parameter, every)):
+        if any(map(is_sharded, every)) and not KEPT_SHARDS.is_on():
             return False
         for p in params:
             grad = p.grad
