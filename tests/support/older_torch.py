@@ -1,43 +1,51 @@
-"""Tests that are left out before torch 2.13, which is the oldest one that everything was seen to work on, and why."""
+"""Tests that are left out with an older torch: which version they want, and for what."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-WANTS_NEWER = {
-    "use_fp32_grad_acc wants torch 2.13": (
-        "test_conversion.py::test_restore_of_an_optimizer_undoes_all_that_prepare_did",
-        "test_readme.py::test_every_other_command_runs",
-        "test_readme.py::test_every_python_snippet_runs_and_prints_what_it_says[oplists/README.md]",
-        "test_settings.py::test_each_setting_reaches_the_optimizer_from_both[use_fp32_grad_acc]",
-        "test_checks.py::test_the_package_and_a_users_code_are_type_checked",
-    ),
-    "regions in compiled code want torch 2.13": (
-        "test_fp16.py::test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions",
-        "test_compiled_regions.py::test_a_region_in_a_checkpointed_body_has_the_bits_of_eager[",
-        "test_islands_compiled.py::test_a_checkpointed_body_has_its_islands[",
-        "test_regions.py::test_torch_compile_sees_a_region_without_its_parentheses",
-        "test_released.py::test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer",
-    ),
-    "torchao and functional.scaled_mm want torch 2.10": (
-        "test_readme.py::test_coming_from[",
-        "test_fp8.py::test_the_numbers_of_torchao[",
-        "test_fp8.py::test_the_numbers_of_scaled_mm[",
-        "test_other_optimizers.py::test_the_curve_of_torchaos_stochastic_adamw",
-    ),
-    "torch 2.9 itself does not compute this": (  # gradients of mse_loss of BF16 and FP32; meta steps; Adafactor's norms
-        "test_dataless.py::test_a_step_without_data_leaves_the_state_of_one_with_data[",
-    ),
-    "the table of kernels is that of torch 2.13": ("test_refusals.py::test_every_op_without_a_kernel_is_known[",),
+# By the version of torch that they want, and for what.
+WANTED = {
+    "2.13": {
+        "use_fp32_grad_acc": (
+            "test_conversion.py::test_restore_of_an_optimizer_undoes_all_that_prepare_did",
+            "test_readme.py::test_every_other_command_runs",
+            "test_readme.py::test_every_python_snippet_runs_and_prints_what_it_says[oplists/README.md]",
+            "test_settings.py::test_each_setting_reaches_the_optimizer_from_both[use_fp32_grad_acc]",
+            "test_checks.py::test_the_package_and_a_users_code_are_type_checked",
+        ),
+        "regions in compiled code": (
+            "test_fp16.py::test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions",
+            "test_compiled_regions.py::test_a_region_in_a_checkpointed_body_has_the_bits_of_eager[",
+            "test_islands_compiled.py::test_a_checkpointed_body_has_its_islands[",
+            "test_regions.py::test_torch_compile_sees_a_region_without_its_parentheses",
+            "test_released.py::test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer",
+        ),
+        "_scaled_mm on a CPU with a scale a row, and functional.scaled_mm there": (
+            "test_fp8.py::test_the_numbers_of_scaled_mm[",
+        ),
+        "steps of torch's own optimizers on the meta device": (
+            "test_dataless.py::test_a_step_without_data_leaves_the_state_of_one_with_data[",
+        ),
+        "the table of ops that torch has no kernel for": (
+            "test_refusals.py::test_every_op_without_a_kernel_is_known[",
+        ),
+    },
+    "2.10": {
+        "torchao 0.18": (
+            "test_readme.py::test_coming_from[",
+            "test_fp8.py::test_the_numbers_of_torchao[",
+            "test_other_optimizers.py::test_the_curve_of_torchaos_stochastic_adamw",
+        ),
+    },
 }
 
 
 def leave_out(items: list[pytest.Item]) -> None:
-    """Mark the tests of the table as skipped where torch is older."""
-    if torch.__version__ >= "2.13":
-        return
-    for reason, names in WANTS_NEWER.items():
-        for item in items:
-            if any(name in item.nodeid for name in names):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    """Mark the tests of the table as skipped where torch is older, with the version and what they want of it."""
+    for version, wanted in WANTED.items():
+        for what, names in wanted.items() if torch.__version__ < version else ():
+            for item in items:
+                if any(name in item.nodeid for name in names):
+                    item.add_marker(pytest.mark.skip(reason=f"torch {version} or later: {what}"))
