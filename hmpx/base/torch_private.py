@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from hmpx.base.torch_features import Feature, Name, exists
-from hmpx.base.torch_stand_ins import ByName, has_avx512, hooked, leaves, map_only, map_tree, on_each, schemas
+from hmpx.base.torch_stand_ins import ByName, has_avx512, hooked, on_each, schemas
 
 _FRAME, _GRAPH = "torch._dynamo.eval_frame", "torch._dynamo.output_graph.OutputGraph"
 _TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
@@ -30,6 +30,7 @@ _SPELLS_OUT = "spells ops out in other ops, or counts on their dtypes: not cast,
 _PART, _NEWER = "a part of an op that has been cast", "the same, in newer versions"
 _GRAPH_TASK = Name("torch._C._current_graph_task_id", "tells backward passes from each other", off=lambda: -1)
 _QUEUE = Name("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done")
+_LEAVES = Name("torch.utils._pytree.tree_leaves", "finds the tensors of a call")
 _FUNC = Name("torch._C._functorch.peek_interpreter_stack", "whether torch.func runs", off=lambda: True)
 _DISPATCH = Name("torch._C._len_torch_dispatch_stack", "whether a dispatch mode looks on", off=lambda: 1)
 _WRITTEN = property(lambda _: object())  # each look finds a write
@@ -184,9 +185,6 @@ STEPS = Feature(
         for name in ("add", "add_", "copy_", "div", "mul", "norm", "pow", "sqrt", "sub")
     ),
     Name("torch._C._len_torch_dispatch_stack", "a dispatch mode hides writes; else each step counts on one", lambda: 1),
-    Name("torch.utils._pytree.tree_leaves", "finds tensors", leaves),
-    Name("torch.utils._pytree.tree_map", "changes them", map_tree),
-    Name("torch.utils._pytree.tree_map_only", "the same", map_only),
     Name("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name", None),
     Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module", "the same", None),
 )
@@ -211,6 +209,7 @@ RELEASED = Feature(
     Name("torch.Tensor._make_wrapper_subclass", "a gradient that has been stepped, without memory"),
     _GRAPH_TASK,
     _QUEUE,
+    _LEAVES,
 )
 UNSCALING = Feature(
     "GradScaler with BF16 gradients on a GPU",
@@ -276,10 +275,12 @@ HOST = Feature(
     Name("torch.optim.adam._fused_adam", "counts of steps that are on a GPU are not raised"),
 )
 DISPATCH = Feature(
-    "record, doctor and compare",
+    "record, doctor, compare and tune",
     "they cannot look at ops",
     Name("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python", off=object),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost", off=lambda: None),
+    _LEAVES,
+    Name("torch.utils._pytree.[tree_map|tree_map_only]", "change the tensors of a call"),
     Name("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
     Name("torch._ops.OpOverload().[_schema|is_view]", "an op's name, whether it writes, whether it makes nothing new"),
     Name("torch._C._current_autograd_node", "tells backward from forward"),

@@ -20,25 +20,6 @@ def schemas(qualified: str) -> list[Any]:
     return [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
 
 
-def map_tree(function: Callable, tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return type(tree)((key, map_tree(function, value)) for key, value in tree.items())
-    if isinstance(tree, list | tuple):
-        made = [map_tree(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return function(tree)
-
-
-def leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_tree(found.append, tree)
-    return found
-
-
-def map_only(kind: Any, function: Callable, tree: Any) -> Any:
-    return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
-
-
 def on_each(name: str) -> Callable:
     """An operation on each tensor of a list, with one other for all of them, or with one for each."""
     operate = getattr(torch.Tensor, name)

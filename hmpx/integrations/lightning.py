@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from hmpx import hmp
-from hmpx.base.torch_private import tree_map_only
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import Activation, activate_for, recipe_of_trainer
 from hmpx.recipes.prepare import unwrapped
@@ -128,7 +128,9 @@ class HmpxPrecision(Precision):
     def convert_input(self, data: Any) -> Any:
         """Return a batch in the dtypes of the recipe's `dtype_map`: it was made outside of the model."""
         mapped = self.recipe.mapped()
-        return tree_map_only(torch.Tensor, lambda x: x.to(mapped.get(x.dtype, x.dtype)), data) if mapped else data
+        if not mapped:
+            return data
+        return apply_to_collection(data, torch.Tensor, lambda x: x.to(mapped.get(x.dtype, x.dtype)))
 
     def teardown(self) -> None:
         """Put torch back."""
