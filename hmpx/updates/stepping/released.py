@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hmpx.base.changes import Attribute, Changes
-from hmpx.base.torch_private import graph_task, private, tree_leaves
+from hmpx.base.torch_private import RELEASED, graph_task, private, tree_leaves
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
@@ -190,7 +190,7 @@ def _watched_scale(scale: Callable) -> Callable:
     @functools.wraps(scale)
     def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = scale(scaler, *args, **kwargs)
-        if scaler.is_enabled() and not torch.compiler.is_compiling():
+        if scaler.is_enabled() and not torch.compiler.is_compiling() and not RELEASED.missing:
             for loss in tree_leaves(scaled):
                 if isinstance(loss, torch.Tensor) and loss.requires_grad:
                     loss.register_hook(_remember_backward)
