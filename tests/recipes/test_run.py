@@ -106,6 +106,7 @@ def test_every_recipe_runs_an_unmodified_script(script):
 def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path):
     out, err = call("--recipe", "neuron-bf16-sr", script, "--steps", 3, cwd="/", fresh=True)
     assert out.startswith("bfloat16 float32 float32 ") and out.endswith("['--steps', '3']\n")
+    err = re.sub("W.* No CUDA runtime is found.*\n", "", err)  # of torch with CUDA and a compiler
     assert re.fullmatch(f"hmpx: recipe neuron-bf16-sr{KERNELS}; runs {script}\n", err)
     as_module, _ = call("--recipe", "neuron-bf16-sr", "-m", "train", "--steps", 3, cwd=tmp_path)
     assert as_module == out

@@ -78,18 +78,19 @@ def _widened(module: torch.nn.Module, prefix: str) -> Iterator[torch.dtype | Non
     What is written to a buffer meanwhile is rounded into it.
     """
     held = [
-        (tensors, name, own)
-        for tensors in (vars(module)["_parameters"], vars(module)["_buffers"])
-        for name, own in tensors.items()
+        (kind, name, own)
+        for kind in ("_parameters", "_buffers")
+        for name, own in vars(module)[kind].items()
         if name.startswith(prefix) and is_eligible(own) and own.dtype in LOW_RULES
     ]
-    for tensors, name, own in held:
-        tensors[name] = cast(own, torch.float32)
+    for kind, name, own in held:
+        vars(module)[kind][name] = cast(own, torch.float32)
     try:
         yield held[0][2].dtype if held and prefix else None
     finally:
-        for tensors, name, own in held:
+        for kind, name, own in held:
+            tensors = vars(module)[kind]
             wide, tensors[name] = tensors[name], own
-            if tensors is vars(module)["_buffers"] and module.training:
+            if kind == "_buffers" and module.training:
                 with torch.no_grad():
                     own.copy_(wide)
