@@ -17,7 +17,7 @@ from hmpx.base.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
-from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, SIDES, shipped
+from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, MORE, SIDES, shipped
 from hmpx.ops.policies.policy import WHERE
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
@@ -68,6 +68,8 @@ def spelled_out(key: Any, value: Any) -> Any:
         return {pattern: _rule_spelled_out(rule) for pattern, rule in value.items()}
     if isinstance(value, Mapping):
         return {_spelled_out(k) if key == "dtype_map" else k: _spelled_out(v) for k, v in value.items()}
+    if key in SIDES and isinstance(value, list | tuple):
+        return type(value)(MORE if name is ... else name for name in value)
     if key in LISTS:
         return "" if value is None else os.fspath(value) if isinstance(value, os.PathLike) else value
     return _spelled_out(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value

@@ -12,7 +12,19 @@ import yaml
 
 from hmpx.base.yaml_files import composed, places_inside, value_of
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean, errors_at
-from hmpx.ops.policies.lists import FP8_FORMAT, LIST_KEYS, LOW_PRECISION, SIDES, OpLists, shipped
+from hmpx.ops.policies.catalog import canonical
+from hmpx.ops.policies.lists import (
+    FP8_FORMAT,
+    LIST_KEYS,
+    LOW_PRECISION,
+    MORE,
+    SIDES,
+    Listed,
+    OpLists,
+    default_lists,
+    read_lists,
+    shipped,
+)
 from hmpx.recipes.keys import (
     EXTENDS,
     LISTS,
@@ -62,7 +74,7 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         check(key, value, KEYS)
         if key in LIST_KEYS:
-            OpLists.of({key: value}, "")
+            OpLists.of({key: value}, "", may_add=True)
     for side in SIDES:
         if values.get(side) is not None and values.get(f"{side}_file_path"):
             raise HmpxError(f"{side} and {side}_file_path: which of the two?", key=(side,))
@@ -72,9 +84,9 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
 def laid_over(base: Recipe, keys: Mapping[str, Any], places: Places | None = None) -> Recipe:
     """Return `base` with these keys, of a file, a dict or options, in the place of its own.
 
-    A list replaces the base's list of that side (bf16, fp32, promote, fp8), as names or as a file. Another `opt_level`
-    drops the base's lists. In a mapping, the base's patterns come first. While all keys are about ops, parameters keep
-    their dtype.
+    A list replaces the base's list of that side (bf16, fp32, promote, fp8), as names or as a file; "..." in it stands
+    for the base's names. Another `opt_level` drops the base's lists. In a mapping, the base's patterns come first.
+    While all keys are about ops, parameters keep their dtype.
 
     Args:
         keys: with values as `check` wants them. places: of these keys and of what is in them.
@@ -84,8 +96,10 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], places: Places | None = Non
     keeps = bool(unsaid and own and own.keys() <= OF_OPS and own.get("opt_level", base.opt_level) is not None)
     if unsaid and own:
         own["parameter_dtype"] = None if keeps else USUAL.parameter_dtype
-    own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
     other_level = own.get("opt_level", base.opt_level) != base.opt_level
+    if any(MORE in (own.get(side) or ()) for side in SIDES):
+        own, places = _with_names_of(USUAL if other_level else base, own, places or {})
+    own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
     paths = {key: own[key] for key in LISTS if own.get(key)}
     with naming_lines(places or {}, paths):
         files = [OpLists.read(path, key.removesuffix("_file_path")) for key, path in paths.items()]
@@ -106,6 +120,33 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], places: Places | None = Non
             own[key] = {**around, **own[key]}
     zero = {key: value for key, value in base._under_zero.items() if key not in own}
     return noted(replace(base, **own), {**kept, **(places or {})}, zero, keeps)
+
+
+def _with_names_of(base: Recipe, own: Mapping[str, Any], places: Places) -> tuple[dict[str, Any], Places]:
+    """Put the names of the base's lists into the place of "...", and return the keys with the places of all names.
+
+    A name that `own` lists leaves the other lists of the base.
+    """
+    keys, found = dict(own), {key: place for key, place in places.items() if key[0] not in SIDES or len(key) == 1}
+    around = dict[str, tuple[Listed, ...]]()
+    if own.get("opt_level", base.opt_level) == "O1":  # others take no list, as `Recipe.policy` says
+        with base.naming_lines():
+            files = read_lists(**{key: getattr(base, key) for key in LISTS})
+            around = base.lists.over(files).over(default_lists()).sides
+    named = {canonical(name) for side in SIDES for name in own.get(side) or ()}
+    for side in SIDES:
+        inherited = around.get(side, ())
+        rest = [(each.name, each.place) for each in inherited if canonical(each.name) not in named]
+        said = [(name, places.get((side, i), "")) for i, name in enumerate(own.get(side) or ())]
+        if said:
+            both = [one for each in said for one in (rest if each[0] == MORE else [each])]
+        elif side in own or f"{side}_file_path" in own or len(rest) == len(inherited):
+            continue
+        else:
+            both = rest
+        keys[side] = [name for name, _ in both]
+        found |= {(side, i): place for i, (_, place) in enumerate(both) if isinstance(place, Origin)}
+    return keys, found
 
 
 def recipe_names() -> list[str]:

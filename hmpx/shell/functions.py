@@ -27,7 +27,8 @@ def function_named(what: str) -> Callable[[], Any]:
     module_name, colon, name = what.rpartition(":")
     if not colon or not name.isidentifier():
         raise HmpxError(
-            f"a function is given as MODULE:FUNCTION, train.py:one_step or package.models:build, not {what!r}"
+            f"{what!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION; the function makes what is needed "
+            "and returns it (--help says what), so a script that trains when it is imported is to be split"
         )
     sys.path.insert(0, os.getcwd())
     module = _from_file(module_name) if module_name.endswith(".py") else _by_name(module_name)
@@ -49,7 +50,11 @@ def _from_file(file: str) -> Any:
         raise HmpxError(f"{file}: no Python file; its name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    own, sys.argv = sys.argv, [file]  # of this command line nothing is the file's
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = own
     return module
 
 

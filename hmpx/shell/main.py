@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.wrapping.callers import users_frame
 from hmpx.recipes.reading import recipe_names
 from hmpx.shell import bench, commands
 from hmpx.version import __version__
@@ -68,7 +70,19 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except HmpxError as error:
         print(f"hmpx: {error}", file=sys.stderr)
+        if line := _line_of_script(error):
+            print(f"  raised at {line}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _line_of_script(error: HmpxError) -> str:
+    """Return the innermost line of the script's own code that the error went through, "" if it went through none."""
+    own = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if users_frame(frame) is frame and not file.startswith("<") and "site-packages" not in file:
+            own = f"{file}:{line}"
+    return own

@@ -67,6 +67,30 @@ def test_another_opt_level_comes_without_the_lists_of_the_one_before():
     assert default.policy().bf16 == hmpx.Recipe().policy().bf16
 
 
+def test_dots_in_a_list_stand_for_the_names_of_the_recipe_that_it_changes(tmp_path):
+    """What is added leaves the other lists; every name keeps the line that says it."""
+    write(
+        tmp_path,
+        base="bf16: [linear, matmul]\nfp32: [exp]\npromote: [add]\n",
+        mine="extends: base.yaml\nfp32:\n- ...\n- log\n- matmul\n",
+    )
+    base, mine = (tmp_path / name for name in ("base.yaml", "mine.yaml"))
+    policy = read_recipe(mine).policy()
+    assert (policy.bf16, policy.fp32, policy.promote) == (("linear",), ("exp", "log", "matmul"), ("add",))
+    assert policy.origins["exp"] == f"{base}:2" and policy.origins["matmul"] == f"{mine}:5"
+    assert as_recipe({"extends": mine, "bf16": ["tanh", ...]}).policy().bf16 == ("linear", "tanh")
+    default, more = hmpx.Recipe().policy(), as_recipe({"fp32": [..., "linear"]}).policy()
+    assert more.fp32 == (*sorted({*default.fp32, "linear"}),) and {*more.bf16} == {*default.bf16} - {"linear"}
+    for keys in ({"extends": "hmp-o2"}, {"opt_level": None}):
+        with pytest.raises(hmpx.HmpxError, match="takes no"):
+            as_recipe({**keys, "fp32": [..., "log"]}).policy()
+    with pytest.raises(hmpx.HmpxError, match=r"'\.\.\.' stands in the lists of recipes"):
+        hmpx.convert(fp32=[..., "log"])
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nfp32:\n- ...\n- lgo\n")
+    with pytest.raises(hmpx.HmpxError, match=r"mine.yaml:4: unknown op 'lgo'"):
+        read_recipe(mine)
+
+
 def test_rules_lie_behind_those_that_are_extended(tmp_path):
     """So of two that fit, the nearer decides; a pattern that both have is the nearer one's."""
     write(

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,7 @@ class Checkup(Diagnosis):
 
     kept: float = math.nan
     tensors: list[FileTensor] = field(default_factory=list)
+    _beyond: ClassVar[str] = ""
 
     def _table(self) -> Grid:
         rows = sorted((each for each in self.tensors if each.tells), key=lambda each: each.moved.kept)  # type: ignore
@@ -93,6 +94,8 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
         if now.dtype.is_floating_point and name not in coded
     }
     bar = Bar(sum(each.shape.numel() for pair in read.values() for each in pair if each))
+    if not after:
+        found.looked.append("one file does not tell whether updates were lost; doctor --files BEFORE AFTER does")
     found.tensors = [seen(name, old, now, rate, bar) for name, (old, now) in read.items()]
     found.findings += [*of_each(found.tensors, is_alone=not after), *of_state(last.state)]
     if after:
@@ -112,7 +115,8 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
 
 
 def _is_coded(stored: Stored) -> bool:
-    return stored.dtype.itemsize == 1 and stored.dtype is not torch.bool and bool(stored.shape)
+    """Return whether it holds weights in 8 bits or fewer. A vector of bytes is the state of a generator, or a mask."""
+    return stored.dtype.itemsize == 1 and stored.dtype is not torch.bool and len(stored.shape) > 1
 
 
 def _said(path: str, found: Checkpoint) -> str:

@@ -73,7 +73,9 @@ def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float
     said = f"a step of {rate:g} is less than half an ulp of {percent(lost)} of the weights"
     told = []
     if steps and (way := way_of([each for each in low if each.moved and each.tells])):
-        told.append(f"{steps} steps of {rate:g} add up to {steps * rate:.2g}; the smallest weights moved {way:.2g}")
+        told.append(
+            f"the smallest weights moved {way:.2g}; {steps} steps of {rate:g} in one direction are {steps * rate:.2g}"
+        )
     if lost < _HALF or kept >= _LEAST:
         return [], [said, *told]
     return [Problem("small steps", False, f"{said}: rounded to nearest, it leaves them", _ATTACH, names=names)], told

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +24,7 @@ _INDICES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 _FILES = "*.safetensors", "*.bin", "*.pt", "*.pth"
 _STATE = "optimizer.pt", "optimizer.bin"  # beside the weights, in a folder of a trainer
 _AROUND = "_orig_mod", "module"  # parts of a name: of `torch.compile`, of DDP
+_MOST_FRONTS = 8  # that are tried
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I8": "int8"}
 
@@ -80,17 +83,34 @@ def opened(path: str) -> Checkpoint:
 def matched(before: Iterable[str], after: Iterable[str]) -> dict[str, str]:
     """Return the names that two checkpoints have for one tensor, by that of the second.
 
-    Names are compared without what `torch.compile`, DDP and a dict around all of them put into them.
+    Names are compared without what `torch.compile` and DDP put into them, and without the one or two parts that all
+    tensors of a model have in front, as in ``{"model": model.state_dict(), "step": ...}``: those that match most.
     """
-    known = {inner: name for name, inner in _inner(before)}
-    return {name: known[inner] for name, inner in _inner(after) if inner in known}
+    known, asked = _inner(before), _inner(after)
+    ways = [
+        (_without(known, old), _without(asked, new)) for old, new in itertools.product(_fronts(known), _fronts(asked))
+    ]
+    found, names = max(ways, key=lambda way: len(way[0].keys() & way[1].keys()))  # of equal ones, the first
+    return {name: found[inner] for inner, name in names.items() if inner in found}
 
 
-def _inner(names: Iterable[str]) -> list[tuple[str, str]]:
-    parts = {name: [part for part in name.split(".") if part not in _AROUND] for name in names}
-    firsts = {(each[0], len(each) > 1) for each in parts.values()}
-    around = 1 if len(parts) > 1 and len(firsts) == 1 and (*firsts,)[0][1] else 0
-    return [(name, ".".join(each[around:])) for name, each in parts.items()]
+def _inner(names: Iterable[str]) -> dict[str, str]:
+    """Return names by what is left of them without parts that wrappers have put there."""
+    return {".".join(part for part in name.split(".") if part not in _AROUND): name for name in names}
+
+
+def _fronts(names: Iterable[str]) -> list[str]:
+    """Return what may stand in front of the names of a model: nothing, or a part or two that many names begin with."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        first, _, rest = name.partition(".")
+        second, _, last = rest.partition(".")
+        counts.update([f"{first}."] * bool(rest) + [f"{first}.{second}."] * bool(last))
+    return ["", *(front for front, _ in counts.most_common(_MOST_FRONTS))]
+
+
+def _without(names: Mapping[str, str], front: str) -> dict[str, str]:
+    return {inner.removeprefix(front): name for inner, name in names.items() if inner.startswith(front)}
 
 
 def _add_file(found: Checkpoint, file: Path) -> None:

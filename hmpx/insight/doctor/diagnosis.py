@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
@@ -39,6 +39,7 @@ class Diagnosis(Report):
     recipe: Recipe | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     recipe_text: str = ""
+    _beyond: ClassVar[str] = "; what low precision does to the gradients, python -m hmpx compare measures"
 
     @property
     def wrong(self) -> bool:
@@ -58,13 +59,14 @@ class Diagnosis(Report):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
             for figure in each.evidence:
                 lines += textwrap.wrap(figure, width, initial_indent=" " * 7, subsequent_indent=" " * 7)
-            if [each.to_do] != [later.to_do for later in self.findings[i + 1 : i + 2]]:  # say it once, below the last
+            after = self.findings[i + 1 : i + 2]
+            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in after]:  # said once, below the last
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
         for reason in self.not_checked:
             lines += textwrap.wrap(f"not checked: {reason}", width, subsequent_indent=" " * 7)
         wrong = sum(each.wrong for each in self.findings)
         notes = len(self.findings) - wrong
-        verdict = f"{number(wrong, 'thing')} wrong" if wrong else "nothing wrong was found"
+        verdict = f"{number(wrong, 'thing')} wrong" if wrong else f"nothing wrong was found{self._beyond}"
         if self.not_checked and not wrong:
             verdict = "not everything was checked; the rest has nothing wrong"
         return "\n".join([*lines, verdict + (f", {number(notes, 'note')}" if notes else "")])

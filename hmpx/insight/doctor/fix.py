@@ -18,7 +18,7 @@ from hmpx.insight.module_names import numberless
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.composition import callers
-from hmpx.ops.policies.lists import SIDES
+from hmpx.ops.policies.lists import MORE
 from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.recipes.keys import EXTENDS
 from hmpx.recipes.module_patterns import check_names, module_names
@@ -28,6 +28,7 @@ from hmpx.updates.attach import attached, check_optimizer
 from hmpx.updates.stepping.names import has_bf16
 
 Parameter = torch.nn.Parameter
+_AUTOCAST = {"cpu": "autocast-cpu", "xla": "autocast-xla", "hpu": "gaudi-autocast"}  # recipes, by type of device
 
 
 class Script:
@@ -36,7 +37,7 @@ class Script:
     Attributes:
         trained: the parameters of the optimizers. names: of every parameter of the models, trained or not.
         modules: the names of the modules of each model. in_low: whether the program itself, without torch.autocast,
-            computes products in low precision.
+            computes products in low precision. autocast: the dtype of its torch.autocast, None if it has none.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -45,6 +46,7 @@ class Script:
         models = dict.fromkeys(model for several in capture.models.values() for model in several)
         self.modules = {model: {*module_names(model)} for model in models}
         self.in_low = products.are_low_by_hand(capture.notes)
+        self.autocast = products.autocast_dtype(capture.notes)
 
     def is_plain(self, name: str) -> bool:
         """Whether a rule for a module of this name is for that one alone, and legal where each optimizer is made."""
@@ -86,6 +88,14 @@ class Base(NamedTuple):
     recipe: Recipe
 
 
+def _of_autocast(script: Script) -> Base:
+    """Return the recipe that does what the script's own torch.autocast does, which gives way to op lists."""
+    device = next((p.device.type for p in script.trained), "cuda")
+    name = _AUTOCAST.get(device, "autocast-cuda")
+    keys = {"parameter_dtype": None} | ({"low_precision": "float16"} if script.autocast is torch.float16 else {})
+    return Base(name, keys, as_recipe({EXTENDS: name, **keys}))
+
+
 def recipe_for(
     problems: Sequence[Problem], script: Script, base: Base | None
 ) -> tuple[Recipe | None, dict[str, str], str]:
@@ -104,13 +114,14 @@ def recipe_for(
     half = any(p.dtype is torch.float16 for p in script.trained)
     low = any(p.dtype is torch.bfloat16 for p in (*script.trained, *script.names))
     listed = {op for each in answered for op in each.recipe.get("fp32", ())}
-    policy = base and base.recipe.policy()
-    keys: dict[str, Any] = {EXTENDS: base.name, **base.keys} if base else {"opt_level": None}
     apart: dict[str, Any] = {}
-    if policy:
-        lists = {side: {*getattr(policy, side)} - listed for side in SIDES}
-        lists["fp32"] |= listed
-        keys |= {side: sorted(names) for side, names in lists.items() if names != {*getattr(policy, side)}}
+    if base is None and script.autocast and asked & {"fp32", "modules"}:
+        base, (products, apart) = _of_autocast(script), script.products()
+        reasons[EXTENDS] = "what the script's torch.autocast does, which gives way to op lists"
+        listed |= (O2_BF16 & catalog().keys()) - {*products}
+    keys: dict[str, Any] = {EXTENDS: base.name, **base.keys} if base else {"opt_level": None}
+    if base and base.recipe.opt_level:
+        keys |= {"fp32": [MORE, *sorted(listed)]} if listed else {}
     elif half or asked & {"fp32", "modules"}:
         products, apart = script.products() if half or low or script.in_low else ([], {})
         keys |= {"opt_level": "O1", "bf16": products, "fp32": sorted(listed), "promote": []}

@@ -34,7 +34,8 @@ def look_at_products(notes: Notes, op: OpCall) -> None:
         inner = op.given[1] if op.name in ("addmm", "baddbmm", "addmv") else op.given[0]
         flops = 2 * op.out.numel() * (inner.shape[-1] if inner.dim() else 1)
     if op.out.dtype in LOW:
-        notes.note("product in low", op, flops=flops, autocast=in_autocast())
+        half = op.out.dtype is torch.float16
+        notes.note("product in low", op, flops=flops, autocast=in_autocast(), half=half)
     elif op.out.dtype is _WIDE:
         notes.note("product", op, torch.get_float32_matmul_precision(), flops=flops, gpu=op.out.is_cuda)
 
@@ -43,6 +44,12 @@ def are_low_by_hand(notes: Notes) -> bool:
     """Whether the program itself, without torch.autocast, computes products in low precision."""
     spots = notes.spots("product in low")
     return bool(spots) and not any(spot.numbers["autocast"] for spot in spots)
+
+
+def autocast_dtype(notes: Notes) -> torch.dtype | None:
+    """Return the dtype of the products in the program's own torch.autocast; None if there are none."""
+    spots = [spot for spot in notes.spots("product in low") if spot.numbers["autocast"]]
+    return (torch.float16 if any(spot.numbers["half"] for spot in spots) else torch.bfloat16) if spots else None
 
 
 def of_products(notes: Notes, names: Names) -> Iterator[Problem]:

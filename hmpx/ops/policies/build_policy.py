@@ -112,7 +112,8 @@ def resolve_sides(lists: OpLists, unknown: Unknown = "error") -> dict[str, dict[
     for side in ("bf16", "fp8"):
         for name in filter(fp32.__contains__, low := chosen.get(side, {})):
             other = "" if low[name].place == fp32[name].place else f"; in the {side} list at {low[name].where}"
-            raise OpListError(f"{name!r} is on both sides{other}", fp32[name].place)
+            way = f"; take it out of one (in a recipe, fp32: [..., {name}] does)"
+            raise OpListError(f"{name!r} is on both sides{other}{way}", fp32[name].place)
     for name, each in chosen.get("fp8", {}).items():
         if name not in legal:
             hint = f"{did_you_mean(name, legal)} (legal: {', '.join(legal)})"

@@ -33,6 +33,7 @@ from hmpx.ops.policies.fp8_format import Format
 SIDES = ("bf16", "fp32", "promote", "fp8")
 LOW_PRECISION, FP8_FORMAT = "low_precision", "fp8_format"
 LIST_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT)
+MORE = "..."  # in a list of a recipe: the names of the list that it changes
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_YAML = {key: key for key in LIST_KEYS}
 _OF_GAUDI = [{f"{system}_{side}_ops": side for side in ("bf16", "fp32")} for system in ("hmp", "autocast")]
@@ -67,13 +68,16 @@ class OpLists:
     newer: tuple[Listed, ...] | None = None
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], place: Origin | str, places: Places | None = None) -> OpLists:
+    def of(
+        cls, said: Mapping[str, Any], place: Origin | str, places: Places | None = None, may_add: bool = False
+    ) -> OpLists:
         """Check the six keys, and return what they say. Whether a name is that of an op, `build_policy` looks up.
 
         Args:
             said: names by side, a dtype or its name under "low_precision", a name or keys under "fp8_format".
             place: of names that are not in `places`.
             places: by ``("bf16",)``, and by ``("bf16", 0)`` for a first name.
+            may_add: whether "..." may stand in a list, and be left out.
 
         Raises:
             OpListError: a key or a value that is none, with the nearest legal one.
@@ -88,7 +92,7 @@ class OpLists:
                 if value is None:
                     continue
                 if key in SIDES:
-                    own[key] = tuple(_listed(key, value, known.get((key,), place), known))
+                    own[key] = tuple(_listed(key, value, known.get((key,), place), known, may_add))
                 elif key == LOW_PRECISION:
                     low = LOW_DTYPES.get(value) if isinstance(value, str) else value
                     if low not in [*LOW_DTYPES.values()]:
@@ -144,14 +148,22 @@ def _since(wanted: str, place: Origin) -> tuple[int, ...]:
     return int(found[1]), int(found[2])
 
 
-def _listed(side: str, value: Any, place: Origin | str, places: Places) -> Iterable[Listed]:
+def _listed(side: str, value: Any, place: Origin | str, places: Places, may_add: bool) -> Iterable[Listed]:
     """Yield the names of one list with their places."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise OpListError(f"{side} is {value!r}, not a list of names; a file goes to {side}_file_path", key=(side,))
     for i, name in enumerate(value):
         key = (side, i)
+        if name is ...:
+            name = MORE
         if not isinstance(name, str):
             raise OpListError(f"{side}: {name!r} is no name, but {kind_of(name)}", key=key)
+        if name == MORE:
+            if may_add:
+                continue
+            raise OpListError(
+                f"{name!r} stands in the lists of recipes: extends: autocast-cuda, fp32: [..., log]", key=key
+            )
         if not _NAME.match(name):
             words = [word for word in re.split(r"[\s,;]+", name) if _NAME.match(word)]
             hint = "; write one name a line" if len(words) > 1 else f"; did you mean {words[-1]!r}?" if words else ""
