@@ -46,9 +46,11 @@ def put_bars_away() -> None:
     for bar in [*bars]:
         with contextlib.suppress(Exception):
             bar.close()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except Exception:  # the interpreter would end with a status of its own
+            setattr(sys, name, None)
 
 
 class Watcher:

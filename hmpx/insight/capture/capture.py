@@ -34,6 +34,8 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
+_FIRST = 32  # backward passes that one step may have: the first, if it is asked for, ends with an optimizer's step
+
 
 class Capture:
     """The hooks around a training, and what they have seen.
@@ -65,6 +67,7 @@ class Capture:
         self._watch = OpWatch(self.notes, of_stage(looks), self.trouble)
         self._leader: Optimizer | None = None  # whose steps end the iterations
         self._since: Counter[int] = Counter()  # the steps of the iteration that runs, by optimizer
+        self._passes = 0  # backward passes
         self._evaluations = 0  # of a closure, in the step that runs
         self._running: FrameType | None = None  # of the step that runs
         self._forward_hook: Any = None
@@ -163,7 +166,9 @@ class Capture:
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
                 # Updates by hand come after a backward pass, and before the next one.
-                if not self.optimizers and graph_task() == -1:
+                self._passes += 1
+                is_first = self.iterations.first_is_due and self._passes < _FIRST
+                if not self.optimizers and graph_task() == -1 and not is_first:
                     self._iterated()
                     if self.notes.are_steps:
                         self._is_enough(self.iterations.count - 1)
@@ -202,7 +207,7 @@ class Capture:
         call = StepCall(optimizer, type(optimizer).step, args[1:], kwargs).with_functions(
             functools.partial(self._evaluated, optimizer)
         )
-        if call.closure is not None:
+        if callable(call.closure):
             return (optimizer, *call.args), dict(call.kwargs)
         if self._last_hook is not None:
             self._last_hook.remove()

@@ -128,6 +128,11 @@ class OpCall:
         files = [frame.f_code.co_filename for frame in self.inner_frames()]
         return any(file.startswith(_BESIDE) and not file.endswith("swa_utils.py") for file in files)
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is part of what autograd differentiates, or of a backward pass."""
+        return self.stage == "backward" or (self.graphed and any(each.requires_grad for each in self.given))
+
     @cached_property
     def scalars(self) -> list[float]:
         return [float(v) for v in (*self.args, *self.kwargs.values()) if isinstance(v, int | float)]

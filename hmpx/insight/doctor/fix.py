@@ -65,16 +65,34 @@ class Script:
                 check_optimizer(optimizer, recipe.settings(), {})
 
     def products(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the products for the bf16 list, and the modules that compute theirs in FP32 on purpose."""
-        names = sorted(O2_BF16 & catalog().keys())
+        """Return the products for the bf16 list, and rules for modules, with which those in FP32 on purpose stay so.
+
+        A module whose products are all in FP32 keeps them by a rule. For other lines with products in FP32, these are
+        in no list, and the modules that compute them in low precision have the rules.
+        """
+        every = sorted(O2_BF16 & catalog().keys())
         low, wide = (self._capture.notes.spots(kind) for kind in ("product in low", "product"))
-        ops, held = ({spot.op for spot in spots} for spots in (low, wide))
-        only = {each for op in held - ops for each in (op, *callers(op))} - {
-            each for op in ops for each in (op, *callers(op))
-        }
-        apart = {spot.module for spot in wide if spot.place.is_inside} - {spot.module for spot in low}
-        left = [name for name in names if name not in only]
-        return left, {name: {"fp32": left} for name in sorted(apart) if self.is_plain(name)}
+        of_low = {spot.module for spot in low if spot.place.is_inside and self.is_plain(spot.module)}
+        apart = {spot.module for spot in wide if spot.place.is_inside and self.is_plain(spot.module)}
+        apart -= {spot.module for spot in low}
+        mixed = [spot for spot in wide if spot.module not in apart]
+        lowered, held = (_called(spot.op for spot in spots) for spots in (low, mixed))
+        left = [name for name in every if name in held or held.intersection(callers(name))]  # which would follow it
+        names, rules = [name for name in every if name not in left], dict[str, Any]()
+        if lowered & held:
+            inside = {"bf16": left}
+            rules = {name: inside for name in of_low - {spot.module for spot in mixed}}
+        return names, dict(sorted((rules | {name: {"fp32": names} for name in apart}).items()))
+
+    @property
+    def needs_products(self) -> bool:
+        """Whether products read what a recipe puts into FP32."""
+        return bool(self._capture.notes.spots("product of mended"))
+
+
+def _called(ops: Iterable[str]) -> set[str]:
+    """Return the names that a list may have for products that run as these."""
+    return {each for op in ops for each in (op, *callers(op))}
 
 
 class Base(NamedTuple):
@@ -123,7 +141,8 @@ def recipe_for(
     if base and base.recipe.opt_level:
         keys |= {"fp32": [MORE, *sorted(listed)]} if listed else {}
     elif half or asked & {"fp32", "modules"}:
-        products, apart = script.products() if half or low or script.in_low else ([], {})
+        is_low = half or ((low or script.in_low) and script.needs_products)
+        products, apart = script.products() if is_low else ([], {})
         keys |= {"opt_level": "O1", "bf16": products, "fp32": sorted(listed), "promote": []}
         reasons["bf16"] = "products are in BF16" if products else "products stay as they are"
     elif base is None:

@@ -14,6 +14,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.look import OpLook
 from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
+from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.module_names import MIXING, unchosen
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
 from hmpx.insight.text_table import number, short_places
@@ -236,6 +237,10 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         notes.add(op.out, moment=moment)
     if op.results and (product := _product(op, notes)) is not None:
         notes.add(op.out, product=product)
+    if op.results and any(notes.facts(each).get("mended") for each in op.given):
+        notes.add(op.out, mended=True)
+        if op.name in MATMULS:
+            notes.note("product of mended", op)
     for check in _CHECKS_OF.get(op.name, ()):
         if is_index != (check.evidence is _indices) or (op.stage != "forward" and check.kind not in _OF_SETUP):
             continue
@@ -244,6 +249,8 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
             spot = notes.note(check.kind, op, said)
             if check.mended and spot.calls == 1:
                 spot.mended_by = _mended_by(check, notes, op, spot)
+            if spot.mended_by and op.results:
+                notes.add(op.out, mended=True)
 
 
 def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:

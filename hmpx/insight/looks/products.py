@@ -16,7 +16,7 @@ from hmpx.insight.text_table import short_place
 
 _WIDE = torch.float32
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
-_PRODUCTS = frozenset(
+MATMULS = frozenset(
     "mm addmm bmm baddbmm addmv mv dot convolution mkldnn_rnn_layer _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable".split()
@@ -26,7 +26,7 @@ _PRODUCTS = frozenset(
 def look_at_products(notes: Notes, op: OpCall) -> None:
     """Count the FLOPs of matrix products of the forward pass, by precision."""
     is_trained = op.graphed and any(t.requires_grad for t in op.given)
-    if op.name not in _PRODUCTS or not op.results or not is_trained:
+    if op.name not in MATMULS or not op.results or not is_trained:
         return
     if op.name == "convolution":
         flops = 2 * op.out.numel() * math.prod(op.given[1].shape[1:])  # groups are left out

@@ -192,7 +192,6 @@ class SteppedOptimizer:
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        self.has_low |= any(p.dtype in LOW for p in params)
         grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
         window = window_of(self.steps + 1)
         if window != self._window:
@@ -216,6 +215,7 @@ class SteppedOptimizer:
     def end(self, evaluations: int) -> None:
         """The step is done, and has called a closure so often."""
         self.steps += 1
+        self.has_low = self.has_low or any(p.dtype in LOW and p.requires_grad for p in parameters(self.optimizer))
         if self._stepping:
             self._stepping = False
             if evaluations > 1:

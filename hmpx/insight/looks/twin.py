@@ -217,9 +217,10 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
     Raises:
         NotChecked: they cannot be copied.
     """
-    closure = inspect.signature(own_step(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise NotChecked("its step runs the model several times, by a closure")
+    for each in [*inspect.signature(own_step(type(optimizer))).parameters.values()][1:]:
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            by = "runs the model several times, by a closure" if each.name == "closure" else f"takes {each.name}"
+            raise NotChecked(f"its step {by}")
     every = [p for p in parameters(optimizer) if p.grad is not None and local(p.detach()).numel()]
     low = [p for p in every if p.dtype in LOW]
     odd = next((p for p in low if type(p) not in PLAIN and not is_sharded(p)), None)

@@ -137,13 +137,11 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     whole = {window: total(rows.values()) for window, rows in windows.items()}
     every = whole[0]
     behind = [window for window in windows if whole[window].is_below(_OF_WINDOW)]
-    half, losing = (
-        {window: [p for p, moves in rows.items() if moves.is_below(limit)] for window, rows in windows.items()}
-        for limit in (_HALF, LIMIT)
-    )
+    half = {window: [p for p, moves in rows.items() if moves.is_below(_HALF)] for window, rows in windows.items()}
     shares = {window: _weights(half[window]) / _weights(rows) for window, rows in windows.items()}
     worst = max(windows, key=lambda window: (shares[window], -whole[window].kept))
-    share, of_losing = shares[worst], max(_weights(losing[window]) / _weights(windows[window]) for window in windows)
+    share = shares[worst]
+    of_losing = max(_weights(p for p in rows if rows[p].kept < LIMIT) / _weights(rows) for rows in windows.values())
     if not (every.is_below(LIMIT) or behind or half[worst]):
         return None
     wrong = share > _SHARE or bool((every.is_below(LIMIT) or behind) and of_losing > _SHARE)
