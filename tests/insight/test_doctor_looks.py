@@ -229,18 +229,43 @@ def test_a_state_that_one_line_moves_by_small_steps(dtype, part, wrong):
     assert [each.kind for each in found.findings] == ["running value"] * wrong, str(found)
 
 
+DISTANCES = {
+    "a - 2 (z @ c) + b": lambda a, b, z, c: a - 2 * torch.matmul(z, c) + b,
+    "a + b - 2 (z @ c)": lambda a, b, z, c: a + b - 2 * (z @ c),
+    "a + b - (2 z) @ c": lambda a, b, z, c: a + b - 2 * z @ c,
+    "-2 (z @ c) + (a + b)": lambda a, b, z, c: -2 * (z @ c) + (a + b),
+}
+
+
+@pytest.mark.parametrize("how", DISTANCES)
 @pytest.mark.parametrize("far, wrong", [(8.0, True), (0.0, False)])
-def test_distances_that_are_differences_of_large_numbers(far, wrong):
+def test_distances_that_are_differences_of_large_numbers(far, wrong, how):
     def loss_of(model, x, _):
         y = far + torch.rand(32, 6)
         with torch.autocast("cpu"):
             squares = (y**2).sum(-1, keepdim=True)
-            near = (squares - 2 * torch.matmul(y, y.T) + squares.T).topk(4, largest=False)[1]
+            near = DISTANCES[how](squares, squares.T, y, y.T).topk(4, largest=False)[1]
         return model(x[near].mean(1)).square().mean()
 
     model = mlp()
     found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
     assert [each.kind for each in found.findings if each.wrong] == ["distances"] * wrong, str(found)
+
+
+def test_a_logarithm_of_probabilities_that_were_rounded_is_mended_with_what_rounds_them():
+    def loss_of(model, x, step):
+        p = torch.sigmoid(model(x.to(BF16)) + (10 if step == 3 else 0))
+        return -(torch.log(p) + torch.log(1 - p)).float().mean()
+
+    model = mlp(BF16)
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3, loss_of=loss_of)
+    nan, log = only(found, "inf or NaN"), only(found, "log")
+    assert nan.recipe == {"fp32": ["log", "sigmoid"]} and "the sigmoid that it is of" in nan.do, nan
+    assert log.recipe == {"fp32": ["log", "sigmoid"]} and "sigmoid has rounded" in log.said, log
+    with hmpx.activate(found.recipe):
+        model = mlp(BF16)
+        mended = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3, loss_of=loss_of)
+    assert not {"inf or NaN", "log"} & {each.kind for each in mended.findings}, str(mended)
 
 
 def test_a_gradient_that_is_thrown_away_is_no_accumulation():
@@ -308,9 +333,7 @@ def test_a_line_that_computes_a_product_in_fp32_keeps_it_beside_modules_that_do_
     torch.manual_seed(0)
     model = Headed().to(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = trained(
-        model, optimizer, steps=4, loss_of=lambda model, x, _: model(x.to(BF16)).square().mean()
-    )
+    found = trained(model, optimizer, steps=4, loss_of=lambda model, x, _: model(x.to(BF16)).square().mean())
     assert "linear" in found.recipe.modules["linear"]["bf16"], found.recipe_text
     with hmpx.activate(found.recipe), torch.no_grad():
         made = Headed().to(BF16)

@@ -6,22 +6,25 @@ from collections.abc import Collection
 from time import perf_counter
 
 _SHARE = 0.05  # of the time: what looking at ops may take, after the first iteration that is looked at
-_FREE = 0.3  # seconds
+_FREE = 1.0  # seconds
+_LOOKS = (3, 11, 22, 40, 41, 50)  # of tens and of twenties the last, the first and the second
 
 
 class Iterations:
     """Counts iterations, and says before each whether its ops are to be looked at.
 
-    That is the third of a stage of the training, and then the 11th, 24th, 37th and so on, as long as looking takes no
-    more than `_SHARE` of the time, or `_FREE` in all: what the program does in every tenth of them is met as well.
+    That are those of `_LOOKS` in a stage of the training, and then every 13th, after the first as long as looking takes
+    no more than `_SHARE` of the time, or `_FREE` in all. What a program does ``if step % 10 == 0`` is met as well,
+    wherever it counts from, before its step and after it.
 
     Attributes:
         count: how many are over. watched: the iterations whose ops were looked at. is_due: whether the next one is too.
+        passed_over: how many were left out, since looking would have taken too long.
     """
 
     def __init__(self, at: Collection[int]) -> None:
         self._at = frozenset(at)  # in any case
-        self.count = self._stage = 0
+        self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
         self.is_due = False
         self._began = self._last = perf_counter()
@@ -43,12 +46,14 @@ class Iterations:
         elif self.count > 1:
             self._plain = min(self._plain or took, took)
         next_one = self.count + 1 - self._stage
+        is_turn = next_one in _LOOKS or (next_one > _LOOKS[-1] and next_one % 13 == 11)
         is_affordable = self._took <= max(_FREE, _SHARE * (now - self._began))
-        self.is_due = self.count + 1 in self._at or next_one == 3 or (next_one % 13 == 11 and is_affordable)
+        self.is_due = self.count + 1 in self._at or next_one == _LOOKS[0] or (is_turn and is_affordable)
+        self.passed_over += is_turn and not self.is_due
 
     def restart(self) -> None:
         """Count from 1: what was counted before were backward passes, and not steps."""
-        self.count = 0
+        self.count = self.passed_over = 0
         self.watched.clear()
 
     def begin_stage(self) -> None:

@@ -56,7 +56,8 @@ class Spot:
     """One line of the program at which one kind of thing was found.
 
     said: what was found there the first time. mended_by: what puts the op into FP32, if one of `checks` has looked for
-    that. numbers: sums over the calls. places: where the memory of the tensors begins that it writes to.
+    that. numbers: sums over the calls. places: where the memory of the tensors begins that it writes to. made_by: ops
+    that have rounded its input to low precision.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Spot:
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
     places: set[int] = field(default_factory=set)
+    made_by: set[str] = field(default_factory=set)
 
     @property
     def where(self) -> str:
@@ -161,7 +163,8 @@ class Notes:
     cast, and the line of that; "scaled": another tensor, and the number by which this one is larger; "made": where the
     memory of what it was made of begins, samples of that and of what this would be in FP32; "sum": of a chain of sums,
     how far it has moved and how far it would have in FP32; "product": of a product in low precision, how many squares
-    were added to it, and its size.
+    were added to it, and its size; "squares": how many sums of squares were added up; "rounded": the op that has made
+    probabilities in low precision of it; "mended": whether a recipe puts what it was made of into FP32.
 
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.

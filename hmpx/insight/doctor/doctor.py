@@ -17,9 +17,10 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.Abs
     """Look at a training as it is, and say what is wrong with its precision.
 
     Beside steps 2 to 9, 20 to 27, 40 to 47, 80 to 87 and so on, FP32 copies of weights in BF16 and FP16 take the same
-    steps. Ops are looked at in the third iteration, the 11th, the 24th and so on, as long as that takes no more than a
-    twentieth of the time. Nothing is converted, and the training has the bits that it has without. What could not be
-    looked at is told: compiled code hides its ops. The thread that opens it is looked at, on each rank its own part.
+    steps. Ops are looked at in iterations 3, 11, 22, 40, 41, 50 and every 13th from there, as long as that takes a
+    second or a twentieth of the time. Nothing is converted, and the training has the bits that it has without. What
+    could not be looked at is told: compiled code hides its ops. The thread that opens it is looked at, on each rank its
+    own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.

@@ -10,7 +10,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.capture.dispatch import aside
 from hmpx.insight.doctor.diagnosis import Diagnosis
-from hmpx.insight.doctor.ending import end
+from hmpx.insight.doctor.ending import Enough, end
 from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
 from hmpx.insight.finding import Problem, merged
 from hmpx.insight.looks import casts, checks, products, writes
@@ -51,6 +51,8 @@ class Examination:
 
     def _is_enough(self, steps: int) -> None:
         if self._steps is not None and steps >= self._steps:
+            if self.is_ending:  # a script that goes on has caught it
+                raise Enough
             self.is_ending = True
             self._heard(self)
             end()
@@ -101,6 +103,8 @@ class Examination:
         if watched := self.capture.iterations.watched:
             lines += [f"looked at ops in iterations {', '.join(map(str, watched[:9]))}"]
             lines[-1] += " and so on" if len(watched) > 9 else ""
+            if left := self.capture.iterations.passed_over:
+                lines[-1] += f"; {left} others would have taken over a twentieth of the time"
         return lines or ["nothing was looked at"]
 
     def _not_checked(self) -> Iterator[str]:

@@ -96,13 +96,30 @@ def _product(op: OpCall, notes: Notes) -> tuple[int, float] | None:
     if which is None or op.name in ("mul", "neg", "_to_copy"):
         factor = abs(op.scalars[0]) if op.name == "mul" and op.scalars else 1.0
         return which and (which[0], which[1] * factor)
-    squares = any(notes.facts(each).get("moment") == "mean of square" for each in op.given[:2])
-    return (which[0] + 1, which[1]) if squares and op.name in ("add", "sub", "rsub") else None
+    squares = _squares(op, notes)
+    return (which[0] + squares, which[1]) if squares and op.name in ("add", "sub", "rsub") else None
+
+
+def _squares(op: OpCall, notes: Notes) -> int:
+    """Return how many sums of squares an op adds up: a^2 + b^2 are two, in any order beside a product."""
+    facts = [notes.facts(each) for each in op.given[:2]] if op.name in ("add", "sub", "rsub") else []
+    return sum(each.get("squares", int(each.get("moment") == "mean of square")) for each in facts)
 
 
 def _probabilities(op: OpCall, notes: Notes) -> str | None:
     before = notes.facts(op.given[0]).get("cast")
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, notes)
+
+
+def _rounded(op: OpCall, notes: Notes) -> str:
+    """Return the name of the op that has made probabilities in low precision, of which this makes others; "" if none.
+
+    There .999 is 1, and the logarithm of 1 - p is -inf.
+    """
+    if op.name in ("sigmoid", "_softmax"):
+        return op.name.strip("_") if op.out.dtype in LOW else ""
+    known = (notes.facts(each).get("rounded", "") for each in op.given[:2])
+    return next(filter(None, known), "") if op.name in ("rsub", "sub", "add", "mul", "clamp", "_to_copy") else ""
 
 
 def _positions(op: OpCall, notes: Notes) -> str | None:
@@ -237,6 +254,10 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         notes.add(op.out, moment=moment)
     if op.results and (product := _product(op, notes)) is not None:
         notes.add(op.out, product=product)
+    elif op.results and (squares := _squares(op, notes)):
+        notes.add(op.out, squares=squares)
+    if op.results and (rounded := _rounded(op, notes)):
+        notes.add(op.out, rounded=rounded)
     if op.results and any(notes.facts(each).get("mended") for each in op.given):
         notes.add(op.out, mended=True)
         if op.name in MATMULS:
@@ -247,6 +268,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         said = check.evidence(op, notes)
         if said is not None and not op.is_beside:
             spot = notes.note(check.kind, op, said)
+            spot.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
             if check.mended and spot.calls == 1:
                 spot.mended_by = _mended_by(check, notes, op, spot)
             if spot.mended_by and op.results:
@@ -300,17 +322,21 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     """Return one problem for all lines of a kind."""
     named = [spot for spot in spots if spot.op != BACKWARD]
+    spots = named or spots
     ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
     details += [next((spot.said for spot in spots if spot.said), "")]
+    makers = sorted(set().union(*(spot.made_by for spot in spots)))
+    details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]
     details += [spots[0].place.within.removeprefix(", ")]
     details += [f"also at {some(lines[1:], 2)}" if len(lines) > 1 else ""]
     told = "; ".join(filter(None, details))
     said = f"{check.said} ({told})" if told else check.said
     modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))
     recipe, edit = _keys(check, named)
-    do = spots[0].advice(check.do)
+    too = f", and the {' and '.join(makers)} that it is of" if makers else ""
+    do = spots[0].advice(check.do + too)
     return Problem(check.kind, check.wrong, said, do, spots[0].where, modules, ops, check.weight, recipe, edit)
 
 
@@ -326,7 +352,7 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
         elif op is None or not op.computes:
             left[spot.where] = None
         elif check.mended != "place" or not spot.place.is_inside:
-            listed |= {op.name, *check.also}
+            listed |= {op.name, *check.also, *spot.made_by}
         elif (rule := rules.setdefault(spot.module, {"fp32": []})) != "float32":
             rule["fp32"] = sorted({*rule["fp32"], op.name})
     found: dict[str, Any] = {"fp32": sorted(listed), "modules": rules}

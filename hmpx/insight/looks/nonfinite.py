@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from hmpx.insight.capture.places import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.looks.checks import overflow
 from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked, sample
+from hmpx.ops.policies.catalog import catalog
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
@@ -49,6 +53,7 @@ class Nonfinite(Look):
         self._reached: tuple[str, int, str] | None = None  # weights or gradients, the iteration, the line of the step
         self._lines: dict[int, str] = {}
         self._looked: set[int] = set()
+        self._script = ""  # what is run, for a command line
         self._now = self._passed = 0  # the iteration of this step, and of the last whose gradients were finite
 
     def see(self, notes: Notes, op: OpCall) -> None:
@@ -86,10 +91,12 @@ class Nonfinite(Look):
         numbers = {"nan": is_nan, "backward": op.stage == "backward", "low": op.out.dtype in LOW}
         numbers["of_inf"] = of_inf
         place = notes.place_of(op.node)
-        return notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
+        spot = notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
+        spot.made_by.update(made for each in op.given if (made := notes.facts(each).get("rounded")))
+        return spot
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
-        self._lines[id(optimizer)] = where
+        self._lines[id(optimizer)], self._script = where, _script()
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         if not bool(getattr(optimizer, "found_inf", None)):
@@ -124,14 +131,17 @@ class Nonfinite(Look):
             given = path.given
             said = f"{given.name} is given {'a NaN' if given.numbers['nan'] else 'an inf'} that no op has made, "
             do = "look where these numbers come from: in the data of this step, or in weights"
-            yield Problem("inf or NaN", True, f"{said}{given.said}; {when}", do, given.where, ops=(given.name,), weight=0.9)
+            yield Problem(
+                "inf or NaN", True, f"{said}{given.said}; {when}", do, given.where, ops=(given.name,), weight=0.9
+            )
         elif self._reached is not None and iteration in self._looked:
             said = f"{when}, and no op that was looked at made the first"
             do = "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
             yield Problem("inf or NaN", True, said, do, where, weight=0.9)
         elif self._reached is not None:
             said = when if what == "gradients" else f"weights are inf or NaN from step {iteration} on"
-            do = f"doctor --at {iteration} looks at every op of that step and names the first"
+            command = f"python -m hmpx doctor --at {iteration} {self._script}"
+            do = f"{command} looks at every op of that step and names the first"
             yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
             yield _made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
@@ -144,10 +154,23 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     said += f", in {maker.module}" if maker.module else ""
     if nan is not None and nan is not maker:
         said += f"; {nan.name} makes a NaN of it, {nan.said}"
+    makers = sorted(maker.made_by)
     do = "compute it in float32" if maker.numbers["low"] else "keep its input away from where it is not defined"
+    do = f"compute it and the {' and '.join(makers)} that it is of, which has rounded it, in float32" if makers else do
+    is_listed = makers and not maker.numbers["backward"] and maker.name in catalog()
+    recipe = {"fp32": sorted({maker.name, *makers})} if is_listed else {}
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
-    return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
+    return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight, recipe)
+
+
+def _script() -> str:
+    """Return the command line of the program, behind that of doctor."""
+    package, name = getattr(sys.modules.get("__main__"), "__package__", None), Path(sys.argv[0]).stem
+    if package is not None:
+        name = package if name == "__main__" else f"{package}.{name}".lstrip(".")
+        return shlex.join(["-m", name, *sys.argv[1:]])
+    return shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "train.py"
 
 
 def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

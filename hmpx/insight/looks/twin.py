@@ -31,6 +31,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 BOUND = 1e9  # bytes that the copies of one optimizer may take
+_TABLE = 1e8  # and of a parameter whose gradient is zero in most rows; of a larger one, samples are looked at
 _PLAINLY = {"foreach": False, "capturable": False, "differentiable": False, "fused": False}
 
 
@@ -86,8 +87,9 @@ class Twin:
         **changed: Any,
     ) -> None:
         self._known = known
-        grad = params[0].grad
-        self.rows = _rows(grad) if len(params) == 1 and grad is not None and grad.is_sparse else None
+        self.rows = (
+            _rows(grad) if len(params) == 1 and (grad := params[0].grad) is not None and _by_rows(grad) else None
+        )
         self.params = [p for p in params if p.dtype in LOW]
         self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
         self._wide, self._changed = _widened if is_wide else _left, changed
@@ -197,9 +199,18 @@ class Twin:
         return first if is_sample else self.samples(tensors)
 
 
+def _by_rows(grad: Tensor) -> bool:
+    """Whether a gradient touches some rows of a table: it is sparse, or zero in most of a sample."""
+    if grad.is_sparse or grad.dim() != 2 or type(grad) not in PLAIN:
+        return grad.is_sparse
+    few = sample(grad)
+    return 0 < 2 * int(few.count_nonzero()) < few.numel()
+
+
 def _rows(grad: Tensor) -> Tensor:
-    """Return a few rows that a sparse gradient has touched, evenly spaced."""
-    rows = grad.detach().coalesce().indices()[0]
+    """Return a few rows that a gradient has touched, evenly spaced."""
+    grad = grad.detach()
+    rows = grad.coalesce().indices()[0] if grad.is_sparse else grad.any(1).nonzero().flatten()
     most = max(1024 // max(grad.numel() // grad.shape[0], 1), 16)
     return rows[:: -(-rows.numel() // most)] if rows.numel() else rows
 
@@ -231,16 +242,20 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
     scope = scope_of(optimizer)
     if scope == "element":
         alike: dict[tuple, list[Parameter]] = defaultdict(list)
+        sparse = [p for p in low if p.grad is not None and p.grad.is_sparse]
+        dense = [
+            p for p in low if p.grad is not None and _bytes(p, optimizer.state.get(p)) < _TABLE and _by_rows(p.grad)
+        ]
+        tables = dict.fromkeys([*sparse, *dense])
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if any(p is each for each in low) and p.grad.layout is torch.strided:
+                if any(p is each for each in low) and p not in tables:
                     alike[_kind(group, p, _read(optimizer, p))].append(p)
-        sparse = [p for p in low if p.grad is not None and p.grad.is_sparse]
         if (whole := sum(_bytes(p, optimizer.state.get(p)) for p in sparse)) > BOUND:
             raise NotChecked(
                 f"a copy of the tables with sparse gradients takes {size(whole)}, and may take {size(BOUND)}"
             )
-        return [Twin(optimizer, each, True) for each in alike.values()] + [Twin(optimizer, [p], False) for p in sparse]
+        return [Twin(optimizer, each, True) for each in alike.values()] + [Twin(optimizer, [p], False) for p in tables]
     if any(is_sharded(p) for p in low):
         raise NotChecked("its step looks across elements, which are on several ranks")
     params = parameters(optimizer) if scope == "whole" else low

@@ -105,10 +105,8 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     for key in dict.fromkeys(key for each in seen for key in each.falls):
         falls, stays = sum(each.falls[key] for each in seen), sum(each.stays[key] for each in seen)
         if stays > 0.5 * falls:
-            said = (
-                f"{percent(stays / falls)} of the numbers in {key} cannot become smaller in {dtype}: a step without a "
-            )
-            said += "gradient is to take so little of them that it is rounded away"
+            said = f"the decay of {key} is lost in {dtype}: where a gradient is 0, {percent(stays / falls)} of its "
+            said += "numbers stay as they are, and are to become smaller in each step"
             is_why = lost is not None and lost.wrong
             yield Problem("optimizer state", is_why, said, do, where, weight=0.25, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
@@ -129,7 +127,8 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     windows: dict[int, dict[Parameter, Moves]] = {}
     for each in seen:
         for window, rows in each.moves.items():
-            windows.setdefault(window, {}).update(rows)
+            if rows:  # none where weights have become inf or NaN
+                windows.setdefault(window, {}).update(rows)
     if not windows:
         return None
     params = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
@@ -183,9 +182,10 @@ def _figures(
     every, worst = total(params.values()), min(rows, key=lambda p: rows[p].kept)
     losing = [p for p in params if params[p].kept < LIMIT]
     yield (
-        f"beside {' and '.join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))}, {len(losing)} of "
-        f"{number(len(params), 'parameter')} move less than {100 * LIMIT:.0f} % as far as float32 copies; the least, "
-        f"{names[worst]}, {percent(min(max(rows[worst].kept, 0), 1))}; weighted by squared updates, all move "
+        f"{len(losing)} of {number(len(params), 'parameter')} of "
+        f"{' and '.join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))} move less than "
+        f"{100 * LIMIT:.0f} % as far as float32 copies; the least, {names[worst]}, "
+        f"{percent(min(max(rows[worst].kept, 0), 1))}; weighted by squared updates, all move "
         f"{percent(min(max(every.kept, 0), 1))}"
     )
     medians = [each for one in seen for each in one.medians]
