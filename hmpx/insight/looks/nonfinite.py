@@ -22,6 +22,7 @@ from hmpx.ops.policies.catalog import catalog
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
+_SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split()) | VIEWS
 
 
@@ -165,12 +166,13 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
 
 
 def _script() -> str:
-    """Return the command line of the program, behind that of doctor."""
-    package, name = getattr(sys.modules.get("__main__"), "__package__", None), Path(sys.argv[0]).stem
-    if package is not None:
-        name = package if name == "__main__" else f"{package}.{name}".lstrip(".")
-        return shlex.join(["-m", name, *sys.argv[1:]])
-    return shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "train.py"
+    """Return the command line of a script that a command of hmpx runs, without that of hmpx."""
+    main, name = sys.modules.get("__main__"), Path(sys.argv[0]).stem
+    if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
+        return "train.py"
+    if (package := getattr(main, "__package__", None)) is None:
+        return shlex.join(sys.argv)
+    return shlex.join(["-m", package if name == "__main__" else f"{package}.{name}".lstrip("."), *sys.argv[1:]])
 
 
 def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
