@@ -12,7 +12,7 @@ from torch import nn
 from hmpx.base.torch_private import copy_all
 from hmpx.bench import measure
 from hmpx.bench.models import LISTS
-from hmpx.rounding import eager, native, triton
+from hmpx.rounding import calls, eager, native, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
@@ -27,9 +27,9 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     out = torch.empty(elements, dtype=torch.bfloat16, device=device)
     candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
     if device.type == "cpu" and native.library() is not None:
-        candidates["hmpx C kernel"] = lambda: native.round_list([native.Rounding(out, x, "")], 0)
+        candidates["hmpx C kernel"] = lambda: calls.round_list(native, [native.Rounding(out, x, "")], 0)
     if device.type == "cuda" and triton.available():
-        candidates["hmpx Triton kernel"] = lambda: triton.round_list([native.Rounding(out, x, "")], 0)
+        candidates["hmpx Triton kernel"] = lambda: calls.round_list(triton, [native.Rounding(out, x, "")], 0)
     candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, 0x9E3779B97F4A7C15, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
     notes = []

@@ -1,7 +1,7 @@
 """Chooses the kernels for a tensor: C on a CPU, Triton on CUDA.
 
-Each is a module with the functions `can_read`, `round_list`, `encode_codes`, `decode_codes`, `step_list`, and
-with the names of the steps, `KERNELS`; `native` documents them.
+Each is a module with the functions `can_read` and `start`, and with the names of the steps, `KERNELS`; `calls` has what
+they are asked for.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hmpx.rounding import native
+from hmpx.rounding import calls, native
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
 from hmpx.rounding.devices import is_on_host, reinterpreted
@@ -149,7 +149,7 @@ class StateCode(ABC):
             return
         kernels = self._kernels(held, x)
         if kernels is not None and all(span.has_one_key for span in spans):
-            kernels.encode_codes(self.kind, held, x, spans, derive_key(*keys), given)
+            calls.encode_codes(kernels, self.kind, held, x, spans, derive_key(*keys), given)
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
@@ -167,7 +167,7 @@ class StateCode(ABC):
         codes, scales, rows, start = held
         kernels = self._kernels(held, out)
         if kernels is not None:
-            kernels.decode_codes(self.kind, held, out)
+            calls.decode_codes(kernels, self.kind, held, out)
             return
         per_byte = self.per_byte
         for sheet in _sheets(start, out, rows):

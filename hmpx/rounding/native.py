@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.rounding.blocks import BlockCodes
-from hmpx.rounding.keys import Span, key_of, name_id
+from hmpx.rounding.keys import Span, key_of
 from hmpx.rounding.native_library import library
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
@@ -19,9 +18,6 @@ KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_s
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
-_STORED = 4  # words of a tensor that is held in some way
-_WORDS, _GRAD = 3 + _STORED * (2 + _STATES), 3 + _STORED  # of a parameter; the place of its gradient's pointer
-_SHOWN = 5 + _STORED
 
 
 class Rounding(NamedTuple):
@@ -93,64 +89,9 @@ class StepArguments(NamedTuple):
         return max([state.row for state in self.states if state is not None], default=0) or self.weight.tensor.numel()
 
 
-def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
-    """Round all of them in one call. step_key: of the seed and the step. Needs `library()`."""
-    words = array("Q")
-    for out, x, name, offset, width, stride in roundings:
-        count = x.numel()
-        words.extend((x.data_ptr(), out.data_ptr(), count, name_id(name), offset, width or count, stride))
-    _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
-
-
-def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
-    """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
-    return count, 0, start, held.size, held.row or held.size, *_stored_words(held)
-
-
-def show_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Fill in the address of each FP32 copy."""
-    words[1::_SHOWN] = array("Q", addresses)
-
-
-def hold_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Fill in the current addresses of the first held tensors."""
-    words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
-
-
-def read_words(words: array[int]) -> None:
-    """Read all of them to FP32, in one call. Needs `library()`."""
-    _kernels().read_list(words.buffer_info()[0], len(words) // _SHOWN, torch.get_num_threads())
-
-
-def write_words(words: array[int], first: int, step_key: int) -> None:
-    """Write them back, from the one with the index `first` on, in one call. Needs `library()`."""
-    count = len(words) // _SHOWN - first
-    address = words.buffer_info()[0] + first * _SHOWN * words.itemsize
-    _kernels().write_list(address, count, step_key, torch.get_num_threads())
-
-
-def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
-    """Step all of these parameters in place, in one call, by one of `KERNELS`. Needs `library()`."""
-    scalars = array("f")
-    for each in stepped:
-        scalars.extend(scalars_of(each.scalars))
-    step_words(kernel, words_of(stepped), scalars, step_key)
-
-
-def words_of(stepped: Sequence[StepArguments]) -> array[int]:
-    """Return the words that describe each parameter to the kernels."""
-    words = array("Q")
-    for each in stepped:
-        words.extend((each.weight.tensor.numel(), each.row, each.first))
-        for held in each.tensors():
-            words.extend(_stored_words(held))
-    return words
-
-
-def _stored_words(held: StoredTensor | None) -> tuple[int, ...]:
-    if held is None:
-        return (0,) * _STORED
-    return held.tensor.data_ptr(), held.kind, held.name, 0 if held.beside is None else held.beside.data_ptr()
+def start(kernel: str, address: int, count: int, *more: int) -> None:
+    """Call a kernel for `count` rows of a table that begin at this address. Needs `library()`."""
+    getattr(_kernels(), kernel)(address, count, torch.get_num_threads(), *more)
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
@@ -163,27 +104,6 @@ def padded(scalars: Sequence[tuple[float, ...]]) -> array[float]:
     if scalars and scalars.count(scalars[0]) == len(scalars):
         return array("f", scalars_of(scalars[0])) * len(scalars)
     return array("f", [number for each in scalars for number in scalars_of(each)])
-
-
-class WordSteps:
-    """Parameters that are stepped in place by one of `KERNELS`, many times. Needs `library()`."""
-
-    def __init__(self, kernel: str, stepped: Sequence[StepArguments]) -> None:
-        self._kernel, self._words = kernel, words_of(stepped)
-
-    def takes(self, grads: Sequence[int]) -> bool:
-        """Return whether gradients at these addresses, of the same dtypes, can be stepped by the same words."""
-        return True
-
-    def run(self, grads: Sequence[int], scalars: Sequence[tuple[float, ...]], step_key: int) -> None:
-        """Step all of them. grads: the addresses of their gradients."""
-        self._words[_GRAD::_WORDS] = array("Q", grads)
-        step_words(self._kernel, self._words, padded(scalars), step_key)
-
-
-def kept_steps(kernel: str, stepped: Sequence[StepArguments]) -> WordSteps:
-    """Return what steps these parameters by one of `KERNELS` again and again."""
-    return WordSteps(kernel, stepped)
 
 
 def put_keys(words: array[int], places: array[int], names: array[int], step_key: int) -> None:
@@ -206,29 +126,6 @@ def counts_at(addresses: array[int]) -> array[float]:
 def raise_counts(addresses: array[int]) -> None:
     """Add 1 to each of these FP32 numbers on the CPU. Needs `library()`."""
     _kernels().add_one(addresses.buffer_info()[0], len(addresses))
-
-
-def step_words(kernel: str, words: array[int], scalars: array[float], step_key: int) -> None:
-    """Do what `step_list` does, for the words and scalars of parameters."""
-    addresses = words.buffer_info()[0], scalars.buffer_info()[0]
-    count = len(words) // _WORDS
-    _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
-
-
-def encode_codes(kind: int, held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
-    """Do what `StateCode.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
-    codes, scales, rows, start = held
-    each = 2 if kind == FOUR else 1
-    for first, last, offset, width, stride in spans:
-        pointers = x[first:last].data_ptr(), codes[first // each : last // each].data_ptr(), scales.data_ptr()
-        where = last - first, key, offset, width, stride, start + first, *rows
-        _kernels().encode_codes(kind, *pointers, *where, given, torch.get_num_threads())
-
-
-def decode_codes(kind: int, held: BlockCodes, out: torch.Tensor) -> None:
-    """Do what `StateCode.decode` does, to tensors with elements. Needs `library()`."""
-    pointers = held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()
-    _kernels().decode_codes(kind, *pointers, out.numel(), held.start, *held.rows, torch.get_num_threads())
 
 
 def _kernels() -> ctypes.CDLL:

@@ -32,12 +32,8 @@ _MANY = 1_000_000  # parameters of a step: from here on, the kernels save millis
 _POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
 
 _SIGNATURES = {
-    "round_list": (_POINTER, _INT64, _UINT64, _INT),
-    "read_list": (_POINTER, _INT64, _INT),
-    "write_list": (_POINTER, _INT64, _UINT64, _INT),
-    "encode_codes": (_INT, *(_POINTER,) * 3, _INT64, _UINT64, _UINT64, *(_INT64,) * 6, _INT, _INT),
-    "decode_codes": (_INT, *(_POINTER,) * 3, *(_INT64,) * 5, _INT),
-    "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),
+    "move_list": (_POINTER, _INT64, _INT),
+    "step_list": (_POINTER, _INT64, _INT, _INT, _POINTER),
     "put_keys": (*(_POINTER,) * 3, _INT64, _UINT64),
     "read_floats": (_POINTER, _INT64, _POINTER),
     "add_one": (_POINTER, _INT64),

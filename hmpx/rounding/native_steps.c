@@ -7,7 +7,7 @@
 #define SCALARS 12
 
 enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
-typedef struct { int64_t n, row, first; Stored stored[TENSORS]; } Stepped; /* native.py has the same */
+typedef struct { Lain lain; Stored stored[TENSORS]; } Stepped;
 
 /* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. Its inputs are there too, or still in BF16:
    `halves` is the number of tensors in BF16, counted in the order gradient, weight, states. A kernel reads BF16 at no
@@ -137,32 +137,31 @@ static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
   for (int64_t byte = 0; byte < count * halves[stored->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }
 
-/* scalars: SCALARS of each parameter. step_key: of the seed and the step. The `n` elements of one follow one another
-   in the whole parameter from `first` on, all of them among its first 2^32. */
-void step_list(int kernel, const Stepped *list, const float *scalars, int64_t count, uint64_t step_key, int threads) {
+/* scalars: SCALARS of each parameter. */
+void step_list(const Stepped *list, int64_t count, int threads, int kernel, const float *scalars) {
   FOR_EACH_SHARE(Stepped, {
+    const Lain *lain = &one->lain;
     const Stored *stored = one->stored;
-    int64_t row = uneven_rows(one->row, one->n);
-    share = (Share){row_start(share.from, row, one->n), row_start(share.to, row, one->n)};
     if (share.from == share.to) continue;
-    int halves = halves_of(one), tensors = TENSORS; /* up to the last one that is there */
+    int halves = halves_of(one), tensors = TENSORS, has_codes = 0; /* up to the last one that is there */
     while (stored[tensors - 1].kind == ABSENT) tensors--;
+    for (int i = 0; i < tensors; i++) has_codes |= is_coded(stored[i].kind);
+    Blocks blocks = blocks_of(lain, has_codes);
+    share = in_blocks(share, &blocks, lain->n);
     const int is_half[TENSORS] = {halves > 1, halves > 0, halves > 2, halves > 2, halves > 2};
-    uint64_t keys[TENSORS];
-    for (int i = 0; i < tensors; i++) keys[i] = derive_key(step_key, stored[i].name, 0);
     for (int64_t at = share.from, n; at < share.to; at += n) {
       float rooms[TENSORS][BLOCK], *x[TENSORS] = {0};
       const uint16_t *half[TENSORS] = {0};
-      n = opened_at_once(at, share.to, row);
+      n = opened_at_once(lain, &blocks, at, share.to);
       int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
       for (int i = 0; i < tensors; i++) fetched(&stored[i], next, ahead);
       for (int i = 0; i < tensors; i++) {
-        x[i] = is_half[i] ? rooms[i] : opened(&stored[i], at, n, row, rooms[i]);
+        x[i] = is_half[i] ? rooms[i] : opened(&stored[i], at, n, &blocks, rooms[i]);
         half[i] = AS(uint16_t, stored[i].at) + at;
       }
       KERNELS[kernel][halves](x, half, scalars + (one - list) * SCALARS, n);
       for (int i = 0; i < tensors; i++)
-        if (i != GRAD) closed(&stored[i], at, n, row, x[i], keys[i], one->first);
+        if (i != GRAD) closed(&stored[i], at, n, &blocks, x[i], (uint64_t)(lain->offset + at));
     }
   })
 }

@@ -32,7 +32,7 @@ from types import ModuleType
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding import eager
+from hmpx.rounding import calls, eager
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
 from hmpx.rounding.native import Rounding
@@ -134,7 +134,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
         elif kernels is not None and flat.numel():
             torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
     for kernels, parts in together.values():
-        kernels.round_list(parts, step_key(seed, step))
+        calls.round_list(kernels, parts, step_key(seed, step))
     for out, target in copied:
         out.copy_(target)
 

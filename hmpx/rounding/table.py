@@ -1,41 +1,36 @@
-"""Tables: what launches of the Triton kernels are told of their tensors, a row of words for each.
+"""Tables: what the kernels are told of their tensors, a row of words for each; C and Triton read the same words.
 
 A table is made once for all launches of a step on one device, and is kept from one step to the next. Before a step, the
 words that have changed are filled in (addresses of gradients, keys, scalars, the address of a room), all of one kind at
-once, and one copy takes all words to the device. So a step costs the host the same few calls whatever the number of its
-tensors.
+once; on a GPU one copy takes all words there. So a step costs the host the same few calls whatever the number of
+its tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import or_
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.rounding import native
+from hmpx.rounding import native, triton
+from hmpx.rounding.keys import MAX_UINT64
 from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
 
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
 _ABSENT, _CODED = 0, (CODED, FP8, FOUR)
-_KEY = 1  # the place of its key among the words of a tensor
+_HEAD, _STORED, _KEY = 11, 4, 1  # words of a row and of each of its tensors, and the place of a key among the latter
+WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words that hold the scalars of a row
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """Import the kernels when they are first asked for; None if there is no Triton."""
-    try:
-        from hmpx.rounding import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
+_BYTES = 8  # of a word
 
 
 class Lain(NamedTuple):
@@ -72,15 +67,15 @@ class Lain(NamedTuple):
         return self.width >= self.size and (is_full or is_one)
 
     def words(self, lie: int) -> tuple[int, ...]:
-        """Return the words of a row without the first program; the second word counts blocks."""
+        """Return the words of a row without the first program; the second word counts blocks, for Triton."""
         if lie != _UNEVEN:
-            blocks = _blocks(self.size + self.offset % 2)
-            return self.size, blocks, self._block(self.start, self.whole), self.offset, *(0,) * 6
-        parts = _blocks(self.column % _CODES + self.row)
-        first, last = (self._block(i, parts) for i in (self.start, self.start + self.size - 1))
-        left = self.column // _CODES
+            blocks, before = _blocks(self.size + self.offset % 2), self._block(self.start, self.whole)
+        else:
+            parts = _blocks(self.column % _CODES + self.row)
+            first, last = (self._block(i, parts) for i in (self.start, self.start + self.size - 1))
+            blocks, before = last - first + 1, first - self.column // _CODES
         rest = self.row, self.column, self.whole, self.start, self.width, self.stride
-        return self.size, last - first + 1, first - left, self.offset, *rest
+        return self.size, blocks, before, self.offset, *rest
 
     def _block(self, element: int, of_a_row: int) -> int:
         row, column = divmod(element, self.row)
@@ -123,6 +118,27 @@ class TableRow(NamedTuple):
             lie = _ALIGNED
         return *kinds, lie
 
+    def words(self, first: int, where: tuple[int, ...]) -> list[int]:
+        """Return the words of the row, whose first program is `first`; `where`: those of its layout."""
+        words = [first, *where]
+        for held, key in zip(self.tensors, self.keys, strict=True):
+            if held is None:
+                words += 0, 0, 0, _ABSENT
+            else:
+                beside = 0 if held.beside is None else held.beside.data_ptr()
+                key = 0 if self.by_name or key is None else key
+                words += held.tensor.data_ptr(), key, beside, held.kind & MAX_UINT64
+        return words
+
+
+def words_once(rows: Iterable[TableRow]) -> array[int]:
+    """Return the words of rows that the C kernels move but once."""
+    words = array("Q")
+    for row in rows:
+        if row.lain.size:
+            words.extend(row.words(0, row.lain.words(_EVEN)))
+    return words
+
 
 def _addresses(held: StoredTensor) -> list[int]:
     return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside)]
@@ -133,6 +149,7 @@ class _Places:
 
     def __init__(self) -> None:
         self._places, self._indices, self._offsets = array("q"), array("q"), array("q")
+        self._slice: slice | None = None
 
     def add(self, place: int, index: int, offset: int) -> None:
         self._places.append(place)
@@ -142,33 +159,34 @@ class _Places:
     def fix(self) -> None:
         """Look how the words lie; no more are added."""
         places, count = self._places, len(self._places)
+        if not count:
+            return
         apart = places[1] - places[0] if count > 1 else 1
-        self._slice: slice | None = None
-        is_even = count and places == array("q", range(places[0], places[0] + apart * count, apart))
+        is_even = places == array("q", range(places[0], places[0] + apart * count, apart))
         if is_even and self._indices == array("q", range(count)) and not any(self._offsets):  # a launch of all tensors
             self._slice = slice(places[0], places[-1] + 1, apart)
         self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
 
-    def fill(self, words: array[int], as_tensor: torch.Tensor, addresses: Sequence[int]) -> None:
+    def fill(self, words: array[int], addresses: Sequence[int]) -> None:
         """Write these addresses, each as often as it is asked for."""
         if self._slice is not None and len(addresses) == len(self._places):
             words[self._slice] = array("Q", addresses)
         elif self._places:
             places, indices, offsets = self._tensors
             given = _as_tensor(array("q", addresses)).index_select(0, indices)
-            as_tensor.index_copy_(0, places, given.add_(offsets))
+            _as_tensor(words).index_copy_(0, places, given.add_(offsets))
 
 
 def _as_tensor(numbers: array[int]) -> torch.Tensor:
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 class Launch:
-    """Rows that a kernel is compiled for in one way: one launch.
+    """Rows that go to a kernel together; in Triton, those for which it is compiled in one way.
 
     Attributes:
         rows: their numbers among those that were added together.
-        programs: among how many each of them is divided.
+        programs: among how many each of them is divided, in Triton.
         at, end: where their words are in the table.
     """
 
@@ -188,54 +206,49 @@ class Launch:
         if self._kernel == "step_list":
             self._args += (words[-_SCALARS * self.count :].view(torch.float32),)
 
-    def run(self) -> None:
-        """Launch on the current device; the words have been sent."""
-        _start(self._kernel, self._grid, self._args, self._constants)
+    def around(self) -> AbstractContextManager[Any]:
+        """Return what must be open while it runs: Triton launches on the current device."""
+        return torch.cuda.device_of(self._args[0])
 
-    @property
-    def table(self) -> torch.Tensor:
-        """Where the words are on the device."""
-        return self._args[0]
+    def run(self) -> None:
+        """Launch; the words have been sent."""
+        triton.start(self._kernel, self._grid, self._args, self._constants)
+
+
+class Call(Launch):
+    """The same for the C kernels: one call, whatever its rows are."""
+
+    def begin_at(self, address: int) -> None:
+        """Say where the table is; it stays there."""
+        self._args = address + _BYTES * self.at, self.count
+        if self._kernel == "step_list":
+            self._args += (self._constants[0], address + _BYTES * (self.end - _SCALARS * self.count))
+
+    def around(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def run(self) -> None:
+        native.start(self._kernel, *self._args)
 
 
 def run_all(launches: Sequence[Launch]) -> None:
     """Launch all of these, which are of one table."""
     if launches:
-        with torch.cuda.device_of(launches[0].table):  # Triton launches on the current device, which may be another one
+        with launches[0].around():
             for launch in launches:
                 launch.run()
 
 
-# Triton looks at each argument of a call, and makes a text of them to find what it has compiled: that takes longer than
-# the launch. What it has compiled can be launched itself.
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _start(kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[int, ...]) -> None:
-    """Launch a kernel once. Its table begins at a multiple of 16 bytes, for which it is compiled."""
-    known = kernel, args[0].device, constants, args[1] is None
-    compiled = _compiled.get(known)
-    if compiled is not None:
-        compiled[grid](*args, *constants)
-        return
-    kernels = triton_kernels()
-    assert kernels is not None, "a table is for them"
-    options = {"enable_fp_fusion": False, "num_warps": kernels.WARPS[constants[-1]]}
-    compiled = getattr(kernels, kernel)[grid](*args, *constants, **options)
-    if compiled is not None:  # there is none in the interpreter
-        _compiled[known] = compiled
-
-
 class Table:
-    """The words of all launches of a step on one device; `native_stored.c` and `native_steps.c` have such words too."""
+    """The words of all launches of a step on one device, by the kernels in C or in Triton."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._words = device, array("Q")
+    def __init__(self, device: torch.device, kernels: ModuleType) -> None:
+        self._device, self._in_c, self._words = device, kernels is native, array("Q")
         self._names, self._keys = array("Q"), array("Q")  # of what is rounded in each step, and where its key stands
         self._grads, self._in_room = _Places(), _Places()
         self._aligned = array("q")  # gradients whose addresses must stay multiples of 16
         self._launches: list[Launch] = []
-        self._host: torch.Tensor | None = None
+        self._is_fixed, self._room = False, 0
         self._sent: torch.Tensor
 
     def add(self, kernel: str, rows: Iterable[TableRow], *constants: int) -> list[Launch]:
@@ -243,7 +256,7 @@ class Table:
         lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
             if row.lain.size:
-                lists.setdefault(row.alike(), []).append((i, row))
+                lists.setdefault((_EVEN,) if self._in_c else row.alike(), []).append((i, row))
         launches = []
         for kinds, alike in lists.items():
             launches.append(self._add(kernel, [row for _, row in alike], (*constants, *kinds)))
@@ -254,27 +267,24 @@ class Table:
     def _add(self, kernel: str, rows: list[TableRow], constants: tuple[int, ...]) -> Launch:
         words, begin, programs, first = self._words, len(self._words), list[int](), 0
         for row in rows:
-            where = row.lain.words(constants[-1])
-            words.extend((first, *where))
-            for i, (held, key) in enumerate(zip(row.tensors, row.keys, strict=True)):
-                place = len(words)
-                at, beside = (0, 0) if held is None else _addresses(held)
-                words.extend((at, 0 if row.by_name or key is None else key, beside))
-                if row.by_name and key is not None:
-                    self._names.append(key)
-                    self._keys.append(place + _KEY)
-                if row.grad is not None and i == row.grad[0]:
-                    self._grads.add(place, *row.grad[1:])
-                    if constants[-1] == _ALIGNED:
-                        self._aligned.append(row.grad[1])
-                if row.room is not None and i == row.room[0]:
-                    self._in_room.add(place, 0, row.room[1])
+            where, place = row.lain.words(constants[-1]), len(words) + _HEAD
+            words.extend(row.words(first, where))
+            if row.by_name:
+                named = [(key, place + _STORED * i + _KEY) for i, key in enumerate(row.keys) if key is not None]
+                self._names.extend([key for key, _ in named])
+                self._keys.extend([at for _, at in named])
+            if row.grad is not None:
+                self._grads.add(place + _STORED * row.grad[0], *row.grad[1:])
+                if constants[-1] == _ALIGNED:
+                    self._aligned.append(row.grad[1])
+            if row.room is not None:
+                self._in_room.add(place + _STORED * row.room[0], 0, row.room[1])
             programs.append(-(-where[1] // _TILE))
             first += programs[-1]
         words.extend((0,) * (len(words) % 2))
         if kernel == "step_list":
             words.extend((0,) * (_SCALARS * len(rows)))
-        launch = Launch(kernel, constants, programs, begin, len(words))
+        launch = (Call if self._in_c else Launch)(kernel, constants, programs, begin, len(words))
         if kernel == "step_list":
             self.scale(launch, [row.scalars for row in rows])
         return launch
@@ -295,18 +305,29 @@ class Table:
 
     def send(self, step_key: int | None = None, grads: Sequence[int] = (), room: int = 0) -> None:
         """Copy the words to the device, with keys, addresses of gradients and of the room as they are in this step."""
-        if self._host is None:
-            self._grads.fix()
-            self._in_room.fix()
-            self._host = torch.frombuffer(self._words, dtype=torch.int64)
-            self._sent = torch.empty_like(self._host, device=self._device)
-            for launch in self._launches:
-                launch.lie_in(self._sent)
+        if not self._is_fixed:
+            self._fix()
         if step_key is not None:
             native.put_keys(self._words, self._keys, self._names, step_key)
-        self._grads.fill(self._words, self._host, grads)
-        self._in_room.fill(self._words, self._host, (room,))
-        _send(self._host, self._sent)
+        self._grads.fill(self._words, grads)
+        if room != self._room:
+            self._in_room.fill(self._words, (room,))
+            self._room = room
+        if not self._in_c:
+            _send(_as_tensor(self._words), self._sent)
+
+    def _fix(self) -> None:
+        """Look where all words are; no more are added."""
+        self._grads.fix()
+        self._in_room.fix()
+        if not self._in_c:
+            self._sent = torch.empty(len(self._words), dtype=torch.int64, device=self._device)
+        for launch in self._launches:
+            if isinstance(launch, Call):
+                launch.begin_at(self._words.buffer_info()[0])
+            else:
+                launch.lie_in(self._sent)
+        self._is_fixed = True
 
 
 def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
@@ -315,14 +336,3 @@ def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
         sent.copy_(host.pin_memory(), non_blocking=not torch.cuda.is_current_stream_capturing())
     else:
         sent.copy_(host)
-
-
-def launch_once(kernel: str, rows: Sequence[TableRow], *constants: int) -> None:
-    """Launch what is launched but once."""
-    device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)
-    if device is not None:
-        table = Table(device)
-        launches = table.add(kernel, rows, *constants)
-        if launches:
-            table.send()
-        run_all(launches)

@@ -51,8 +51,8 @@ WARPS = 4, 4, 2  # of a program, by how elements lie: a thread of two warps has 
 FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, HEAD = (
     tl.constexpr(number) for number in range(12)
 )
-# Words of a tensor: its address, its key, the address of `native.StoredTensor.beside`.
-AT, KEY, BESIDE, STORED = (tl.constexpr(number) for number in range(4))
+# Words of a tensor: its address, its key, the address of `native.StoredTensor.beside`, its kind, which is for C.
+AT, KEY, BESIDE, _, STORED = (tl.constexpr(number) for number in range(5))
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def test_kernels_that_cannot_be_kept_are_compiled_each_time_and_that_is_said(how
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(native_library.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     for number in (1, 2):
-        assert native_library._build().round_list and len(caplog.records) == number
+        assert native_library._build().move_list and len(caplog.records) == number
     assert {"full": "No space left", "no folder": "File exists", "no home": "no home"}[how] in caplog.text
     assert how == "no folder" or not folder.exists() or not os.listdir(folder)
 

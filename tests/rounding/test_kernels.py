@@ -6,13 +6,13 @@ import itertools
 import os
 import subprocess
 import textwrap
-from array import array
 
 import pytest
 import torch
 
-from hmpx.rounding import eager, halves, native, native_library
+from hmpx.rounding import calls, eager, halves, native, native_library
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
+from hmpx.rounding.table import Table, run_all
 from tests.support import python
 from tests.support.kernel_steps import STEPS, stepped
 from tests.support.numbers import special_values
@@ -35,7 +35,7 @@ def numbers(count):
 def rounded(kernel, x, *place):
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     if kernel is native:
-        native.round_list([native.Rounding(out, x, NAME, *place)], step_key(*STEP))
+        calls.round_list(native, [native.Rounding(out, x, NAME, *place)], step_key(*STEP))
     else:
         kernel.round_(out, x, KEY, *place)
     return out.view(torch.int16)
@@ -78,7 +78,7 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
     roundings = [
         native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
     ]
-    native.round_list(roundings, step_key(5, 9))
+    calls.round_list(native, roundings, step_key(5, 9))
     for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
         alone = torch.empty_like(x, dtype=torch.bfloat16)
         if x.numel():
@@ -108,10 +108,10 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, ker
     for scalars in STEPS[kernel]:
         drawn = stepped(kernel, scalars, bf16, bf16, bf16, (1, 300, 70_001 if kernel == "adam" else 513, 2, 256))
         exact = of_dtypes(drawn, fp32, fp32, fp32)
-        native.step_list(kernel, exact, step_key(5, 9))
+        calls.step_list(native, kernel, exact, step_key(5, 9))
         for dtypes in itertools.product((bf16, fp32), repeat=3):
             steps = of_dtypes(drawn, *dtypes)
-            native.step_list(kernel, steps, step_key(5, 9))
+            calls.step_list(native, kernel, steps, step_key(5, 9))
             for step, want, old in zip(steps, exact, drawn, strict=True):
                 assert not torch.equal(want.weight.tensor, old.weight.tensor.float())
                 for got, expected in zip((step.weight, *step.states), (want.weight, *want.states), strict=True):
@@ -136,7 +136,7 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatc
         monkeypatch.setattr(eager, "is_on_host", lambda tensor: False)
     with torch.device("meta"):  # where whatever is made without a device would lie
         if kernel is native:
-            native.round_list([native.Rounding(out, rows, NAME, offset, 60, 101)], step_key(*STEP))
+            calls.round_list(native, [native.Rounding(out, rows, NAME, offset, 60, 101)], step_key(*STEP))
         else:
             eager.round_(out, rows, KEY, offset, 60, 101)
     assert torch.equal(out.view(torch.int16), expected)
@@ -268,17 +268,16 @@ def test_halves_are_exact_on_all_bit_patterns():
 
 def read(held):
     out = torch.empty_like(held.tensor, dtype=torch.float32)
-    words = array("Q", native.shown_words(held, 0, out.numel()))
-    native.show_at(words, [out.data_ptr()])
-    native.read_words(words)
+    calls.launch_once(native, [calls.Move(held, 0, out.numel(), out).read()])
     return out
 
 
 def written_in_c(x, held):
     """Write `x` to a tensor that is held in this way, and return what C reads from there."""
-    words = array("Q", native.shown_words(held, 0, len(x)))
-    native.show_at(words, [x.data_ptr()])
-    native.write_words(words, 0, step_key(*STEP))
+    table = Table(x.device, native)
+    launches = table.add("move_list", [calls.Move(held, 0, len(x), x).written()])
+    table.send(step_key(*STEP))
+    run_all(launches)
     return read(held)
 
 

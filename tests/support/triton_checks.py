@@ -12,14 +12,15 @@ from unittest import mock
 import torch
 
 import hmpx
-from hmpx.rounding import eager, halves, native, table, triton
+from hmpx.rounding import calls, eager, halves, native, triton
 from hmpx.rounding.blocks import BlockCodes, Rows
 from hmpx.rounding.eight_bits import EIGHT_BITS
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
-from hmpx.updates.stepping import batching, transfers
+from hmpx.rounding.table import Table
+from hmpx.updates.stepping import batching
 from tests.support.fresh_python import print_checks
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, shard_of, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -51,7 +52,7 @@ def check_a_list_of_tensors():
         x[: min(size, 25)] = special_values()[: min(size, 25)]
         roundings.append(native.Rounding(out, x, name, *span))
     roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
-    triton.round_list(roundings, step_key(5, 9))
+    calls.round_list(triton, roundings, step_key(5, 9))
     for out, x, name, offset, width, stride in roundings:
         alone = torch.empty_like(out)
         if x.numel():
@@ -140,7 +141,7 @@ def check_steps_are_those_in_c():
                 results = []
                 for module in (native, triton):
                     results.append(stepped(kernel, scalars, weight, state, grad))
-                    module.step_list(kernel, results[-1], 2**63 + 5)
+                    calls.step_list(module, kernel, results[-1], 2**63 + 5)
                 for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
                     for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
                         assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
@@ -195,7 +196,7 @@ def step_as_specified(size, row, kind):
             EIGHT_BITS.decode(states[-1], BlockCodes(each.tensor, each.beside, Rows.of(row)))
     wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
-        triton.step_list("adam", [each], step_key(*KEY))
+        calls.step_list(triton, "adam", [each], step_key(*KEY))
     with kernels("eager"):
         expected = written_by_the_specification(x, held)
         for state, name in zip(states, ("w.m", "w.v"), strict=True):
@@ -212,9 +213,9 @@ def check_a_shard_takes_the_numbers_of_its_elements():
         for row in (128, 75, 300):
             whole = made(6 * row, row, kind)
             parts = [[shard_of(whole, row * a, row * b) for a, b in ((0, 1), (1, 3), (3, 6), (6, 6))] for _ in range(2)]
-            native.step_list("adam", [whole], 7)
+            calls.step_list(native, "adam", [whole], 7)
             for module, of_it in zip((native, triton), parts, strict=True):
-                module.step_list("adam", of_it, 7)
+                calls.step_list(module, "adam", of_it, 7)
                 for number, expected in enumerate(tensors(whole)):
                     found = torch.cat([tensors(part)[number] for part in of_it])
                     assert same(found, expected), (module.__name__, kind, row, number)
@@ -225,7 +226,7 @@ def check_the_largest_numbers_of_24_bits():
     weights, lower = torch.full((256,), math.inf, dtype=torch.bfloat16), torch.full((256,), -1, dtype=torch.int8)
     held = StoredTensor(weights, SPLIT8, name_id("w"), lower)
     grads = StoredTensor.of(torch.arange(256) * -(2.0**104))  # in units of the last place
-    triton.step_list("sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
+    calls.step_list(triton, "sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
     x = torch.arange(0x7F7FFF00, 0x7F800000, dtype=torch.int32).view(torch.float32)
     with kernels("eager"):
         assert all(map(same, (weights, lower), written_by_the_specification(x, held)))
@@ -237,7 +238,7 @@ def check_a_list_of_all_ways_at_once():
     for together in (False, True):
         lists.append([made(size, row, kind) for kind in KINDS for size, row in ((384, 128), (90, 30))])
         for each in [lists[-1]] if together else [[one] for one in lists[-1]]:
-            triton.step_list("adam", each, 7)
+            calls.step_list(triton, "adam", each, 7)
     for one, other in zip(*lists, strict=True):
         assert all(map(same, tensors(one), tensors(other)))
 
@@ -249,15 +250,15 @@ def check_a_read_of_codes():
             out = torch.empty(size)
             EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
         found = torch.empty(size)
-        table.launch_once("move_list", [triton.Move(held, 0, size, found).read()])
+        calls.launch_once(triton, [calls.Move(held, 0, size, found).read()])
         assert same(found, out)
 
 
 def check_a_part_is_written_with_the_numbers_of_its_elements():
     """Elements 700 ... 1699 of a parameter, of which this rank holds those from 500 on."""
     x, held = torch.randn(2000), torch.zeros(1500, dtype=torch.bfloat16)
-    move = triton.Move(StoredTensor(held, BF16, name_id("w")), 200, 1000, x[700:1700].clone(), first=500)
-    written = triton.Table(held.device)
+    move = calls.Move(StoredTensor(held, BF16, name_id("w")), 200, 1000, x[700:1700].clone(), first=500)
+    written = Table(held.device, triton)
     launches = written.add("move_list", [move.written()])
     written.send(step_key(5, 9))
     for launch in launches:
@@ -291,15 +292,11 @@ def trained(by, options):
 
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
-    launched, moved, step, write = [], [], triton.TableSteps.run, transfers.Launches.write
+    launched, start = [], triton.start
 
-    def run(self, grads, scalars, step_key):
-        launched.append(len(scalars))
-        step(self, grads, scalars, step_key)
-
-    def written(self, rounding_key):
-        moved.append(self)
-        write(self, rounding_key)
+    def started(kernel, *args):
+        launched.append(kernel)
+        start(kernel, *args)
 
     ways = {"a": "master", "b": "nearest", "c": "split"}
     every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
@@ -314,19 +311,16 @@ def check_attached_optimizers():
         {"fused": False, "state_dtype": torch.bfloat16, **every_way},
         {"fused": False, **every_way},
     ):
-        launched.clear(), moved.clear()
+        launched.clear()
         with (
-            mock.patch.object(triton.TableSteps, "run", run),
-            mock.patch.object(transfers.Launches, "write", written),
+            mock.patch.object(triton, "start", started),
             mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter is cut
         ):
             one, other = (trained(by, options) for by in ("C", "Triton"))
         assert len(one) == len(other), options
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             assert same(a, b), (options, number)
-        expected = [] if "fused" in options else [4, 4, 4]
-        assert launched == expected, launched
-        assert bool(moved) == ("fused" in options), moved
+        assert set(launched) == {"move_list" if "fused" in options else "step_list"}, (options, launched)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from itertools import cycle
 
@@ -307,13 +308,14 @@ def test_which_parameters_with_state_in_codes_the_kernels_take(cls, options, tak
     named = parameters(sizes=CODED)
     optimizer = cls(named, lr=1.0, **options)
     hmpx.attach(optimizer, fused=True, state_dtype=state_dtype)
-    by_kernel, step_words = [], native.step_words
+    by_kernel, start, words_of_a_row = [], native.start, 11 + 5 * 4
 
-    def told(kernel, words, scalars, step_key):
-        by_kernel.append(words[:: native._WORDS].tolist())
-        step_words(kernel, words, scalars, step_key)
+    def told(kernel, address, count, *more):
+        if kernel == "step_list":
+            by_kernel.append((ctypes.c_int64 * (words_of_a_row * count)).from_address(address)[1::words_of_a_row])
+        start(kernel, address, count, *more)
 
-    monkeypatch.setattr(native, "step_words", told)
+    monkeypatch.setattr(native, "start", told)
     before = [p.detach().clone() for _, p in named]
     train(named, optimizer, 0, 3)
     assert by_kernel == ([[math.prod(shape) for shape in taken]] * 3 if taken else [])

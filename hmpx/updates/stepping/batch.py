@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import dispatch_modes, version_of
-from hmpx.rounding import native
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
-from hmpx.updates.stepping.transfers import Launches, Operators, Words
+from hmpx.updates.stepping.transfers import Launches, Operators
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -55,11 +54,11 @@ class Batch:
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
-    def place_in(self, room: Tensor, kernels: ModuleType | None, table: Table | None, gradients: list[Tensor]) -> None:
+    def place_in(self, room: Tensor, table: Table | None, gradients: list[Tensor]) -> None:
         """Make the shadows and their state, with copies in this room.
 
         Args:
-            table: of the launches of Triton's kernels.
+            table: of the launches of kernels that move all of it; None if there are none.
             gradients: of all parameters of the step.
         """
         for each in self._shown:
@@ -70,15 +69,11 @@ class Batch:
         copied = [(each.index, each.grad) for each in self._shown if each.grad is not None]
         moved = [piece for each in self._shown for piece in each.pieces if piece.is_moved]
         self._copied, grads = [index for index, _ in copied], [grad for _, grad in copied]
-        self._transfer: Words | Launches | Operators
-        if kernels is None:
+        self._transfer: Launches | Operators
+        if table is None:
             self._transfer = Operators(grads, moved)
         else:
-            assert table is not None or kernels is native, "there is one for each device"
-            if table is None:
-                self._transfer = Words(grads, moved, room)
-            else:
-                self._transfer = Launches(grads, self._copied, gradients, moved, table)
+            self._transfer = Launches(grads, self._copied, gradients, moved, table)
         self._ready = [each for each in self._shown if each.grad is None]
         self._shadows = [each.shadow for each in self._shown]
         self._new = {each.shadow: state for each in self._shown if (state := each.state) is not None}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import add_to_all
-from hmpx.rounding import eager_steps
+from hmpx.rounding import calls, eager_steps
 from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.rounding.native import StepArguments, StoredTensor
@@ -92,7 +92,7 @@ class _FormulaStep:
             else:
                 kernels.setdefault(module, []).append(arguments)
         for module, stepped in kernels.items():
-            module.step_list(self.formula.kernel, stepped, 0)
+            calls.step_list(module, self.formula.kernel, stepped, 0)
             written = [x.tensor for each in stepped for x in (each.weight, *each.states) if x is not None]
             torch.autograd.graph.increment_version(written)
         self._by_torch(by_torch)

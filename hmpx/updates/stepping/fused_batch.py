@@ -30,6 +30,7 @@ from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.backends import kernels_for
+from hmpx.rounding.calls import Steps
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
@@ -142,7 +143,7 @@ class FusedBatch:
         kernels = kernels_for(local(segments[0].param))
         assert kernels is not None, "they take these parameters"
         pairs = [(each, context.gradients[each.index]) for each in self._taken]
-        self._steps = kernels.kept_steps(formula.kernel, [each.with_gradient(gradient) for each, gradient in pairs])
+        self._steps = Steps(kernels, formula.kernel, [each.with_gradient(gradient) for each, gradient in pairs])
         self._counts = _Counts([each.known["step"] for each in self._taken] if formula.counts else [])
         self._indices, self._params = [each.index for each in self._taken], [each.segment.param for each in self._taken]
         self._names = [each.segment.name for each in self._taken]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, copy_all, private
-from hmpx.rounding import native, triton
+from hmpx.rounding import native
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
@@ -243,10 +243,10 @@ class Plan:
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
-        table = Table(device)
+        table = Table(device, next((own for own in kernels if own is not None), native))
         for batch, own in zip(batches, kernels, strict=True):
-            own = own if copied.isdisjoint([segment.param for segment in batch.segments]) else None
-            batch.place_in(room, own, table if own is triton else None, context.gradients)
+            is_moved = own is not None and copied.isdisjoint([segment.param for segment in batch.segments])
+            batch.place_in(room, table if is_moved else None, context.gradients)
         self._rooms.append((room, room.nbytes))
         self._tables.append(table)
 

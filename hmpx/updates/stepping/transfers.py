@@ -1,11 +1,10 @@
-"""Transfers move a batch between held tensors and FP32: by kernels in C or Triton, or torch's operators.
+"""Transfers move a batch between held tensors and FP32: by the kernels, or torch's operators.
 
 A batch takes one of them when it is made. All leave the same bits.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -13,8 +12,8 @@ from types import ModuleType
 import torch
 
 from hmpx.base.torch_private import copy_all
-from hmpx.rounding import native, triton
 from hmpx.rounding.backends import kernels_for
+from hmpx.rounding.calls import Move
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey
@@ -68,48 +67,15 @@ class Piece:
         self.x = flat.data  # with a version of its own
 
 
-class Words:
-    """One call of the C kernels reads a batch, another one writes it.
-
-    Args:
-        grads: copies of gradients, which are read and not written.
-        pieces: everything that is read and written.
-        room: the memory of the copies.
-    """
-
-    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece], room: Tensor) -> None:
-        self._words, self._first, self._room, self._address = array("Q"), len(grads), room, -1
-        self._addresses: list[tuple[int, int]] = []  # bytes from the address of the room on, or from 0
-        for piece in (*grads, *pieces):
-            held = piece.held.for_kernels(piece.segment, name_id(piece.name))
-            assert held is not None, "the kernels can move it"
-            self._words.extend(native.shown_words(held, piece.segment.offset, piece.segment.count))
-            in_room = piece.at is not None
-            self._addresses.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
-        self._weights = _weights_among(pieces)
-
-    def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill the tensors that the optimizer sees. grads: the gradients to copy, where they are now."""
-        address = self._room.data_ptr()
-        if address != self._address:
-            self._address = address
-            native.show_at(self._words, [address * in_room + at for in_room, at in self._addresses])
-        native.hold_at(self._words, list(map(Tensor.data_ptr, grads)))
-        native.read_words(self._words)
-
-    def write(self, rounding_key: RoundingKey) -> None:
-        """Write the results of the optimizer back."""
-        native.write_words(self._words, self._first, rounding_key.of_step)
-        torch.autograd.graph.increment_version(self._weights)
-
-
 class Launches:
-    """Launches of the Triton kernels: a few read a batch, a few write it, one for each way in which tensors are held.
+    """Launches of the kernels: in C one reads a batch and one writes it, in Triton one for each way to hold tensors.
 
     Their words are in a table with those of all batches of the step, which has been sent when a batch is stepped.
 
     Args:
+        grads: copies of gradients, which are read and not written.
         indices: of the gradients, each among all `gradients` of the step.
+        pieces: everything that is read and written.
     """
 
     def __init__(
@@ -125,28 +91,23 @@ class Launches:
         moves = [self._move(piece) for piece in pieces]
         self._reads = table.add("move_list", [move.read() for move in (*copied, *moves)])
         self._writes = table.add("move_list", [move.written() for move in moves])
-        self._weights = _weights_among(pieces)
+        self._weights = [piece.held.tensor for piece in pieces if isinstance(piece.held, Store)]
 
     @staticmethod
-    def _move(piece: Piece) -> triton.Move:
+    def _move(piece: Piece) -> Move:
         held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
         assert held is not None, "the kernels can move it"
         room = None if piece.at is None else piece.at * FP32.itemsize
-        return triton.Move(held, segment.offset, segment.count, piece.x, segment.first or 0, room=room)
+        return Move(held, segment.offset, segment.count, piece.x, segment.first or 0, room=room)
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees."""
         run_all(self._reads)
 
     def write(self, rounding_key: RoundingKey) -> None:
-        """Write the results of the optimizer back."""
+        """Write the results of the optimizer back, and tell autograd of the weights."""
         run_all(self._writes)
         torch.autograd.graph.increment_version(self._weights)
-
-
-def _weights_among(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the weights, of whose writes autograd is told."""
-    return [piece.held.tensor for piece in pieces if isinstance(piece.held, Store)]
 
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:
@@ -155,13 +116,11 @@ def kernels_that_move(piece: Piece) -> ModuleType | None:
     if segment.by_rows or segment.first is None or segment.first + held.numel() > 2**32:
         return None
     kernels = kernels_for(held)
-    if kernels is native and segment.box is not None:  # its words have no place for the first element of a shard
-        return None
     return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
 
 
 class Operators:
-    """Plain copies go through torch's foreach kernels; each other tensor reads and writes itself. See `Words`."""
+    """Plain copies go through torch's foreach kernels; each other tensor reads and writes itself. See `Launches`."""
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
         self._grads, self._pieces = grads, pieces
