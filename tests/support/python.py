@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOCKET = "HMPX_TESTS_PYTHON"  # the variable by which a `python` of the shell finds the server
-SERVE = "import torch, torch._dynamo; from tests.support import python; python.serve()"
+SERVE = "import torch, torch._dynamo, torch.utils.cpp_extension; from tests.support import python; python.serve()"
 
 
 def run(
