@@ -18,6 +18,7 @@ import torch
 from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, copy_all, private
 from hmpx.rounding import native
 from hmpx.rounding.native import PLAIN
+from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.stores import Stores
@@ -63,17 +64,17 @@ class Fingerprint:
         self._keys_of_states, self._own = self._look_at_states()
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
-        known = (*self._all, *self._values, *chain(*self._beside))
-        tensors = list({id(each): each for each in known}.values())
+        # Masters and scales are hmpx's own: they are what they were where they are the same objects.
+        named = zip(self._keys, self._values, strict=True)
+        of_states = [value for key, value in named if not str(key).startswith(SCALES)]
+        tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
         self._sharded = [each for each in tensors if is_sharded(each)]
         self._parts, self._of_grads = list(map(_PARTS, self._sharded)), [is_sharded(p.grad) for p in params]
         self._grad_types = [type(p.grad) for p in params]
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        # Counts of steps lie in one way alone, and masters are what they were where their memory is: they are hmpx's.
-        counts = [value for value in self._values if not value.dim()]
-        not_laid = set(map(id, (*counts, *chain(*self._beside))))
-        self._laid = [each for each in self._tensors if id(each) not in not_laid]
+        counts = {id(value) for value in of_states if not value.dim()}  # which lie in one way alone
+        self._laid = [each for each in self._tensors if id(each) not in counts]
         grads = [local(p.grad) for p in params if p.grad is not None]
         self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
