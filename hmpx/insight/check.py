@@ -1,4 +1,4 @@
-"""The command `check`: reads op lists and recipes, and says the first thing that is wrong in each.
+"""The command `check`: reads op lists and recipes, and says what is wrong in each.
 
 Files may be a stranger's, and what a module does when it is imported may be anything; so nothing is imported.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ import torch
 from hmpx.base.torch_features import exists
 from hmpx.base.torch_private import FEATURES
 from hmpx.base.yaml_files import composed
-from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.errors import HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.build_policy import resolve_sides
-from hmpx.ops.policies.lists import LIST_KEYS, SIDES, Listed, OpLists
+from hmpx.ops.policies.catalog import canonical, retired
+from hmpx.ops.policies.lists import LIST_KEYS, SIDES, Listed, OpLists, text_of_list
+from hmpx.ops.policies.names import is_op, unknown_op
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import shipped_names
 from hmpx.recipes.keys import EXTENDS, NXD, NXD_MASTERS
@@ -38,7 +40,7 @@ class Found(NamedTuple):
 
 
 def check_files(paths: Sequence[str]) -> Iterator[Found]:
-    """Yield the first fault of each op list file and recipe, and what is not decided.
+    """Yield the faults of each list in text, the first fault of other files, and what is not decided.
 
     A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
     Text files for different sides are held against one another. A recipe is a YAML file with a key that only a recipe
@@ -62,11 +64,13 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
                 yield Found(f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}")
                 continue
             side = next((side for side in SIDES if side in Path(path).name), "bf16")
-            lists = OpLists.read(path, side)
-            resolve_sides(lists)
-            yield from _of_user_functions([each for listed in lists.sides.values() for each in listed])
-            if Path(path).suffix not in (".yaml", ".yml", ".json"):
+            if Path(path).suffix.lower() in (".yaml", ".yml", ".json"):
+                lists = OpLists.read(path, side)
+                resolve_sides(lists)
+            else:
+                lists = yield from _of_text(path, side)
                 together[side] = lists if side not in together else OpLists()
+            yield from _of_user_functions([each for listed in lists.sides.values() for each in listed])
         except HmpxError as error:
             yield Found(str(error))
     both = OpLists()
@@ -76,6 +80,36 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
         resolve_sides(both)
     except OpListError as error:
         yield Found(str(error))
+
+
+def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:
+    """Yield what each line of a list says wrong, or in vain, and return the names of the others."""
+    lines, found = text_of_list(path).splitlines(), dict[int, Found]()
+    lists = None
+    while lists is None:
+        try:
+            lists = OpLists.of_text("\n".join(lines), path, side)
+        except OpListError as error:
+            line = error.place.line if isinstance(error.place, Origin) else 0
+            if not line:
+                raise
+            found[line], lines[line - 1] = Found(str(error)), ""
+    good, first = list[Listed](), dict[str, int]()
+    for each in lists.sides[side]:
+        line, op = each.place.line if isinstance(each.place, Origin) else 0, canonical(each.name)
+        try:
+            resolve_sides(OpLists(**{side: (each,)}))
+        except OpListError as error:
+            found[line] = Found(str(error))
+            continue
+        good.append(each)
+        if retired(op):
+            found[line] = Found(f"{each.where}: {unknown_op(each.name)}", is_fault=False)
+        elif op in first:
+            found[line] = Found(f"{each.where}: {each.name!r} is the op of line {first[op]} again", is_fault=False)
+        first.setdefault(op, line)
+    yield from (found[line] for line in sorted(found))
+    return OpLists(**{side: tuple(good)})
 
 
 def features_table() -> str:
@@ -103,7 +137,8 @@ def is_recipe(path: str) -> bool:
 
 
 def _of_user_functions(names: Sequence[Listed]) -> Iterator[Found]:
-    said = {name: found for name, place in names if "." in name and (found := of_user_function(name))}
+    dotted = {name for name, _ in names if "." in name and not is_op(canonical(name))}
+    said = {name: found for name in dotted if (found := of_user_function(name))}
     for name, place in names:
         if found := said.pop(name, None):
             yield found._replace(text=f"{place}: {found}")

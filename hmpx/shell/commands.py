@@ -71,8 +71,9 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check = add(
         "check",
         "find what is wrong in op lists and recipes",
-        "Say each problem of some files as FILE:LINE: names that are no op, keys that do not exist, values that do\n"
-        "not fit, lists that are not there, duplicates, ops on both sides. The exit status is 1 if there is any.\n"
+        "Say each problem of lists in text, and the first of recipes and other files, as FILE:LINE: names that are no\n"
+        "op, keys that do not exist, values that do not fit, files that are not there, and ops on both sides (of text\n"
+        "files whose names say their sides, as bf16.txt and fp32.txt). The exit status is 1 if there is any.\n"
         "Nothing is imported: of a dotted name (`torchvision.ops.nms`) whose module is not, this says so.\n"
         "With --torch: a table of what hmpx does with names that torch does not document, whether the installed torch\n"
         "has them, and what holds without. The exit status is 1 if something is off.",
@@ -91,7 +92,8 @@ def _run(options: argparse.Namespace) -> int:
     recipe = recipe_to_run(options)
     if recipe is None:
         names = ", ".join(recipe_names())
-        raise HmpxError(f"run needs --recipe NAME or FILE, before {options.script}; there are {names}")
+        lists = "or lists (--list FILE --fp32 FILE)"
+        raise HmpxError(f"run needs --recipe NAME or FILE, {lists}, before {options.script}; there are {names}")
     run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 

@@ -52,7 +52,13 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     module.__spec__ = importlib.util.find_spec("hmpx.shell.spawned")
     sys.modules["__main__"] = module
     code = cast(InspectLoader, spec.loader).get_code(spec.name)  # both ways to a spec see to it
-    exec(cast(types.CodeType, code), vars(module))
+    try:
+        exec(cast(types.CodeType, code), vars(module))
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == "habana_frameworks":
+            said = f"{error.name} is not installed; for its hmp write: from hmpx import hmp"
+            raise HmpxError(said).with_traceback(error.__traceback__) from error
+        raise
 
 
 def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:

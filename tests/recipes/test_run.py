@@ -122,7 +122,10 @@ def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["train.py"], "run needs --recipe NAME or FILE, before train.py; there are apex-o1"),
+        (
+            ["train.py"],
+            "run needs --recipe NAME or FILE, or lists (--list FILE --fp32 FILE), before train.py; there are apex-o1",
+        ),
         (["--recipe", "leen", "train.py"], "did you mean 'lean'?"),
         (["--recipe", "lean", "trein.py"], "trein.py: no such script; did you mean 'train.py'?"),
         (["--recipe", "lean", "-m", "nothing.here"], "-m nothing.here: no such module"),
@@ -139,6 +142,21 @@ def test_what_is_wrong_is_said_and_nothing_is_run(arguments, message, script, ca
     argv, main_module = sys.argv, sys.modules["__main__"]
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err and sys.argv is argv and sys.modules["__main__"] is main_module
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("from habana_frameworks.torch.hpex import hmp", "for its hmp write: from hmpx import hmp"),
+        ("import hmpx; hmpx.convert(bf16=['linaer'])", "did you mean 'linear'?"),
+    ],
+)
+def test_an_error_of_hmpx_names_the_line_of_the_script(tmp_path, line, message):
+    (tmp_path / "train.py").write_text(f"\n\n{line}\n")
+    done = python.run("-m", "hmpx", "run", "--recipe", "lean", tmp_path / "train.py")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert message in done.stderr
+    assert done.stderr.endswith(f"  raised at {tmp_path / 'train.py'}:3\n"), done.stderr
 
 
 def test_the_exit_status_is_that_of_the_script_and_an_error_is_shown(tmp_path):

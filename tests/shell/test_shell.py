@@ -260,8 +260,8 @@ def test_explain_names_what_reads_code_and_lists(what, capsys):
     assert (status, out) == (2, "") and instead in err
 
 
-def test_check_says_the_first_thing_that_is_wrong_in_each_file(capsys, tmp_path, monkeypatch, stored):
-    """In lists: names, and both sides of two files. In recipes: keys, values, functions, settings."""
+def test_check_says_what_is_wrong_in_each_file(capsys, tmp_path, monkeypatch, stored):
+    """In lists: every line, and both sides of two files. In recipes: keys, values, functions, settings."""
     monkeypatch.chdir(tmp_path)
     for name, text in CHECKED.items():
         (tmp_path / name).write_text(text)
@@ -274,7 +274,7 @@ def test_check_says_the_first_thing_that_is_wrong_in_each_file(capsys, tmp_path,
 
 
 CHECKED = {
-    "bf16.txt": "conv2d\nsofmax\nmul\n",
+    "bf16.txt": "conv2d\nsofmax\nmul\nF.relu\naten::mm\ntorch.relu\nConv2d\n",
     "mul.bf16.txt": "conv2d\nmul\n",
     "fp32.txt": "log\nmul\n",
     "both.yaml": "bf16: [mm]\nfp32: [mm]\npromote: [mm]\n",

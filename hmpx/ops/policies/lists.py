@@ -122,9 +122,18 @@ class OpLists:
             OpListError: no list can be made of it.
         """
         path = os.fspath(path)
-        text, suffix = _text(path), Path(path).suffix.lower()
+        text, suffix = text_of_list(path), Path(path).suffix.lower()
         if suffix in (".yaml", ".yml", ".json"):
             return cls.of(*_of_tree(path, text, suffix == ".json"))
+        return cls.of_text(text, path, side)
+
+    @classmethod
+    def of_text(cls, text: str, path: str, side: str) -> OpLists:
+        """Read the text of a file, one name a line.
+
+        Raises:
+            OpListError: the first line that has no name.
+        """
         lines, newer = list[tuple[int, str]](), list[Listed]()
         for number, line in enumerate(text.splitlines(), 1):
             name, _, wanted = (part.strip() for part in line.partition("#")[0].partition(";"))
@@ -165,7 +174,7 @@ def _listed(side: str, value: Any, place: Origin | str, places: Places, may_add:
                 f"{name!r} stands in the lists of recipes: extends: autocast-cuda, fp32: [..., log]", key=key
             )
         if not _NAME.match(name):
-            words = [word for word in re.split(r"[\s,;]+", name) if _NAME.match(word)]
+            words = [word for word in re.split(r"[\s,;]+", name.removeprefix("aten::")) if _NAME.match(word)]
             hint = "; write one name a line" if len(words) > 1 else f"; did you mean {words[-1]!r}?" if words else ""
             raise OpListError(f"{name!r} is no op name{hint}", "" if key in places else place, key=key)
         yield Listed(name, places.get(key, place))
@@ -226,7 +235,12 @@ def read_lists(
     return OpLists(**found, newer=tuple(each for lists in read.values() for each in lists.newer or ()) or None)
 
 
-def _text(path: str) -> str:
+def text_of_list(path: str) -> str:
+    """Return the text of an op list file.
+
+    Raises:
+        OpListError: it cannot be read.
+    """
     try:
         return text_of(path, OpListError)
     except FileNotFoundError:

@@ -35,13 +35,16 @@ _ELSEWHERE = {
     **dict.fromkeys(("mse", "l2loss"), "mse_loss"),
     **dict.fromkeys(("bcewithlogits", "bcewithlogitsloss"), "binary_cross_entropy_with_logits"),
     **{"gemm": "mm", "swish": "silu", "nll": "nll_loss", "klloss": "kl_div", "kldivloss": "kl_div"},
+    **{"gels": "linalg_lstsq", "lstsq": "linalg_lstsq", "symeig": "linalg_eigh"},
 }
 
 
 def unknown_op(name: str) -> str:
     """Return the message for an unknown name."""
     if retired(canonical(name)):
-        return f"torch {torch.__version__} has removed {name!r}: a list may name it, and no rule is needed"
+        return (
+            f"torch {torch.__version__} has removed {name!r}: here the line does nothing (an older torch may have it)"
+        )
     in_place = name.removesuffix("_")
     if in_place != name and in_place in legal_names():
         return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"

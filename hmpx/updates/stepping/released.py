@@ -57,10 +57,10 @@ class Released(torch.Tensor):
 def _error(what: str, gradient: Released) -> HmpxError:
     return HmpxError(
         f"{what}: this gradient is gone: {gradient.optimizer} is attached with release_gradients=True, so each "
-        "parameter steps in backward(), with its gradient as it is, and frees it. For clipping, norms, GradScaler, accumulation, skipped "
-        "steps or a second optimizer of a parameter set release_gradients=False, or take a recipe without it (bf16-sr; "
-        "torchao-bf16-sr has BF16 state, as lean). To end this step, call optimizer.step(). For gradients of inputs "
-        "alone there is torch.autograd.grad"
+        "parameter steps in backward(), with its gradient as it is, and frees it. For clipping, norms, GradScaler, "
+        "accumulation, skipped steps or a second optimizer of a parameter set release_gradients=False, or take a "
+        "recipe without it (bf16-sr; torchao-bf16-sr has BF16 state, as lean). To end this step, call "
+        "optimizer.step(). For gradients of inputs alone there is torch.autograd.grad"
     )
 
 
