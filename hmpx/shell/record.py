@@ -8,8 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from hmpx import converting
+from hmpx.errors import HmpxError
+from hmpx.insight.capture.capture import Capture
+from hmpx.insight.looks.hashes import Hashes
+from hmpx.insight.recording.hashed_runs import is_hashes
 from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.parting import parting
 from hmpx.insight.recording.record import record
+from hmpx.recipes.recipe import Recipe
 from hmpx.shell import run_script
 from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
@@ -30,6 +37,10 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     files = command.add_argument_group("what is saved")
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
     files.add_argument("--json", metavar="FILE", help="the record, for `report` and programs")
+    files.add_argument("--hash", metavar="FILE", help="in its place: hashes of what ops take and give, for two runs")
+    files.add_argument(
+        "--at", type=int, action="append", default=[], metavar="N", help="iterations that are hashed; without this 1, 2"
+    )
     add_force(files)
     add_script(command, "the one that the environment names, or none: the script converts itself")
     command.set_defaults(run=_record)
@@ -37,23 +48,29 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "report",
         "show what `record` has saved, or compare two of these files",
-        "Print the table of a record that `record --json` or log.json() has saved. With --diff, print what is\n"
-        "different in another one instead: sites that are new or gone, other rules and dtypes. The exit status is 1\n"
-        "then if there are any.",
-        "log.json --html log.html\nbefore.json --diff after.json",
+        "Print the table of a record that `record --json` or log.json() has saved. With --diff, of two files of\n"
+        "`record --hash`, say where the two runs part: the first call of an op whose inputs agree to the bit and\n"
+        "whose results do not. Of two files of `record --json`: sites that are new or gone, other rules and dtypes.\n"
+        "The exit status is 1 then if there is a difference. Of many ranks, name the file without a rank's number.",
+        "log.json --html log.html\nrun1.json --diff run2.json --again run1-again.json",
     )
     command.add_argument("file", metavar="FILE", help="JSON")
     command.add_argument("--html", metavar="FILE", help="write it as a page, too")
     add_force(command)
-    command.add_argument("--diff", metavar="OTHER", help="the JSON of a later record")
+    command.add_argument("--diff", metavar="OTHER", help="the file of another run")
+    command.add_argument("--again", metavar="FILE", help="hashes of a second run of FILE: what differs is not blamed")
     command.set_defaults(run=_report)
 
 
 def _record(options: argparse.Namespace) -> int:
-    outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
+    outputs = {kind: of_rank(path) for kind in ("html", "json", "hash") if (path := getattr(options, kind))}
     check_outputs(options, outputs)
+    if (options.hash and len(outputs) > 1) or (options.at and not options.hash):
+        raise HmpxError("--hash goes without --html and --json" if options.hash else "--at N goes with --hash FILE")
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
+    if options.hash:
+        return _hash(options, recipe, outputs["hash"])
     log, started, are_all = Log(), Counter[str](), True
     try:
         with started_processes() as started, record() as log:
@@ -62,6 +79,26 @@ def _record(options: argparse.Namespace) -> int:
         if log.about:  # the record was opened
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
             are_all = _show(log, outputs, started, "" if log.policy else by_recipe)
+    return 0 if are_all else 2
+
+
+def _hash(options: argparse.Namespace, recipe: Recipe | None, path: Path) -> int:
+    """Run the script, and save hashes of what its ops take and give."""
+    at = options.at or (1, 2)
+    hashes = Hashes(at)
+    capture, started = Capture([hashes], at, only_at=True), Counter[str]()
+    try:
+        with started_processes() as started, capture.hooks():
+            try:
+                run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+            finally:
+                converting.restore()  # the recipe's patches stand upon the capture's
+    finally:
+        capture.close()
+        hashes.named(capture.names, capture.compiles)
+        lines, are_all = save(hashes, {"json": path})
+        unseen = [*capture.trouble, *capture.elsewhere, *capture.notes.unseen, *(f"process {each}" for each in started)]
+        print(*lines, *(f"hmpx: not hashed: {each}" for each in unseen), sep="\n", file=sys.stderr)
     return 0 if are_all else 2
 
 
@@ -90,12 +127,22 @@ def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: st
 def _report(options: argparse.Namespace) -> int:
     if options.html:
         check_outputs(options, {"html": Path(options.html)})
+    if is_hashes(options.file):
+        if not options.diff:
+            raise HmpxError(f"{options.file}: hashes of a run: compare them with those of another, by --diff OTHER")
+        parted = parting(options.file, options.diff, options.again)
+        if options.html:
+            parted.html(options.html)
+        print(parted)
+        return 1 if parted else 0
+    if options.again or (options.diff and is_hashes(options.diff)):
+        raise HmpxError(f"{options.file}: has no hashes; `record --hash NAME train.py` writes a file with them")
     log = Log.load(options.file)
     if options.html:
         log.html(options.html)
     if options.diff:
         found = log.diff(Log.load(options.diff))
-        print(found)
+        print(found, "Where their numbers part: record both with --hash FILE, and --diff those", sep="\n")
         return 1 if found else 0
     print(log)
     return 0

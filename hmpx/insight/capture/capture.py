@@ -46,6 +46,8 @@ class Capture:
         looks: what is looked for; each is called for the optimizers, the steps and the ops that it asks for.
         at: iterations, from 1, whose ops are looked at in any case.
         is_enough: is told how many steps an optimizer has done, and may raise to end the program.
+        only_at: look at ops of no other iterations than `at`, and at those of compiled code, too. Only the step of an
+            optimizer ends an iteration then.
 
     Attributes:
         notes: what the ops have told. iterations: which were looked at.
@@ -55,10 +57,14 @@ class Capture:
     """
 
     def __init__(
-        self, looks: Sequence[Look], at: Collection[int] = (), is_enough: Callable[[int], None] = lambda steps: None
+        self,
+        looks: Sequence[Look],
+        at: Collection[int] = (),
+        is_enough: Callable[[int], None] = lambda steps: None,
+        only_at: bool = False,
     ) -> None:
-        self.looks, self._is_enough = looks, is_enough
-        self.notes, self.iterations, self.trouble = Notes(), Iterations(at), list[str]()
+        self.looks, self._is_enough, self._only_at = looks, is_enough, only_at
+        self.notes, self.iterations, self.trouble = Notes(), Iterations(at, only_at), list[str]()
         self.optimizers: list[Optimizer] = []
         self.steps: Counter[int] = Counter()
         self.names: dict[Parameter, str] = {}
@@ -86,13 +92,16 @@ class Capture:
             changes.callback(register_optimizer_step_pre_hook(self._before).remove)
             changes.callback(register_optimizer_step_post_hook(self._after).remove)
             changes.callback(lambda: self._forward_hook and self._forward_hook.remove())
-            self._await_forward(True)
+            if not self._only_at:
+                self._await_forward(True)
             changes.callback(lambda: self._last_hook and self._last_hook.remove())
             backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
             changes.put(backward, self._backward(torch.autograd.backward))
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             changes.put(place, self._scaled(torch.amp.GradScaler.step))
-            self._watch.look_at(math.inf, setting_up=not self.iterations.first_is_due)
+            if self.iterations.first_is_due or not self._only_at:
+                most = ITERATION if self._only_at else math.inf
+                self._watch.look_at(most, setting_up=not self.iterations.first_is_due)
             yield
 
     def close(self) -> None:
@@ -152,7 +161,7 @@ class Capture:
         if not self._watch.is_looking:
             self._watch.close()
         self._await_forward(self._watch.is_open and not self._watch.is_looking)  # below another mode it waits
-        if self.iterations.is_due and not self.compiles:  # compiled code hides its ops
+        if self.iterations.is_due and (self._only_at or not self.compiles):  # compiled code hides its ops
             self.iterations.is_due = False
             self._watch.look_at(ITERATION)
 
@@ -165,9 +174,11 @@ class Capture:
                 with aside(self.trouble):
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
+                        for look in self.looks:
+                            look.loss(self.notes, losses)
                 # Updates by hand come after a backward pass, and before the next one.
                 self._passes += 1
-                is_first = self.iterations.first_is_due and self._passes < _FIRST
+                is_first = self._only_at or (self.iterations.first_is_due and self._passes < _FIRST)
                 if not self.optimizers and graph_task() == -1 and not is_first:
                     self._iterated()
                     if self.notes.are_steps:

@@ -105,7 +105,7 @@ class OpWatch(DispatchWatch):
                 frame = sys._getframe(1)
                 if stage == "forward" and graphed and any(each.requires_grad for each in given):
                     self._notes.note_node(frame)
-                op = OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed)
+                op = OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed, result)
                 self._trace(op)
                 self._look(op)
         return result

@@ -22,8 +22,8 @@ class Iterations:
         passed_over: how many were left out, since looking would have taken too long.
     """
 
-    def __init__(self, at: Collection[int]) -> None:
-        self._at = frozenset(at)  # in any case
+    def __init__(self, at: Collection[int], only: bool = False) -> None:
+        self._at, self._only = frozenset(at), only  # in any case, or only these
         self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
         self.is_due = False
@@ -48,7 +48,8 @@ class Iterations:
         next_one = self.count + 1 - self._stage
         is_turn = next_one in _LOOKS or (next_one > _LOOKS[-1] and next_one % 13 == 11)
         is_affordable = self._took <= max(_FREE, _SHARE * (now - self._began))
-        self.is_due = self.count + 1 in self._at or next_one == _LOOKS[0] or (is_turn and is_affordable)
+        is_next = not self._only and (next_one == _LOOKS[0] or (is_turn and is_affordable))
+        self.is_due = self.count + 1 in self._at or is_next
         self.passed_over += is_turn and not self.is_due
 
     def restart(self) -> None:

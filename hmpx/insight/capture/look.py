@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class Look:
 
     def met(self, optimizer: Optimizer, where: str) -> None:
         """An optimizer steps for the first time, at this line."""
+
+    def loss(self, notes: Notes, losses: Sequence[torch.Tensor]) -> None:
+        """A backward pass begins with these losses."""
 
     def begin(self, optimizer: Optimizer, iteration: int) -> None:
         """The gradients of a step are there. iteration: from 1, the one that this step ends."""

@@ -95,7 +95,7 @@ class OpCall:
 
     Attributes:
         func: the op with its overload. name: without overload, as in "add_" or "_softmax".
-        given, results: the floating tensors among its arguments and its results.
+        result: what it returned. given, results: the floating tensors among its arguments and its results.
         before: copies, or samples, of the low-precision tensors that it writes to in place, from before; None if there
             are none, or outside of a backward pass if they are of this iteration.
         frame: the innermost Python frame below torch's dispatcher.
@@ -114,6 +114,7 @@ class OpCall:
     stage: str
     node: Any
     graphed: bool
+    result: Any
 
     @property
     def out(self) -> Tensor:

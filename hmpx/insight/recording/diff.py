@@ -93,7 +93,7 @@ def _grid(title: str, sites: Sequence[Site], ruled: dict[str, list[Site]]) -> Gr
     """Return a table of sites, with a column of rules and dtypes for each list in `ruled`. Equal blocks share a row."""
     rows: dict[tuple, list[Site]] = defaultdict(list)
     for site, *each in zip(sites, *ruled.values(), strict=True):
-        said = [f"{one.rule or '-'}: {short_dtypes(one.dtypes)}" for one in each]
+        said = [": ".join(filter(None, (one.rule, short_dtypes(one.dtypes)))) for one in each]
         key = (site.op, site.where, numberless(site.module), *said)
         rows[key].append(site)
     shown = [(alike(group)[0], *key[3:]) for key, group in rows.items()]

@@ -1,0 +1,235 @@
+"""Runs that `record --hash` has saved, and the pairs of calls at which two of them part.
+
+Calls of one line, op and module are compared one by one. Where the lines are not the same, as in compiled code, a call
+is one at which the runs part if its inputs all occur in the other run and its results do not. Either counts if a loss
+or a gradient that differs depends on it, so another way to the same numbers is no difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hmpx.errors import HmpxError
+from hmpx.insight.looks.hashes import SCHEMA, Call
+
+OPS = ("forward", "backward")
+
+
+class Part(NamedTuple):
+    """A call in two runs, None where one has no such call, and what else each ran at its line and module."""
+
+    first: Call | None
+    second: Call | None
+    beside: tuple[Sequence[Call], Sequence[Call]] = ((), ())
+
+    @property
+    def both(self) -> tuple[Call | None, Call | None]:
+        return self.first, self.second
+
+    @property
+    def places(self) -> set[tuple]:
+        """The line, the module and the op in each run."""
+        return {(*site(each), each.op) for each in self.both if each}
+
+    @property
+    def call(self) -> Call:
+        """The call of the first run, or else of the second."""
+        found = self.first or self.second
+        assert found is not None, "one run has the call"
+        return found
+
+
+@dataclass
+class Run:
+    """What the files of a run hold. losses: by iteration, the mean of its backward passes and ranks."""
+
+    about: dict[str, str]
+    losses: dict[int, float]
+    calls: list[Call]
+
+    def of(self, iteration: int) -> Iteration:
+        return Iteration([each for each in self.calls if each.iteration == iteration])
+
+
+class Iteration:
+    """The calls of one iteration of a run, and what `look` has found of them.
+
+    Attributes:
+        calls: without gradients, which are by name, and whole, in `gradients`.
+        apart: by identity, the calls at which the runs part. agree: the others that agree. ways: how many are another
+            way to numbers that agree. follow: how many differ because their inputs do.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = [each for each in calls if each.stage != "gradient"]
+        self.gradients = _whole(each for each in calls if each.stage == "gradient")
+        self._values = {value for each in self.calls for value in (*each.given, *hashes(each))}
+        made = (each for each in self.calls if each.stage in OPS and not each.given and not each.is_random)
+        self._constants = {value for each in made for value in hashes(each)}
+        self._keys, self._by_key = dict[int, tuple](), dict[tuple, Call]()  # the line and op, and which call of it
+        seen: Counter[tuple] = Counter()
+        for each in self.calls:
+            place = (*site(each), each.op)
+            seen[place] += 1
+            key = self._keys[id(each)] = (*place, seen[place])
+            self._by_key[key] = each
+        self.apart, self.agree = dict[int, Call](), set[int]()
+        self.follow = self.ways = 0
+
+    @property
+    def ops(self) -> list[Call]:
+        return [each for each in self.calls if each.stage in OPS]
+
+    def look(self, other: Iteration) -> None:
+        """Find what differs from the other run, from the end of the iteration to its beginning."""
+        wanted = set[int]()  # numbers on which a loss or a gradient that differs depends
+        for name, each in self.gradients.items():
+            if name in other.gradients and hashes(each) != hashes(other.gradients[name]):
+                wanted.update(each.given)
+        is_training = bool(self.gradients) or any(each.stage == "loss" for each in self.calls)
+        for each in reversed(self.calls):
+            twin, new = other._by_key.get(self._keys[id(each)]), {*hashes(each)} - other._values - self._constants
+            is_one = twin and (twin.given, twin.settings) == (each.given, each.settings)
+            if twin and is_one and hashes(twin) != hashes(each):
+                self.apart[id(each)] = each
+            elif not new:
+                self.agree.add(id(each))
+                if each.stage in ("loss", "traffic"):
+                    wanted.update(each.given)
+                continue
+            elif is_training and wanted.isdisjoint(new):
+                self.ways += each.stage in OPS
+                continue
+            elif (other._values | self._constants).issuperset(each.given):
+                self.apart[id(each)] = each
+            else:
+                self.follow += each.stage in OPS
+            wanted.update(each.given)
+
+    def shared(self, other: Iteration) -> float:
+        """Return the share of the calls that agree, or are of a line, module and op of the other run, too."""
+        known = {key[:-1] for key in other._by_key}
+        alike = sum(id(each) in self.agree or self._keys[id(each)][:-1] in known for each in self.ops)
+        return alike / max(len(self.ops), 1)
+
+    def parts(self, other: Iteration) -> list[Part]:
+        """Pair the calls at which the runs part: those of one key, of one op and inputs, of one line, or of one op."""
+        left, right = [*self.apart.values()][::-1], [*other.apart.values()][::-1]
+        found: dict[int, Call] = {}
+
+        def pair(key: Callable[[Iteration, Call], Any]) -> None:
+            waiting: dict[Any, list[Call]] = {}
+            for each in right:
+                waiting.setdefault(key(other, each), []).append(each)
+            for each in left:
+                if id(each) not in found and (same := waiting.get(key(self, each))):
+                    found[id(each)] = same.pop(0)
+                    right.remove(found[id(each)])
+
+        pair(lambda run, each: run._keys[id(each)])
+        pair(lambda run, each: (each.stage, each.op, *(each.given or site(each))))
+        pair(lambda run, each: site(each))
+        lines = {site(one) for each in left if id(each) in found for one in (each, found[id(each)])}
+        left = [each for each in left if id(each) in found or (site(each) not in lines and self._is_alone(each, other))]
+        right = [each for each in right if site(each) not in lines and other._is_alone(each, self)]
+        pair(lambda run, each: (each.stage, each.op if each.stage in OPS else id(each)))
+        pair(lambda run, each: (each.stage, each.shapes.rpartition("->")[2] if each.stage in OPS else id(each)))
+        pair(lambda run, each: each.stage if each.stage in OPS else id(each))
+        pairs = [(each, found.get(id(each))) for each in left] + [(None, each) for each in right]
+        return [Part(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in pairs]
+
+    def _is_alone(self, call: Call, other: Iteration) -> bool:
+        """Whether the runs part at a call that the other run has not, or at an input whose reader it has."""
+        if call.stage != "input":
+            twin = other._by_key.get(self._keys[id(call)])
+            return twin is None or self._values.issuperset(twin.given)  # or else what differs is before that
+        reader = next((each for each in self.ops if hashes(call)[0] in each.given), None)
+        return reader is not None and self._keys[id(reader)] in other._by_key
+
+    def _beside(self, call: Call | None) -> list[Call]:
+        return [each for each in self.ops if call and site(each) == site(call)]
+
+
+def site(call: Call) -> tuple:
+    """Return where a call is. Files go by their names, as folders differ between machines."""
+    return call.stage, os.path.basename(call.where), call.module
+
+
+def hashes(call: Call) -> list[int]:
+    """Return the hashes of the results."""
+    return [each[0] for each in call.results]
+
+
+def _whole(gradients: Iterable[Call]) -> dict[str, Call]:
+    """Return gradients by name, each made of the parts that ranks hold."""
+    parts: dict[str, dict[int, Call]] = {}
+    for each in gradients:
+        parts.setdefault(each.op, {}).setdefault(each.offset, each)
+    found = {}
+    for name, by_offset in parts.items():
+        held = [by_offset[offset] for offset in sorted(by_offset)]
+        values, largest, some = zip(*(each.results[0] for each in held), strict=True)
+        whole = (sum(values) + 2**63) % 2**64 - 2**63, max(largest), [*itertools.chain(*some)]
+        found[name] = replace(held[0], results=[whole], given=[value for each in held for value in each.given])
+    return found
+
+
+def is_hashes(path: str) -> bool:
+    """Whether a file, or those of ranks, hold what `record --hash` has saved."""
+    try:
+        return any(f'"{SCHEMA}"' in each.read_text(encoding="utf-8")[:200] for each in _files(path))
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _files(path: str) -> list[Path]:
+    """Return the file, or else those of the ranks: run.0.json for run.json."""
+    whole = Path(path)
+    ranks = {
+        int(each.stem[len(whole.stem) + 1 :]): each
+        for each in ([] if whole.exists() or not whole.parent.is_dir() else whole.parent.iterdir())
+        if each.suffix == whole.suffix
+        and each.stem.startswith(f"{whole.stem}.")
+        and each.stem[len(whole.stem) + 1 :].isdecimal()
+    }
+    return [ranks[rank] for rank in sorted(ranks)] or [whole]
+
+
+def read(path: str) -> Run:
+    """Read the file of a run, or those of its ranks.
+
+    Raises:
+        HmpxError: one cannot be read, or holds something else.
+    """
+    about, losses, calls = dict[str, str](), dict[int, list[float]](), list[Call]()
+    files = _files(path)
+    for each in files:
+        try:
+            found = json.loads(each.read_text(encoding="utf-8"))
+            if found["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {found['schema']!r}, and not {SCHEMA!r}")
+            for row in found["calls"]:
+                results = [(value, _number(most), [*map(_number, some)]) for value, most, some in row[-1]]
+                calls.append(replace(Call(*row), results=results))
+            for i, loss in found["losses"]:
+                losses.setdefault(i, []).append(_number(loss))
+            about = {**found["about"], "ranks": str(len(files))}
+        except OSError as error:
+            do = f"; `python -m hmpx record --hash {path} train.py` writes one" if not each.exists() else ""
+            raise HmpxError(f"{each}: {error.strerror or error}{do}") from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise HmpxError(f"{each}: no file of `record --hash`: {type(error).__name__}: {error}") from None
+    calls.sort(key=lambda each: each.iteration)
+    return Run(about, {i: math.fsum(each) / len(each) for i, each in sorted(losses.items())}, calls)
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

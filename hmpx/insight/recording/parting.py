@@ -1,0 +1,302 @@
+"""`parting`: where two runs part, that is, the first call whose inputs agree to the bit and whose results do not."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.insight.looks.hashes import Call
+from hmpx.insight.recording.diff import LogDiff, difference
+from hmpx.insight.recording.hashed_runs import OPS, Iteration, Part, Run, hashes, read, site
+from hmpx.insight.recording.recorded import Site
+from hmpx.insight.report import Field, Grid, Report, plain
+from hmpx.insight.text_table import number, short_dtypes, short_places
+
+_DIGITS = {True: 2, False: 32}  # last digits of the largest number that another order of sums changes, in low precision
+_SITES = 5  # rows of a terminal
+
+
+@dataclass
+class Parting(Report):
+    """Where two runs part; true if they do. All is of the first iteration in which something differs.
+
+    Attributes:
+        parts: the calls whose inputs agree and whose results do not, in order. Weights and data that differ, and are
+            read before that, stand before them.
+        unsteady: what differs when the first program runs twice too, and is blamed for nothing. is_twice: whether a
+            second run of it was given.
+        same, follow, ways: how many calls agree, how many differ because their inputs do, and how many are another way
+            to numbers that agree. is_another: whether fewer than half of the calls are common.
+        losses: the first iteration whose losses differ, and both; None if none does. compared: how many losses were.
+        gradients: those that differ. settings: what differs in torch and the machine, in words.
+        sites: lines, ops and dtypes that differ.
+    """
+
+    iteration: int = 0
+    parts: list[Part] = field(default_factory=list)
+    unsteady: list[Part] = field(default_factory=list)
+    is_twice: bool = False
+    same: int = 0
+    follow: int = 0
+    ways: int = 0
+    is_another: bool = False
+    losses: tuple[int, float, float] | None = None
+    compared: int = 0
+    gradients: list[Part] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    sites: LogDiff = field(default_factory=LogDiff)
+
+    def __bool__(self) -> bool:
+        return bool(self.parts or self.gradients or self.losses or self.is_another)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the attributes as objects."""
+        return plain(asdict(self))
+
+    def _title(self) -> tuple[str, str]:
+        return "diff", "Where two runs part"
+
+    def _lines(self) -> Iterator[str]:
+        if not self:
+            ways = f"; {number(self.ways, 'call')} are another way to the same numbers" if self.ways else ""
+            yield f"They agree to the bit: {number(self.same, 'call')}, {number(self.compared, 'loss', 'losses')}{ways}"
+        else:
+            yield from self._finding()
+            losses = self.losses and "part in iteration {}: {:.9g} and {:.9g}".format(*self.losses)
+            yield f"losses   {losses or f'agree to the bit: {self.compared}'}"
+            if self.gradients:
+                yield f"then     {number(len(self.gradients), 'gradient')} differ{_worst(self.gradients)}"
+        if self.settings:
+            yield f"settings {'; '.join(self.settings)}"
+        if self.unsteady:
+            rest = f" and {len(self.unsteady) - 1} more" if self.unsteady[1:] else ""
+            yield f"twice    {_at(self.unsteady[0].call)}{rest} differ when the first program runs twice: not blamed"
+        elif self.is_twice:
+            yield "twice    the first program, run twice, agrees to the bit with itself"
+        elif self:
+            yield "twice    not looked at: --again FILE, of a second run of the first, frees what no run repeats"
+        if self:
+            ways = f", {self.ways} are another way to numbers that agree" if self.ways else ""
+            yield f"{number(self.same, 'call')} agree, {self.follow} differ as their inputs do{ways}"
+
+    def _finding(self) -> Iterator[str]:
+        """Say what is wrong, how bad it is, and what to do."""
+        first, when = self.parts[0] if self.parts else None, f"iteration {self.iteration}"
+        if self.is_another:
+            alike = number(self.same, "call of the first has", "calls of the first have")
+            yield f"The two did not run the same program: in {when}, {alike} a like in the second"
+            is_compiled = any(each.startswith("torch.compile") for each in self.settings)
+            yield f"do       {_DO['compiled' if is_compiled else 'program']}"
+        elif first is None:
+            what = "which the first program, run twice, does not repeat" if self.unsteady else "and no call before them"
+            yield f"Gradients or losses part in {when}, {what}"
+        elif first.call.stage == "input":
+            kind = "weights" if first.call.op.startswith(("parameter ", "buffer ")) else "data"
+            kind += " later" if kind == "weights" and self.iteration > 1 else ""
+            said = f"Their inputs differ already, at {_at(first.call)}, in {when}"
+            if first.first and first.second and first.first.shapes != first.second.shapes:
+                kind = "parts" if all(map(_is_rounding, self.gradients)) else "data"
+                split = f"Each run, or rank, has another part of the batch, at {_at(first.call)}, in {when}"
+                said = split + (": gradients agree but for the order of sums" if kind == "parts" else "")
+            yield said
+            yield from _both(first)
+            yield f"do       {_DO[kind]}"
+        else:
+            is_random = any(each is not None and each.is_random for each in first.both)
+            what = "random numbers differ" if is_random else "the inputs agree to the bit, the results do not"
+            yield f"They part at {_at(first.call)}, in the {first.call.stage} pass of {when}: {what}"
+            yield from _both(first)
+            if not is_random:
+                yield f"how bad  {_how_bad(first)}"
+            yield f"do       {_DO['random' if is_random else _kind(first)]}"
+
+    def _sections(self) -> Iterator[Grid]:
+        ops = [each for each in self.parts if each.call.stage in OPS]
+        once = [*{(*site(each.call), each.call.op): each for each in reversed(ops)}.values()][::-1]
+        head = f"Where they part, each line once: {number(len(once), 'line')}"
+        yield Grid(_FIELDS, once, head, once if once[1:] else [], page=head)
+        for each in self.sites._sections():
+            rest = f", the first {_SITES}" if each.rows[_SITES:] else ""
+            yield replace(each, head=f"{each.head}{rest}", shown=each.rows[:_SITES])
+
+
+_DO = {
+    "program": "compare two runs of one script, with the same arguments",
+    "compiled": 'kernels of torch.compile hide their ops: backend="aot_eager" shows them; compare it with both',
+    "parts": "nothing, if losses stay near; to compare calls, feed each the same batch",
+    "data": "feed both the same batches: one seed, one order",
+    "weights": "start both from the same weights: one seed, or one checkpoint",
+    "weights later": "the steps before differ: record both with --at 1; or start both from one checkpoint",
+    "random": "seed both alike (torch.manual_seed at the start), or set dropout to 0",
+    "dtypes": "give both one dtype here; `record` says which rule casts there",
+    "arguments": "give both the same arguments here",
+    "digits": "nothing, if losses stay near; the same bits want one kernel, and as many threads and ranks",
+    "kernels": "have one kernel compute this line in both, and compare again",
+    "results": "look at this line: of the same numbers it makes others",
+}
+
+
+def _kind(part: Part) -> str:
+    """Return what is to be done about a call."""
+    a, b = part.both
+    if a and b and _dtypes(a) != _dtypes(b):
+        return "dtypes"
+    if a and b and a.op == b.op and a.settings != b.settings:
+        return "arguments"
+    return "digits" if _is_rounding(part) else "results" if a and b and a.op == b.op else "kernels"
+
+
+def _at(call: Call) -> str:
+    inside = f" in {call.module}" if call.module else ""
+    return f"{short_places(call.where)}: {call.op}{inside}" if call.where else f"{call.op}{inside}"
+
+
+def _dtypes(call: Call) -> str:
+    return short_dtypes(" -> ".join(dict.fromkeys(filter(None, call.dtypes))))
+
+
+def _ran(part: Part, i: int) -> str:
+    """Say what one of the runs called, and in which dtypes: all of its line where the other has another op."""
+    call, other = part.both[i], part.both[1 - i]
+    ran: Sequence[Call] = [call] if call and other and call.op == other.op else part.beside[i]
+    ran = ran or [each for each in (call,) if each]
+    ops, dtypes = (dict.fromkeys(map(text, ran)) for text in (lambda each: each.op, _dtypes))
+    return f"{', '.join(ops)} ({'; '.join(dtypes)})" if ran else ""
+
+
+def _both(part: Part) -> Iterator[str]:
+    a, b = part.both
+    differ = a is not None and b is not None and a.op == b.op and a.settings != b.settings
+    for name, i in (("first", 0), ("second", 1)):
+        call = part.both[i]
+        more = f"; {call.shapes}{f'; arguments {call.settings}' if differ else ''}" if call else ""
+        if ran := _ran(part, i):
+            yield f"{name:8} {ran}{more}"
+
+
+def _compared_calls(part: Part) -> tuple[Call | None, Call | None]:
+    """Return the calls whose results can be compared: those of one op, or else the last ones of a line."""
+    a, b = part.both
+    if a and b and a.op != b.op and all(part.beside):
+        return part.beside[0][-1], part.beside[1][-1]
+    return a, b
+
+
+def _apart(part: Part) -> tuple[float, float]:
+    """Return how far results are apart, in units of the largest number, and that; NaN where it cannot be said."""
+    a, b = _compared_calls(part)
+    if a is None or b is None:
+        return math.nan, math.nan
+    (_, largest, some), (_, other, others) = a.results[0], b.results[0]
+    if len(some) != len(others) or not all(map(math.isfinite, (largest, other, *some, *others))):
+        return math.nan, math.nan
+    most = max(largest, other) or 1.0
+    return max([abs(largest - other), *(abs(x - y) for x, y in zip(some, others, strict=True))]) / most, most
+
+
+def _how_bad(part: Part) -> str:
+    share, most = _apart(part)
+    if math.isnan(share):
+        return "it cannot be said: the results have other shapes, inf or NaN"
+    if share == 0:
+        return "few of its numbers differ: those that were kept agree"
+    words = {"dtypes": "other dtypes", "digits": "last digits, as of sums in another order"}
+    return f"{share:.1e} of the largest number ({most:.3g}): {words.get(_kind(part), 'more than last digits')}"
+
+
+def _is_rounding(part: Part) -> bool:
+    """Whether results of one dtype differ in their last digits only."""
+    dtypes = {each.dtypes[1].partition(" and ")[0] for each in _compared_calls(part) if each}
+    kinds = [getattr(torch, each) for each in dtypes]
+    eps = max((torch.finfo(each).eps for each in kinds if each.is_floating_point), default=0.0)
+    return len(dtypes) == 1 and _apart(part)[0] <= eps * _DIGITS[eps > 1e-5]
+
+
+def _worst(gradients: Sequence[Part]) -> str:
+    """Say by how much gradients differ at most, where that can be said."""
+    worst = max((share for each in gradients if not math.isnan(share := _apart(each)[0])), default=math.nan)
+    digits = ": last digits" if all(map(_is_rounding, gradients)) else ""
+    return "" if math.isnan(worst) else f", by up to {worst:.1e} of the largest number{digits}"
+
+
+def _share(part: Part) -> str:
+    share = _apart(part)[0]
+    return "-" if math.isnan(share) else f"{share:.1e}"
+
+
+_FIELDS = (
+    Field("op", lambda part: part.call.op, least=14),
+    Field("line", lambda part: os.path.basename(part.call.where), "end", least=14),
+    Field("module", lambda part: part.call.module, "end", least=12),
+    Field("pass", lambda part: part.call.stage),
+    Field("apart", _share, right=True),
+    Field("first run", lambda part: _ran(part, 0) or "-", "dtypes", least=16, rank=1),
+    Field("second run", lambda part: _ran(part, 1) or "-", "dtypes", least=16, rank=1),
+)
+
+
+def parting(before: str, after: str, again: str | None = None) -> Parting:
+    """Compare two files of `record --hash`, or the files of two jobs of several ranks.
+
+    Args:
+        again: a file of a second run of the first program.
+
+    Raises:
+        HmpxError: one cannot be read, or the two have no iteration in common.
+    """
+    first, second = read(before), read(after)
+    found = _compared(first, second, before, after)
+    if again:
+        found.is_twice, found.unsteady = True, _compared(first, read(again), before, again).parts
+        unsteady = {place for part in found.unsteady for place in part.places}
+        found.parts = [part for part in found.parts if unsteady.isdisjoint(part.places)]
+    return found
+
+
+def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
+    hashed = [sorted({each.iteration for each in run.calls}) for run in (first, second)]
+    both = [each for each in hashed[0] if each in hashed[1]]
+    if not both:
+        one, other = (", ".join(map(str, each)) or "none" for each in hashed)
+        said = f"{before} has hashes of iterations {one}, {after} of {other}"
+        raise HmpxError(f"{said}: record both with the same --at N")
+    known = {name: (value, second.about.get(name, "-")) for name, value in first.about.items()}
+    found = Parting(settings=[f"{name} {a} and {b}" for name, (a, b) in known.items() if a != b])
+    losses = [(i, loss, second.losses[i]) for i, loss in first.losses.items() if i in second.losses]
+    found.losses, found.compared = next((x for x in losses if str(x[1]) != str(x[2])), None), len(losses)
+    for iteration in both:
+        found.iteration = iteration
+        own, mate = first.of(iteration), second.of(iteration)
+        own.look(mate)
+        mate.look(own)
+        found.same += sum(id(each) in own.agree for each in own.ops)
+        found.follow, found.ways = own.follow, own.ways + mate.ways
+        pairs = (Part(each, mate.gradients.get(name)) for name, each in own.gradients.items())
+        found.gradients = [each for each in pairs if each.second and hashes(each.call) != hashes(each.second)]
+        found.is_another = min(own.shared(mate), mate.shared(own)) < 0.5
+        parts = own.parts(mate)
+        begun = next((i for i, each in enumerate(parts) if each.call.stage in OPS), len(parts))
+        found.parts = [each for i, each in enumerate(parts) if i < begun or each.call.stage in OPS]
+        if found.parts or found.gradients or found.is_another:
+            found.sites = difference(_sites(own), _sites(mate))
+            break
+    return found
+
+
+def _sites(run: Iteration) -> list[Site]:
+    """Return lines, ops and dtypes of the calls that have no like in the other run."""
+    found: dict[tuple, Site] = {}
+    for each in run.ops:
+        if id(each) not in run.agree:
+            op = f"{each.op}{' backward' if each.stage == 'backward' else ''}"
+            made = Site(op, each.op, os.path.basename(each.where), each.module)
+            made.given, made.result = (each.dtypes[0],), (each.dtypes[1],)
+            key = (op, made.where, each.module, *each.dtypes)
+            found[key] = made
+    return [*found.values()]
