@@ -262,8 +262,8 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
+        self._updates.waited = self._settle(*self._waiting.ready())  # after a backward that failed
         if self._released:
-            self._settle(*self._waiting.ready())  # some wait after a backward that failed
             released.finish(self._dtypes)
         found = self._updates.look(call)
         if found is None:
@@ -306,9 +306,10 @@ class Attachment:
                 finally:
                     self._settle(where)
 
-    def _settle(self, *wheres: Any) -> None:
-        for where in wheres:
-            self._released.difference_update(map(id, self._waiting.settle(where, self._updates.have_stepped)))
+    def _settle(self, *wheres: Any) -> list[Parameter]:
+        back = [p for where in wheres for p in self._waiting.settle(where, self._updates.have_stepped)]
+        self._released.difference_update(map(id, back))
+        return back
 
     def _forget(self) -> None:
         """Put away what the last step has left; warn if it has not ended."""

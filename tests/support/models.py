@@ -19,14 +19,14 @@ FORMATS = {"channels_last": torch.channels_last, "channels_last_3d": torch.chann
 OFF: dict[str, str] = {
     "parameters that share elements": "their FP32 copies would have to share them too, and round in between",
     "optimizers that write past their groups": "they are refused: test_shown_gradients",
-    "split beyond 4096 weights": "there a hand-written weight takes its block of 32 along",
+    "torch's Adam and its kind, another default device": "they make their count of steps there: test_kept_steps",
     "use_fp32_grad_acc and model.to() between backward and step": "torch casts the gradient that waits",
     "Adagrad and LBFGS, add_param_group": "torch's own cannot step a parameter that came later",
     "Adagrad, unattached, and model.to()": "torch alone keeps the state that its constructor has made in the old dtype",
     "BF16 state by hand, unattached, and model.float()": "torch alone steps on BF16 state, or refuses it: test_steps",
     "LBFGS of FP32 parameters, failing closures": "torch alone steps them, and keeps what state it has made",
     "FP32 parameters, expanded gradients": "torch's own ASGD computes them to other bits than contiguous ones",
-    "regions, copies after the first group is gone": "torch's copies have no hook to tell them the number of the step",
+    "regions, copies after the first group is another": "torch's copies have no hook that tells the step's number",
     "LBFGS, copies": "torch's own forgets its list of parameters",
     "ranks, devices, threads": "tests of their own",
 }
@@ -144,10 +144,11 @@ OPTIMIZERS: dict[type, dict[str, list]] = {
 CLASSES = {cls.__name__: cls for cls in OPTIMIZERS}
 BY_ELEMENT = list(OPTIMIZERS)[:11]
 BY_PARTS = list(OPTIMIZERS)[:13]  # hmpx steps each parameter of these alone, all parameters of any other at once
+NO_DEFAULTS = (optim.SGD, ClearsItsGradients, KeepsLists, ScalesItsGradients)  # they make nothing without a device
 IN_ONE_KERNEL = (optim.Adam, optim.AdamW, optim.SGD)  # of hmpx: `attach(fused=True)`
 
 SHAPES = {
-    "contiguous": [(), (0,), (1,), (7,), (130,), (3, 50), (4, 5, 6), (2, 3, 3, 3)],
+    "contiguous": [(), (0,), (1,), (7,), (130,), (3, 50), (4, 5, 6), (2, 3, 3, 3), (66, 64)],
     "buffer": [(7,), (130,), (3, 50), (8, 8)],
     "transposed": [(3, 50), (16, 40)],
     "sliced": [(7,), (3, 50), (16, 16)],
@@ -183,6 +184,8 @@ class Setup:
         names: "named_parameters", "positions", "names" or "model": where the names of parameters come from.
         groups: how many param_groups; parameters go round.
         floor: of a slice, in elements.
+        waits: so many elements of gradients that are released wait at most.
+        default_device: while hmpx works. Parameters decide where things are; what is made on "meta" has no numbers.
     """
 
     params: tuple[Spec, ...]
@@ -192,11 +195,14 @@ class Setup:
     names: str = "named_parameters"
     groups: int = 1
     floor: int = 1 << 17
+    waits: int = 1 << 20
+    default_device: str = "cpu"
 
 
 def values(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> torch.Tensor:
     """Random numbers that BF16 can hold, in FP32."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16().float()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device="cpu") * scale).bfloat16().float()
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -255,6 +261,8 @@ def random_setup(draw: random.Random) -> Setup:
         else draw.choice(["named_parameters", "positions"]),
         groups=1 if cls is optim.LBFGS else draw.choice([1, 1, 2, 3]),
         floor=draw.choice([64, 64, 1 << 17]),
+        waits=draw.choice([1, 100, 1 << 20]),
+        default_device=draw.choice(["cpu", "meta"]) if cls in NO_DEFAULTS else "cpu",
     )
 
 
@@ -269,7 +277,7 @@ def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
         attach["use_fp32_grad_acc"] = True
     if draw.random() < 0.6 and attach["weights"] in ("master", "split", "split8"):
         attach["use_master_weights_in_ckpt"] = True
-    if draw.random() < 0.25 and cls in BY_PARTS:
+    if draw.random() < 0.35 and cls in BY_PARTS:
         attach["release_gradients"] = True
     in_kernel = cls in IN_ONE_KERNEL and attach["weights"] == "stochastic" and attach.get("state_dtype") not in PREFIXES
     if draw.random() < 0.4 and in_kernel:

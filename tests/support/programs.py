@@ -33,6 +33,7 @@ import torch
 
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import batching
+from hmpx.updates.stepping.released import Waiting
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses
 from tests.support.own_step import own_step
@@ -73,7 +74,8 @@ class Program:
         """Run; None if both sides agree after each action. What was not passed over is added to `done`."""
         at, action = -1, None
         floor = mock.patch.object(batching, "_FLOOR", self.setup.floor)
-        with floor, own_step(), warnings.catch_warnings():  # programs that ask for `fused` say so
+        waits = mock.patch.object(Waiting, "ELEMENTS", self.setup.waits)
+        with floor, waits, own_step(), warnings.catch_warnings():  # programs that ask for `fused` say so
             warnings.simplefilter("ignore")
             try:
                 world = World(self.setup)
@@ -151,7 +153,7 @@ def _smaller(whole: Program) -> Iterator[Program]:
         yield Program(replace(setup, options={k: v for k, v in setup.options.items() if k != key}), actions)
     for key in setup.attach or ():
         yield Program(replace(setup, attach={k: v for k, v in setup.attach.items() if k != key}), actions)
-    plain = {"groups": 1, "floor": 1 << 17, "names": "named_parameters"}
+    plain = {"groups": 1, "floor": 1 << 17, "waits": 1 << 20, "default_device": "cpu", "names": "named_parameters"}
     for key, value in plain.items():
         if getattr(setup, key) != value:
             yield Program(replace(setup, **{key: value}), actions)

@@ -26,7 +26,7 @@ from hmpx.updates.stepping.released import Released
 from tests.support.models import BF16, FP32, SharpnessAware, laid_out, make, random_attach, random_spec, values
 from tests.support.oracle import Entry, Stopped, TorchRefuses
 from tests.support.state_codes import PREFIXES, widened
-from tests.support.world import Different, World, same_bits
+from tests.support.world import FOREIGN, Different, World, same_bits
 
 Tensor = torch.Tensor
 RULES: dict[str, tuple[Callable, float, dict[str, Callable]]] = {}  # by name: what it does, how often, its arguments
@@ -108,9 +108,9 @@ def ready(w: World) -> None:
 # Gradients
 
 
-@rule(6, seed=number, which=number)
-def backward(w: World, seed: int, which: int) -> None:
-    """Accumulate gradients; with release_gradients, step."""
+@rule(6, seed=number, which=number, fails=one_of(False, False, False, False, True))
+def backward(w: World, seed: int, which: int, fails: bool = False) -> None:
+    """Accumulate gradients; with release_gradients, step. One that fails does so when it has come to half of them."""
     need(w.cls is not optim.SparseAdam)
     entries = [entry for entry in some(followed(w), which) if w[entry.name].requires_grad]
     release = w.attached and w.settings.get("release_gradients")
@@ -119,16 +119,31 @@ def backward(w: World, seed: int, which: int) -> None:
         entries = [entry for entry in entries if entry in held and entry.name not in w.released]
     need(entries and not any(is_expanded(w, entry) for entry in entries))
     grads = {entry: gradient(entry, seed) for entry in entries}
-    total = sum((w[entry.name] * g.to(w[entry.name].dtype)).sum() for entry, g in grads.items())
-    total.backward()
-    for entry, g in grads.items():
-        g = g.to(entry.grad_dtype)
-        entry.grad = g if entry.grad is None else entry.grad + g
-    if release:
-        w.reference.step(only=entries)
+    complete: list[Entry] = []
+
+    def total(entries: list[Entry], loss: Tensor) -> Tensor:
         for entry in entries:
-            entry.grad = None
-            w.released.add(entry.name)
+            product = w[entry.name] * grads[entry].to(w[entry.name].dtype)
+            product.register_hook(lambda _, entry=entry: complete.append(entry))
+            loss = loss + product.sum()
+        return loss
+
+    later = entries[len(entries) // 2 :] if fails else []  # autograd comes to them last
+    hidden = total(later, torch.zeros((), requires_grad=True) * 1)
+    if fails:
+        hidden.register_hook(run_out)
+    stopped = None
+    try:
+        total([entry for entry in entries if entry not in later], hidden).backward()
+    except Exception as error:  # of `run_out`, or of a step that torch refuses too
+        stopped = error.with_traceback(None)  # which would keep the graph
+    for i, entry in enumerate(complete, 1):
+        g = grads[entry].to(entry.grad_dtype)
+        entry.grad = g if entry.grad is None else entry.grad + g
+        if release:
+            w.let_wait(entry, i == len(entries))
+    if stopped is not None and not (fails and isinstance(stopped, torch.OutOfMemoryError)):
+        raise stopped
 
 
 @rule(
@@ -189,7 +204,7 @@ def closures(w: World, seed: int, clear: bool, fails: int = 0) -> tuple[Callable
         calls[side] += 1
         if calls[side] == fails:
             raise Stopped
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device="cpu")
         for entry in entries:
             x = seen(entry).detach()
             g = (gradient(entry, seed) + x.float() * 0.5).to(entry.grad_dtype)
@@ -219,6 +234,7 @@ def takes_step(w: World, seed: int | None = None, in_region: bool = False, pair:
     """One step on both sides, which must come to the same loss."""
     ours, theirs = pair or (None, None)
     region = in_region or not w.attached
+    w.is_new_copy = False
     w.stepped = w.attached or any(entry.weight is not None for entry in w.held)
     try:
         with w.region(seed, in_region):
@@ -229,7 +245,6 @@ def takes_step(w: World, seed: int | None = None, in_region: bool = False, pair:
     meant = w.step_copies(seed if region else None, theirs)
     if repr(given) != repr(meant):
         raise Different(f"step returned {given}, not {meant}")
-    w.released.clear()
 
 
 @rule(12, region=one_of(None, None, 0, 5), seed=number, closure=one_of(False, False, True), clear=one_of(True, False))
@@ -377,33 +392,45 @@ class At(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def run_out() -> None:
+def run_out(*_: Tensor) -> None:
     raise torch.OutOfMemoryError("of the program")
 
 
 @rule(1.5, at=lambda draw: int(2 ** draw.uniform(0, 8)), signalled=one_of(True, False))
 def interrupted_step(w: World, at: int, signalled: bool) -> None:
     """At any operation, hmpx's own among them: none of the step is done, or all of it, or every use says what is."""
-    ready(w)
+    is_open = bool(w.released)
     need(w.cls not in NEED_CLOSURE and threading.current_thread() is threading.main_thread())
     need(all(entry.weight is not None for entry in w.held))  # what torch steps by itself it does not take back
     try:
         with w.region(), At(at, (lambda: signal.raise_signal(signal.SIGINT)) if signalled else run_out):
             w.optimizer.step()
     except torch.OutOfMemoryError:
-        none_or_told(w)
+        finished_or_told(w) if is_open else none_or_told(w)
         return
     except KeyboardInterrupt:
         try:
             w.optimizer.state_dict()
         except hmpx.HmpxError:
-            none_or_told(w)
+            finished_or_told(w) if is_open else none_or_told(w)
             return
         adopt_early(w)
-        with contextlib.suppress(Different):
+        with contextlib.suppress(*[Different] * (not is_open)):  # what backward has begun can only be complete
+            w.step_copies() if is_open else None
             w.check()
             return
-    w.reference.step()
+    w.step_copies()
+
+
+def finished_or_told(w: World) -> None:
+    """A step that backward has begun waits for `optimizer.step()` still, or it refuses until a checkpoint is loaded."""
+    try:
+        w.optimizer.step()
+    except hmpx.HmpxError:
+        back_to_checkpoint(w)
+    else:
+        adopt_early(w)
+        w.step_copies()
 
 
 def adopt_early(w: World) -> None:
@@ -425,6 +452,10 @@ def none_or_told(w: World) -> None:
         return
     if told == 1:
         raise Different("the optimizer steps on where it cannot be saved")
+    back_to_checkpoint(w)
+
+
+def back_to_checkpoint(w: World) -> None:
     for entry in w.entries:
         w.set_grad(entry, None)
         entry.master = None  # nobody knows which of them have moved
@@ -453,6 +484,7 @@ def cast(w: World, to: torch.dtype, swap: bool) -> None:
     need(not any(is_expanded(w, entry) for entry in w.entries))
     wide = w.settings.get("use_fp32_grad_acc")  # torch casts a gradient that waits to what it may not be then
     need(not wide or all(entry.grad is None for entry in w.entries))
+    gc.collect() if swap else None  # torch does not swap what the error of an interrupted step still holds
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
@@ -475,6 +507,7 @@ def swap(w: World, which: int, seed: int) -> None:
     p = w[entry.name]
     x = values(tuple(p.shape), seed).to(p.dtype)
     other = torch.nn.Parameter(torch.empty_like(p, requires_grad=False).copy_(x), requires_grad=p.requires_grad)
+    gc.collect()  # as in `cast`
     torch.utils.swap_tensors(p, other)
     w.reference.write(entry, x)
     entry.grad = None
@@ -497,9 +530,12 @@ def clamp(w: World, which: int, bound: float) -> None:
         w.reference.write(entry, entry.seen.clamp(-bound, bound))
 
 
-@rule(2, which=number, seed=number, how=one_of("copy_", "data", "part", "storage", "same", "same storage"))
+WRITES = ("copy_", "data", "part", "storage", "zeros and infs", "same", "same storage", "same in a buffer")
+
+
+@rule(3, which=number, seed=number, how=one_of(*WRITES))
 def write(w: World, which: int, seed: int, how: str) -> None:
-    """By hand, in the ways that people do; two of them change no value."""
+    """By hand, in the ways that people do; three of them change no value."""
     ready(w)
     entry = pick(w.entries, which)
     p = w[entry.name]
@@ -509,6 +545,14 @@ def write(w: World, which: int, seed: int, how: str) -> None:
             need(p.dim() and p.shape[0])
             x = torch.cat([x[:1], entry.seen[1:]])
             p[0] = x[0]
+        elif how == "zeros and infs":
+            need(p.dim())
+            x = entry.seen.clone()
+            x[::2], x[1::3] = 0.0, -torch.inf
+            p.copy_(x)
+        elif how.endswith("buffer"):
+            need(p.is_contiguous())
+            p.data = torch.cat([x.flatten(), x.flatten()])[-p.numel() :].view(p.shape)
         elif how == "data":
             p.data.copy_(x)
         elif how.endswith("storage"):
@@ -626,7 +670,7 @@ def add_group(w: World, seed: int, again: bool) -> None:
 def pop_group(w: World, which: int) -> None:
     ready(w)
     groups = w.optimizer.param_groups
-    need(len(groups) > 1)
+    need(len(groups) > 1 and (w.attached or not w.is_new_copy))
     which %= len(groups)
     staying = [entry for group in order(w)[:which] + order(w)[which + 1 :] for entry in group]
     for entry in w.held if any_in_fp32(w) else ():
@@ -637,12 +681,25 @@ def pop_group(w: World, which: int) -> None:
             optimizer.state.pop(p, None)  # torch cannot save the state of a parameter that is not there
 
 
-@rule(0.7, seed=number)
-def reorder_groups(w: World, seed: int) -> None:
+@rule(1.5, seed=number, how=one_of("order", "an empty one", "one from elsewhere", "copies"))
+def other_groups(w: World, seed: int, how: str) -> None:
+    """Groups change in the list itself; the number of the step and the seed stay with the optimizer."""
     ready(w)
-    need(len(w.optimizer.param_groups) > 1)
+    need((len(w.optimizer.param_groups) > 1 or how != "order") and (w.attached or not w.is_new_copy))
+    need(w.cls is not optim.LBFGS)  # which has one group
+    need(w.reference.count or how != "one from elsewhere")  # before, its numbers are those of a user
     for optimizer in (w.optimizer, w.reference.optimizer):
-        random.Random(seed).shuffle(optimizer.param_groups)
+        groups = optimizer.param_groups
+        plain = [{key: value for key, value in group.items() if not key.startswith("hmpx")} for group in groups]
+        if how == "order":
+            random.Random(seed).shuffle(groups)
+        elif how == "copies":
+            groups[:] = plain
+        else:
+            empty = {key: [] if key in ("params", "param_names") else value for key, value in plain[0].items()}
+            groups.insert(0, {**empty, "hmpx_step": FOREIGN, "hmpx_seed": 99} if how == "one from elsewhere" else empty)
+            if optimizer is w.reference.optimizer:
+                groups[0] = empty
 
 
 @rule(1, how=one_of("deepcopy", "pickle", "torch.save"))
@@ -650,7 +707,8 @@ def copied(w: World, how: str) -> None:
     """Go on with a copy; torch's copies of parameters have no gradients."""
     ready(w)
     need(w.cls is not optim.LBFGS)  # whose copies torch forgets to give parameters
-    need(w.attached or not w.reference.count or any("hmpx_step" in group for group in w.optimizer.param_groups))
+    carried = next((group["hmpx_step"] for group in w.optimizer.param_groups if "hmpx_step" in group), None)
+    need(w.attached or carried == (w.reference.count or None))
     w.reference.notice_casts()
     both = (w.model, w.optimizer)
     for entry in w.entries:
@@ -664,21 +722,28 @@ def copied(w: World, how: str) -> None:
         torch.save(both, file)
         file.seek(0)
         w.model, w.optimizer = torch.load(file, weights_only=False)
-    w.schedulers = None
+    w.schedulers, w.is_new_copy = None, True
 
 
-@rule(1, seed=number, same=one_of(True, False))
-def attach_anew(w: World, seed: int, same: bool) -> None:
-    """Detach and attach, with the same settings or others; or attach what has stepped in regions."""
-    ready(w)
+@rule(1.5, seed=number, same=one_of(True, False, "but for the numbers", "but for the numbers"))
+def attach_anew(w: World, seed: int, same: bool | str) -> None:
+    """Detach and attach, with the same settings, others, or other numbers; or attach what has stepped in regions."""
     if w.attached:
-        hmpx.detach(w.optimizer)
+        with torch.device(w.setup.default_device):
+            hmpx.detach(w.optimizer)
+        if any(key.startswith("hmpx") for group in w.optimizer.param_groups for key in group):
+            raise Different("groups have settings of hmpx after detach")
+        for entry, grad in w.waiting.items():
+            entry.grad = grad
+        w.waiting.clear(), w.released.clear()
         w.reference.detach()
         for entry in w.entries:
             wide = FP32 if claimed_in_fp32(w, entry) else BF16
-            if entry.weight is not None and entry.grad is not None:
-                entry.grad, entry.grad_dtype = entry.grad.to(wide), wide
+            if entry.weight is not None:
+                entry.grad, entry.grad_dtype = entry.grad if entry.grad is None else entry.grad.to(wide), wide
         settings = w.settings if same else random_attach(random.Random(seed), w.cls)
+        if same == "but for the numbers":
+            settings = held_otherwise(w.settings, seed)
     else:
         settings = {**random_attach(random.Random(seed), w.cls), "state_dtype": FP32}
     w.reference.settings = settings
@@ -697,8 +762,8 @@ def claimed_in_fp32(w: World, entry: Entry) -> bool:
 def successor(w: World, seed: int, same: bool, keep: bool) -> None:
     """A new optimizer of the same parameters, as when a notebook's cell is run twice; the old one may live on."""
     ready(w)
-    need(w.attached and len(w.older) < 3)
     names = order(w)
+    need(w.attached and len(w.older) < 3 and all(names))  # torch takes no empty group with names
     settings = w.settings if same else random_attach(random.Random(seed), w.cls)
     w.older.append((w.optimizer, w.settings))
     w.optimizer, w.schedulers = w.new_optimizer(names), None
@@ -722,7 +787,13 @@ def order(w: World) -> list[list[str]]:
 
 @rule(1.5, serialised=one_of(True, False))
 def save(w: World, serialised: bool) -> None:
-    ready(w)
+    """That of a step which backward has begun, and which goes on, is refused."""
+    if w.released:
+        try:
+            w.optimizer.state_dict()
+        except hmpx.HmpxError:
+            return
+        raise Different("checkpoint of half a step")
     held = {"model": w.model.state_dict(), "optimizer": w.optimizer.state_dict()}
     reference = w.reference.save()
     if w.attached and w.settings.get("use_master_weights_in_ckpt"):
@@ -748,17 +819,39 @@ def turned(_: Any, state_dict: dict) -> dict:
     return {**state_dict, "param_groups": groups}
 
 
+def held_otherwise(settings: dict, seed: int) -> dict:
+    """Settings into which a checkpoint of these can be loaded."""
+    draw, ways = random.Random(seed), {"master": "split", "split": "master"}
+    dtypes = [FP32, BF16] if settings.get("fused") else [FP32, BF16, *PREFIXES]
+    way = settings["weights"]
+    other = draw.choice([way, ways.get(way, way)]) if settings.get("use_master_weights_in_ckpt") else way
+    return {**settings, "weights": other, "state_dtype": draw.choice(dtypes)}
+
+
+def goes_into(saved: dict, here: dict) -> bool:
+    """Whether a checkpoint with these settings can be loaded with those: the rest of it decides nothing in between.
+
+    State comes to its dtype in the next step, and masters in a checkpoint are for `master` and `split` alike.
+    """
+    plain = [{**each, "state_dtype": None, "release_gradients": None} for each in (saved, here)]
+    for each in plain:
+        if each.get("use_master_weights_in_ckpt") and each["weights"] == "split":
+            each["weights"] = "master"
+    return plain[0] == plain[1]
+
+
 WHAT = ("model first", "optimizer first", "optimizer")
 
 
 @rule(1.5, which=number, into=one_of("same", "same", "fresh"), what=one_of(*WHAT), hook=one_of(False, False, True))
 def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None:
-    """Into the objects that are there, or into new ones as after a restart."""
-    ready(w)
-    fits = [s for s in w.saved if s[0] == order(w) and s[3] == w.settings and s[4] == w.attached]
+    """Into the objects that are there, or into new ones as after a restart. It ends a step that backward has begun."""
+    need(not w.released or what != "optimizer")
+    fits = [s for s in w.saved if s[0] == order(w) and goes_into(s[3], w.settings) and s[4] == w.attached]
     names, held, reference, *_ = pick(fits, which)
     names_there = {entry.name for entry in w.entries}
     need(names_there == set(reference["weights"]))
+    need(into == "same" or all(names))
     if into == "fresh":
         model = copy.deepcopy(w.model)
         for p in model.parameters():
@@ -771,6 +864,7 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
             entry.grad, entry.master = None, None
         if w.attached:
             w.attach()
+    w.waiting.clear(), w.released.clear()
     state = copy.deepcopy(held["optimizer"])
     state = turned(w.optimizer, state) if hook else state  # each group's parameters in the opposite order
     handle = w.optimizer.register_load_state_dict_pre_hook(turned) if hook else None
@@ -788,6 +882,7 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
 @rule(2, seed=number, what=one_of(*WHAT))
 def go_back(w: World, seed: int, what: str) -> None:
     """To a checkpoint of a step before."""
+    ready(w)
     save(w, False)
     backward_and_step(w, seed)
     load(w, -1, "same", what)

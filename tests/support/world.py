@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from tests.support.oracle import Entry, Reference
 from tests.support.state_codes import PREFIXES, widened
 
 Tensor = torch.Tensor
+
+
+FOREIGN = 777  # the step number of a group from elsewhere, until the next step
 
 
 class Different(AssertionError):
@@ -32,13 +35,14 @@ class World:
         groups = [group for i in range(setup.groups) if (group := names[i :: setup.groups])]
         self.optimizer = self.new_optimizer(groups)
         self.reference = Reference(setup, self.model, groups)
-        self.released: set[str] = set()  # parameters that have stepped in backward, since the last step
+        self.released: set[str] = set()  # parameters that have stepped in backward, or wait to, since the last step
+        self.waiting: dict[Entry, Tensor] = {}  # those that wait, after a backward that failed, and their gradients
         self.averages: dict[str, Tensor] = {}
         self.aside: dict[str, Tensor] = {}  # weights while the averages stand in their place
         self.saved: list[tuple] = []
         self.older: list[tuple] = []  # optimizers of the same parameters before this one, with their settings
         self.schedulers: list | None = None
-        self.attached = self.stepped = self.was_in_codes = False
+        self.attached = self.stepped = self.was_in_codes = self.is_new_copy = False
         if setup.attach is not None:
             self.attach()
 
@@ -79,7 +83,8 @@ class World:
             more["names"], self.reference.given = held, set(held)
         elif self.setup.names == "model":
             more["model"], self.reference.given = self.model, {entry.name for entry in self.entries}
-        hmpx.attach(self.optimizer, **self.settings, **more)
+        with torch.device(self.setup.default_device):
+            hmpx.attach(self.optimizer, **self.settings, **more)
         self.attached = True
         self.was_in_codes |= self.reference.state_dtype in PREFIXES
         self.adopted()
@@ -94,15 +99,36 @@ class World:
                 entry.grad_dtype = FP32 if wide else BF16
                 entry.grad = None if entry.grad is None else entry.grad.to(entry.grad_dtype)
 
-    def region(self, seed: int | None = None, always: bool = False) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def region(self, seed: int | None = None, always: bool = False) -> Iterator[None]:
         """Where a step of this program runs."""
         inside = always or not self.attached
-        return hmpx.disable_casts(seed=seed) if inside else contextlib.nullcontext()
+        where = hmpx.disable_casts(seed=seed) if inside else contextlib.nullcontext()
+        with torch.device(self.setup.default_device), where:
+            yield
+
+    def let_wait(self, entry: Entry, is_last: bool) -> None:
+        """The gradient of an entry is complete and released: it steps when enough wait, and at the end of backward."""
+        self.waiting[entry], entry.grad = entry.grad, None
+        self.released.add(entry.name)
+        if is_last or sum(each.q.numel() for each in self.waiting) >= self.setup.waits:
+            self.step_waiting()
+
+    def step_waiting(self) -> None:
+        for entry, grad in self.waiting.items():
+            entry.grad = grad
+        if self.waiting:
+            self.reference.step(only=[*self.waiting])
+        for entry in self.waiting:
+            entry.grad = None
+        self.waiting.clear()
 
     def step_copies(self, seed: int | None = None, closure: Callable | None = None) -> Any:
         """`Reference.step`; one in a region without BF16 parameters is no step of hmpx's, and has no number."""
         reference, plain = self.reference, not self.attached and all(entry.weight is None for entry in self.held)
         numbers = reference.count, reference.stored_seed
+        self.step_waiting()
+        self.released.clear()
         loss = reference.step(seed, closure)
         if plain:
             reference.count, reference.stored_seed = numbers
@@ -146,7 +172,7 @@ class World:
                     key in ("params", "param_names") or ours.get(key) == value, f"option {key}", ours.get(key), value
                 )
         numbers = [(g.get("hmpx_step"), g.get("hmpx_seed")) for g in self.optimizer.param_groups]
-        counts = {step for step, _ in numbers} - {None}
+        counts = {step for step, _ in numbers} - {None, None if self.stepped else FOREIGN}
         known = counts or not reference.count or not self.stepped  # a group that was taken out takes them along
         _demand(counts <= {reference.count} and known, "step number", counts, reference.count)
         self.stepped = False
@@ -220,4 +246,4 @@ def _agree(given: Any, meant: Any, agree: Callable) -> bool:
         )
     if isinstance(meant, Tensor):
         return isinstance(given, Tensor) and agree(given.detach(), meant.detach())
-    return given == meant
+    return given == meant or (given != given and meant != meant)  # NaN is NaN

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from tests.support.optimizers import UnlistedAdamW
-from tests.support.state_codes import PREFIXES, SCALES, held_as, in_code, read, widened
+from tests.support.state_codes import PREFIXES, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"a": (20, 304), "b": (77,)}
@@ -66,39 +66,6 @@ def test_a_checkpoint_in_codes_is_read_into_wider_state(code, into, attached_fir
         expected = {n: {k: value.to(into).float() for k, value in each.items()} for n, each in expected.items()}
     assert same(expected, in_fp32(others, wide))
     assert all(wide.state[p][k].dtype is into for p in others.values() for k in MOMENTS)
-
-
-@pytest.mark.parametrize("code, held", [(code, held) for code in PREFIXES for held in (FP32, BF16, *PREFIXES)])
-def test_other_state_is_rounded_stochastically_when_it_comes_to_a_code(code, held):
-    """State in the same code stays as it is, to the bit."""
-    params, optimizer = made(held, 3)
-    others, narrow = made(code)
-    narrow.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p in others.values():
-        p.grad = None
-    narrow.step()
-    for name, p in others.items():
-        for key in MOMENTS:
-            own = held_as(code, p.shape)
-            if held_as(held, p.shape) == own:
-                before = {k: v for k, v in optimizer.state[params[name]].items() if k != "step"}
-                assert all(torch.equal(value, narrow.state[p][k]) for k, value in before.items())
-                continue
-            before = read(optimizer.state[params[name]], key, p.shape).float()
-            expected, codes, _ = in_code(before, own, seed=0, step=3, name=f"{name}.{key}.moved")
-            assert set(narrow.state[p]) == {"step", *(pre + k for pre in (PREFIXES[own], SCALES) for k in MOMENTS)}
-            assert torch.equal(narrow.state[p][PREFIXES[own] + key], codes)
-            assert torch.equal(read(narrow.state[p], key, p.shape), expected)
-
-
-def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
-    params, optimizer = made("8bit", 3)
-    before = in_fp32(params, optimizer)
-    hmpx.detach(optimizer)
-    assert same(before, in_fp32(params, optimizer))
-    assert all(set(state) == {"step", *MOMENTS} for state in optimizer.state.values())
-    assert all(state[key].dtype is BF16 for state in optimizer.state.values() for key in MOMENTS)
-    step(params, optimizer)
 
 
 @pytest.mark.parametrize(

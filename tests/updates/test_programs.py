@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -21,8 +22,12 @@ PARTS = 16  # for as many workers as there are
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
-    """Warnings of what a random program loses are not what is tested here."""
+    """Warnings of what a random program loses are not what is tested here; nor is garbage of other tests looked at."""
     caplog.set_level(logging.ERROR, "hmpx")
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -256,7 +256,8 @@ def _refuse_overlaps(named: list[tuple[str, Parameter]]) -> None:
         if len(views) < 2:
             continue
         first = views[0][1]
-        owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)
+        size = first.untyped_storage().nbytes() // first.element_size()
+        owner = torch.zeros(size, dtype=torch.int32, device="cpu")
         for number, (name, view) in enumerate(views, 1):
             here = owner.as_strided(view.shape, view.stride(), view.storage_offset())
             if before := int(here.max()):

@@ -46,6 +46,7 @@ class WeightUpdates:
         self.settings, self.names = settings, names or {}
         self.stores = Stores()
         self.kept_steps = 0  # taken by the plan of the step before
+        self.waited: list[Parameter] = []  # whose gradients go with the step: a backward that failed left them waiting
         self._parameters = BF16Parameters(settings, self.names)
         self._kept: Plan | None = None
         self._stepped: list[int] | None = None  # the parameters of the last step, by id
@@ -98,6 +99,8 @@ class WeightUpdates:
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
             raise
+        for p in self.waited:
+            p.grad = None
         if self._open is not None:
             self._open, self._parts, self._taken = None, self._taken, {}
         return result
