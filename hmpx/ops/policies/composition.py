@@ -168,7 +168,8 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
 _ALWAYS = {
     # products
     "_euclidean_dist": "matmul mul", "_trilinear": "bmm", "bilinear": "+ _trilinear mul", "chain_matmul": "mm",
-    "corrcoef": "cov mul", "cov": "mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul", "vdot": "dot",
+    "corrcoef": "+ mm mul", "cov": "+ mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul",
+    "vdot": "dot",
     # convolutions and recurrent layers
     "_convolution_mode": "convolution",
     "slow_conv3d": "slow_conv3d_forward",
@@ -177,9 +178,9 @@ _ALWAYS = {
     "conv_transpose1d": "convolution", "conv_transpose2d": "convolution", "conv_transpose3d": "convolution",
     "convolution": "_convolution",
     "gru": "+ linear mul | _cudnn_rnn", "gru_cell": "+ linear mul",
-    "lstm": "mkldnn_rnn_layer | _cudnn_rnn | linear mul", "lstm_cell": "+ linear mul",
-    "rnn_relu": "linear add | _cudnn_rnn", "rnn_relu_cell": "linear add",
-    "rnn_tanh": "linear add | _cudnn_rnn", "rnn_tanh_cell": "linear add",
+    "lstm": "+ mkldnn_rnn_layer | _cudnn_rnn | linear mul", "lstm_cell": "+ linear mul",
+    "rnn_relu": "+ linear add | _cudnn_rnn", "rnn_relu_cell": "linear add",
+    "rnn_tanh": "+ linear add | _cudnn_rnn", "rnn_tanh_cell": "linear add",
     # attention, softmax and losses
     "_safe_softmax": "softmax", "_scaled_dot_product_attention_math": "matmul _safe_softmax",
     "binary_cross_entropy_with_logits": "logsigmoid mul", "cosine_similarity": "linalg_vector_norm mul",
