@@ -34,6 +34,7 @@ _BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "to
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _CALL = "torch.nn.Module.__call__"
 _WAYS = tuple(f"torch.nn.Module.{name}" for name in ("_wrapped_call_impl", "_compiled_call_impl", "_call_impl"))
+_HOOKS = "BackwardHookFunctionBackward"  # the node in which a module's own backward hooks run, and nothing else
 _DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
 
 
@@ -109,7 +110,7 @@ def mark_functions(changes: Changes) -> None:
     """
 
     def begin(node, *args, **kwargs):
-        acts = region_state.acts()
+        acts = region_state.acts() if type(node).__name__ != _HOOKS else False
         setattr(node, SCOPE, region_state.scope())
         setattr(node, CASTS, acts if acts is not None or not in_forward(sys._getframe(1)) else True)
 

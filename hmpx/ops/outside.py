@@ -22,6 +22,7 @@ from hmpx.base.compiling import leave_to_python, never_compile_alone
 from hmpx.base.region_state import Region, innermost
 from hmpx.base.run_in_region import run_at, run_in
 from hmpx.base.torch_private import autograd_node
+from hmpx.ops.autocast_regions import in_enabled_region
 from hmpx.ops.decision_log import say_once
 from hmpx.ops.followed import lists_of_node, lists_of_tensors, mark
 from hmpx.ops.followed_traced import lists_of_traced, mark_traced
@@ -31,6 +32,11 @@ from hmpx.ops.policies.scopes import lists_of, number_inside, scope_inside
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import modules
 from hmpx.ops.wrapping.switch import Switch
+
+_NO_LISTS = (
+    "this model's recipe has no op lists, and beside a model with lists torch.autocast does nothing in it: give it a "
+    "recipe with lists (autocast-cuda, autocast-cpu)"
+)
 
 
 def build_outside(
@@ -117,6 +123,8 @@ def run_as_model(around: int, scope: int, function: Callable, args: tuple, kwarg
         return run_at(scope, function, args, kwargs)
     if state.overlays[lists].policy is None:
         here = innermost()
+        if not is_dynamo_compiling() and in_enabled_region():
+            say_once(logging.WARNING, _NO_LISTS, sys._getframe(2))
         result = run_in(Region(False, here.rounding, here.maps, scope), function, args, kwargs)
     else:
         result = run_at(scope, function, args, kwargs)

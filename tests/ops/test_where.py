@@ -132,6 +132,22 @@ def test_hooks_of_gradients_are_torchs(where):
             assert any(changed) is (name != "masked"), (name, of_weight)
 
 
+@pytest.mark.parametrize("where", ["model", "everywhere"])
+def test_backward_hooks_of_modules_are_torchs(where):
+    seen = []
+
+    def hook(module, of_inputs, of_outputs):
+        gradient = of_outputs[0].float()
+        seen.append((gradient @ gradient.t()).dtype)
+
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(hook)
+    layer.register_full_backward_pre_hook(lambda module, of_outputs: hook(module, (), of_outputs))
+    with hmpx.convert(where=where, **LISTS):
+        layer(torch.randn(5, 8, requires_grad=True)).float().square().mean().backward()
+    assert seen == [torch.float32] * 2
+
+
 def test_backward_inside_a_forward_runs_hooks_as_torch():
     class Training(nn.Module):
         def __init__(self):

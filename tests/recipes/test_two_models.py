@@ -212,6 +212,14 @@ def test_a_loss_of_two_models_is_told_and_follows_the_one_that_is_trained(caplog
     assert len([each for each in caplog.messages if "mse_loss is called outside of the prepared models" in each]) == 1
 
 
+def test_a_region_of_autocast_around_a_model_without_lists_is_told(caplog):
+    (net, _), (other, _) = prepared(0, AUTOCAST), prepared(1, {"opt_level": None, "parameter_dtype": "float32"})
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            assert net.first(drawn(5)).dtype is torch.bfloat16 and other.first(drawn(5)).dtype is torch.float32
+    assert [each for each in caplog.messages if "recipe has no op lists" in each] == caplog.messages[:1] != []
+
+
 def test_settings_of_the_process_that_differ_are_told(caplog):
     _models = prepared(0, AUTOCAST), prepared(1, OTHER | {"kernels": "float32"})
     assert any("differ in `kernels`" in each for each in caplog.messages)
