@@ -34,7 +34,8 @@ def save(found: Any, outputs: Mapping[str, Path]) -> tuple[list[str], bool]:
     for kind, path in outputs.items():
         try:
             getattr(found, kind)(path)
-            lines.append(f"hmpx: wrote {path}")
+            use = f"; next: python -m hmpx run --recipe {path} SCRIPT" if kind == "fix" else ""
+            lines.append(f"hmpx: wrote {path}{use}")
         except WriteError as error:
             lines.append(f"hmpx: {error}")
             are_all = False

@@ -58,4 +58,5 @@ def _tune(options: argparse.Namespace) -> int:
     print(tuned)
     tuned.save(folder)
     print(f"hmpx: wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"next: python -m hmpx run --recipe {folder / 'recipe.yaml'} train.py")
     return 0 if tuned.met else 1

@@ -33,7 +33,7 @@ def alone():
     "function, more, status, message",
     [
         ("setup", (), 1, "keep in FP32: "),
-        ("setup", ("--opt-level", "O2"), 0, "healthy: gradient error 0.0"),
+        ("setup", ("--opt-level", "O2"), 0, "healthy at these weights: gradient error 0.0"),
         ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, ": mul in Model: by itself gradient error"),
         ("not_finite", (), 1, "stopped: FP32 itself is not finite: the loss of batch 0 has inf or NaN, first in the"),
         (
@@ -68,7 +68,7 @@ def test_compare_runs_what_a_function_returns(function, more, status, message, t
     [
         ("mime.py:setup", "mime.py: no such file; did you mean 'mine.py'?"),
         ("no.such:setup", "there is no module 'no.such' to import"),
-        ("mine.py", "a function is given as MODULE:FUNCTION"),
+        ("mine.py", "'mine.py' names no function: write FILE.py:FUNCTION"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(what, message, tmp_path, capsys, monkeypatch):

@@ -137,7 +137,8 @@ def _verdict(found: Comparison) -> Iterator[str]:
         yield "BROKEN: the gradients have inf or NaN, and in FP32 they are finite"
     elif not math.isnan(error):
         said, bias = "BROKEN" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
-        yield f"{said}: gradient error {number(error)}, bias {number(bias)} ({_LIMIT})"
+        at = "" if found.is_broken else " at these weights"  # a training may break later
+        yield f"{said}{at}: gradient error {number(error)}, bias {number(bias)} ({_LIMIT})"
     else:
         yield "gradient errors have no unit, which is the noise between batches: give two batches or more that differ"
     yield from _labelled(label, _symptoms(found))
