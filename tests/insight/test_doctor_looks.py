@@ -57,6 +57,26 @@ def test_a_backbone_that_stands_still_beside_a_head_is_wrong_and_norms_alone_are
     assert not one.wrong and one.names[0] == "1.weight", one
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_a_recipe_for_a_script_with_torch_autocast_keeps_its_products_low(dtype):
+    def loss_of(model, x, step):
+        with torch.autocast("cpu", dtype):
+            return torch.log(model(x).square() + 1).mean()
+
+    model = mlp()
+    found = trained(model, adam((model.parameters(), 1e-3)), steps=4, loss_of=loss_of)
+    policy = found.recipe.policy()
+    assert "log" in policy.fp32 and {"linear", "matmul", "bmm"} <= {*policy.bf16} and policy.low_precision is dtype
+    assert "extends: autocast-cpu\n" in found.recipe_text and "fp32: [..., log]\n" in found.recipe_text
+    assert found.recipe.parameter_dtype is None
+    with hmpx.activate(found.recipe), hmpx.record() as log:
+        loss_of(model, torch.randn(32, 16), 0)
+    assert {site.op: site.rule for site in log.sites if site.op in ("linear", "log")} == {
+        "linear": "fp16" if dtype is torch.float16 else "bf16",
+        "log": "fp32",
+    }
+
+
 def test_rows_that_a_sparse_gradient_touches_are_judged():
     torch.manual_seed(0)
     table = nn.Embedding(200, 16, sparse=True).to(BF16)
