@@ -123,32 +123,18 @@ def _drawn(held: StoredTensor | None) -> int | None:
     return held.name if held is not None and held.kind in _DRAWN else None
 
 
-class Steps:
-    """Parameters on one device that are stepped in place by one of `KERNELS`, many times."""
-
-    def __init__(self, kernels: ModuleType, kernel: str, stepped: Sequence[StepArguments]) -> None:
-        self._table, rows = Table(stepped[0].weight.tensor.device, kernels), []
-        for i, each in enumerate(stepped):
-            lain, held = Lain.alone(each.weight.tensor.numel(), each.row, offset=each.first), each.tensors()
-            rows.append(TableRow(lain, held, tuple(map(_drawn, held)), by_name=True, grad=(1, i, 0)))
-        self._launches = self._table.add("step_list", rows, KERNELS.index(kernel))
-
-    def takes(self, grads: Sequence[int]) -> bool:
-        """Return whether gradients at these addresses, of the same dtypes, can be stepped by the same words."""
-        return self._table.takes(grads)
-
-    def run(self, grads: Sequence[int], scalars: Sequence[tuple[float, ...]], step_key: int) -> None:
-        """Step all of them. grads: the addresses of their gradients."""
-        for launch in self._launches:
-            is_all = launch.count == len(scalars)
-            self._table.scale(launch, scalars if is_all else [scalars[i] for i in launch.rows])
-        if self._launches:
-            self._table.send(step_key, grads)
-        run_all(self._launches)
+def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
+    """Return the row that steps a parameter; `grad`: the index of its gradient, if it has another one in each step."""
+    lain, held = Lain.alone(one.weight.tensor.numel(), one.row, offset=one.first), one.tensors()
+    drawn = tuple(map(_drawn, held))
+    return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad, 0))
 
 
 def step_list(kernels: ModuleType, kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`."""
     if stepped:
-        grads, scalars = [each.grad.tensor.data_ptr() for each in stepped], [each.scalars for each in stepped]
-        Steps(kernels, kernel, stepped).run(grads, scalars, step_key)
+        table = Table(stepped[0].weight.tensor.device, kernels)
+        launches = table.add("step_list", map(row_of_step, stepped), KERNELS.index(kernel))
+        if launches:
+            table.send(step_key)
+        run_all(launches)

@@ -330,6 +330,14 @@ class Table:
         self._is_fixed = True
 
 
+class Tables(dict[torch.device, Table]):
+    """The table of each device."""
+
+    def of(self, device: torch.device, kernels: ModuleType) -> Table:
+        """Return that of a device, which these kernels read."""
+        return self.get(device) or self.setdefault(device, Table(device, kernels))
+
+
 def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
     """Copy to the device. The CPU waits only while a CUDA graph is captured, which fails: it would not copy again."""
     if sent.is_cuda:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.keys import Keys, Span, step_key
+from hmpx.rounding.keys import Keys, Span
 from hmpx.rounding.native import Rounding
 from hmpx.rounding.stochastic import round_all
 from hmpx.updates.holding.segment import Segment
@@ -28,11 +28,6 @@ class RoundingKey:
     seed: int
     step: int
     pending: list[Rounding] | None = field(default=None, compare=False)
-
-    @property
-    def of_step(self) -> int:
-        """The step's part of each tensor's key; the name is the other part."""
-        return step_key(self.seed, self.step)
 
     def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
         """Round FP32 `x` into BF16 `out`, of the same shape.

@@ -30,10 +30,11 @@ from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.backends import kernels_for
-from hmpx.rounding.calls import Steps
+from hmpx.rounding.calls import row_of_step
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.native import StoredTensor
+from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
+from hmpx.rounding.table import Tables, run_all
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
@@ -48,7 +49,7 @@ Tensor = torch.Tensor
 
 
 def fused_batches(
-    segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack
+    segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
 ) -> list[FusedBatch]:
     """Make a fused batch for each device, of the parameters that a kernel can step."""
     optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
@@ -57,7 +58,7 @@ def fused_batches(
         grad = context.gradients[context.indices[p]]
         if _takes(formula, group, segment, grad, optimizer.state.get(p) or {}):
             together.setdefault(p.device, []).append(segment)
-    return [FusedBatch(each, formula, context, write_back) for each in together.values()]
+    return [FusedBatch(each, formula, context, write_back, tables) for each in together.values()]
 
 
 def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
@@ -135,7 +136,9 @@ class _Counts:
 class FusedBatch:
     """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
 
-    def __init__(self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack) -> None:
+    def __init__(
+        self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
+    ) -> None:
         self.segments, self._formula, self._states = segments, formula, context.optimizer.state
         for segment in segments:
             context.stores.of(segment).settle(segment, write_back.rounding_key)
@@ -143,14 +146,15 @@ class FusedBatch:
         kernels = kernels_for(local(segments[0].param))
         assert kernels is not None, "they take these parameters"
         pairs = [(each, context.gradients[each.index]) for each in self._taken]
-        self._steps = Steps(kernels, formula.kernel, [each.with_gradient(gradient) for each, gradient in pairs])
+        rows = [row_of_step(each.with_gradient(gradient), each.index) for each, gradient in pairs]
+        self._table = tables.of(segments[0].param.device, kernels)
+        self._launches = self._table.add("step_list", rows, KERNELS.index(formula.kernel))
         self._counts = _Counts([each.known["step"] for each in self._taken] if formula.counts else [])
-        self._indices, self._params = [each.index for each in self._taken], [each.segment.param for each in self._taken]
+        self._params = [each.segment.param for each in self._taken]
         self._names = [each.segment.name for each in self._taken]
         self._has_new = any([each.new for each in self._taken])
         in_groups = [list(each) for _, each in groupby(self._taken, lambda each: each.group)]
         self._firsts, self._sizes = [each[0] for each in in_groups], list(map(len, in_groups))
-        self._are_all = self._indices == list(range(len(context.gradients)))
 
     def _take(self, segment: Segment, context: StepContext) -> _Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
@@ -180,56 +184,51 @@ class FusedBatch:
                 return False
         return True
 
-    def takes(self, addresses: Sequence[int]) -> bool:
-        """Whether all gradients of the step, which are at these addresses, lie as those for which this was made."""
-        return self._steps.takes(self._own(addresses))
-
-    def _own(self, addresses: Sequence[int]) -> Sequence[int]:
-        return addresses if self._are_all else [addresses[i] for i in self._indices]
-
     @property
     def is_settled(self) -> bool:
         """Whether the next step can pass the same words, with other gradients and scalars."""
         return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:
-        """Compute the scalars. Wrong options raise here, before anything is written."""
+        """Compute the scalars, and put them into the table. Wrong options raise here, before anything is written."""
         formula, begin = self._formula, 0
         counted: Sequence[float] = self._counts.values() if formula.counts else [0.0] * len(self._taken)
-        self._scalars: list[tuple[float, ...]] = []
+        found: list[tuple[float, ...]] = []
         self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
         for first, size in zip(self._firsts, self._sizes, strict=True):
             steps, group = counted[begin : begin + size], call.optimizer.param_groups[first.group]
             if formula.tensors_alone and not self._has_new and steps.count(steps[0]) == size:
                 step, seen = steps[0] + formula.counts, formula.depends_on(first.known)
-                self._scalars += [formula.scalars(call.optimizer, group, step, seen)] * size
+                found += [formula.scalars(call.optimizer, group, step, seen)] * size
             else:
                 taken = self._taken[begin : begin + size]
-                self._begin_each(call.optimizer, group, taken, [step + formula.counts for step in steps])
+                found += self._begin_each(call.optimizer, group, taken, [step + formula.counts for step in steps])
             begin += size
+        for launch in self._launches:
+            is_all = launch.count == len(found)
+            self._table.scale(launch, found if is_all else [found[i] for i in launch.rows])
 
-    def _begin_each(self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]) -> None:
+    def _begin_each(
+        self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]
+    ) -> list[tuple[float, ...]]:
         """Compute the scalars of parameters of one group, whose state may differ."""
-        formula = self._formula
+        formula, scalars = self._formula, list[tuple[float, ...]]()
         known: dict[Any, tuple[float, ...]] = {}  # most parameters have the same
         for each, step in zip(taken, steps, strict=True):
             before = self._states.get(each.segment.param) or {} if each.new else each.known
             seen = formula.depends_on(by_own_keys(before))
             if (step, seen) not in known:
                 known[step, seen] = formula.scalars(optimizer, group, step, seen)
-            self._scalars.append(known[step, seen])
+            scalars.append(known[step, seen])
             beside = formula.beside(group, step, seen)
             if each.new or beside:
                 self._beside.append((each, beside))
+        return scalars
 
-    def step(
-        self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], addresses: Sequence[int] | None = None
-    ) -> None:
-        """Step the parameters; see `Batch.step`. `begin` comes before. addresses: of all gradients, where known."""
+    def step(self, write_back: WriteBack) -> None:
+        """Step the parameters. `begin` comes before, and the table has been sent."""
         write_back.written.extend(self._names)
-        if addresses is None:
-            addresses = [gradient.data_ptr() for gradient in gradients]
-        self._steps.run(self._own(addresses), self._scalars, write_back.rounding_key.of_step)
+        run_all(self._launches)
         self._counts.raise_by_one()
         for each, beside in self._beside:
             self._states[each.segment.param].update({**each.new, **beside})

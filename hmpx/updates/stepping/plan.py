@@ -17,9 +17,10 @@ import torch
 
 from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, copy_all, private
 from hmpx.rounding import native
+from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
-from hmpx.rounding.table import Table
+from hmpx.rounding.table import Tables
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
@@ -196,13 +197,13 @@ class Plan:
         indices = {p: i for i, p in enumerate(params)}
         context = StepContext(optimizer, self._stores, indices, self._gradients(), members.group, {})
         self._late = context.late
-        self._fused = [] if formula is None else fused_batches(segments, formula, context, write_back)
+        self._tables = Tables()
+        self._fused = [] if formula is None else fused_batches(segments, formula, context, write_back, self._tables)
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
         self._batches: list[Batch | WholeBatch] = []
-        self._rooms: list[tuple[Tensor, int]] = []
-        self._tables: list[Table] = []  # of the launches of each room's batches
+        self._rooms: dict[torch.device, tuple[Tensor, int]] = {}  # each with its size in bytes
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
             self._add([segment for segment in segments if segment.param.device == device], device, context, others)
@@ -244,12 +245,10 @@ class Plan:
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
-        table = Table(device, next((own for own in kernels if own is not None), native))
         for batch, own in zip(batches, kernels, strict=True):
-            is_moved = own is not None and copied.isdisjoint([segment.param for segment in batch.segments])
-            batch.place_in(room, table if is_moved else None, context.gradients)
-        self._rooms.append((room, room.nbytes))
-        self._tables.append(table)
+            own = own if copied.isdisjoint([segment.param for segment in batch.segments]) else None
+            batch.place_in(room, None if own is None else self._tables.of(device, own), context.gradients)
+        self._rooms[device] = room, room.nbytes
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient. One that is cut otherwise than the parameter is redistributed."""
@@ -261,26 +260,27 @@ class Plan:
 
     def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
         """Take the step. found: the gradients, by `fits`."""
-        write_back = write_back.deferred()
-        if self._batches:
+        write_back, key = write_back.deferred(), write_back.rounding_key
+        if self._batches and self._formula is not None:
             call = by_formula(call, self._formula, self._members.group)
         if self._fingerprint is not None:
-            for room, size in self._rooms:
+            for room, size in self._rooms.values():
                 room.untyped_storage().resize_(size)
         gradients, addresses = found or (self._gradients(), None)
         self._late.clear()
         for batch in self._fused:
             batch.begin(call)
-        for (room, _), table in zip(self._rooms, self._tables, strict=True):
+        for device, table in self._tables.items():
             if table.has_launches:
                 addresses = addresses or [grad.data_ptr() for grad in gradients]
-                table.send(write_back.rounding_key.of_step, addresses, room.data_ptr())
+                room = self._rooms[device][0].data_ptr() if device in self._rooms else 0
+                table.send(step_key(key.seed, key.step), addresses, room)
         if self._counts[0]:
             copy_all(*self._counts)
         for each in self._batches:
             each.step(call, write_back, gradients)
         for batch in self._fused:
-            batch.step(call, write_back, gradients, addresses)
+            batch.step(write_back)
         if self._last[0]:
             copy_all(*self._last)
 
@@ -298,7 +298,7 @@ class Plan:
         """After a step, free the copies; return whether the batches can be stepped again."""
         if not all([*[batch.is_settled for batch in self._plain], *[batch.is_settled for batch in self._fused]]):
             return False
-        for room, _ in self._rooms:
+        for room, _ in self._rooms.values():
             room.untyped_storage().resize_(0)
         return True
 
@@ -309,5 +309,4 @@ class Plan:
             return None
         if not functools.reduce(or_, found.addresses, 0) % _ALIGNED:
             return found
-        takes = [batch.takes for batch in self._fused] + [table.takes for table in self._tables]
-        return found if all([each(found.addresses) for each in takes]) else None
+        return found if all([table.takes(found.addresses) for table in self._tables.values()]) else None
