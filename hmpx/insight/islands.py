@@ -8,6 +8,8 @@ import inspect
 import os
 import textwrap
 from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
 
 import torch
 
@@ -17,7 +19,8 @@ _REGIONS = frozenset({"autocast", "maybe_autocast"})  # torch's, under each of i
 def islands(model: torch.nn.Module) -> dict[str, list[str]]:
     """Return the lines with such a region, as "file:line of Class", each with the modules whose methods they are in.
 
-    A region in a function that a method calls is not found, nor one whose `enabled` is computed.
+    Functions of the class's module that its methods call are looked through too. A region is not found in other
+    functions, nor where its `enabled` is computed.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -30,32 +33,42 @@ def islands(model: torch.nn.Module) -> dict[str, list[str]]:
 
 @functools.cache
 def _lines(cls: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for function in {id(each): each for each in map(inspect.unwrap, filter(callable, vars(cls).values()))}.values():
-        if inspect.isfunction(function):
-            found += _in_function(function)
-    return tuple(dict.fromkeys(found))
+    found: dict[str, None] = {}
+    waiting: list[Any] = [*vars(cls).values()]
+    seen: set[int] = set()
+    for each in waiting:  # which gets longer
+        function = inspect.unwrap(each) if callable(each) else each
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if inspect.isfunction(function) and function.__module__ == cls.__module__:
+            found |= dict.fromkeys(_in_function(function))
+            called = [function.__globals__.get(name) for name in function.__code__.co_names]
+            waiting += [each for each in called if isinstance(each, FunctionType | type)]
+        elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            waiting += vars(function).values()
+    return tuple(found)
 
 
-def _in_function(function: object) -> Iterator[str]:
+def _in_function(function: FunctionType) -> Iterator[str]:
     try:
-        lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+        lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):  # its source is not to be had
         return
-    file = os.path.basename(inspect.getfile(function))  # type: ignore[arg-type]
+    file = os.path.basename(inspect.getfile(function))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _is_off(node):
+        if isinstance(node, ast.Call) and _is_off(node, function.__globals__):
             yield f"{file}:{first + node.lineno - 1}"
 
 
-def _is_off(call: ast.Call) -> bool:
+def _is_off(call: ast.Call, names: dict[str, Any]) -> bool:
     """Return whether a call makes a region that is not enabled, or the forward of a function that casts its inputs."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     given = {each.arg: each.value for each in call.keywords}
     if name == "custom_fwd":
         return "cast_inputs" in given
-    if name not in _REGIONS:
+    if name not in _REGIONS and names.get(name) is not torch.autocast:
         return False
     values = [*given.values(), *call.args]
     off = [given["enabled"]] if "enabled" in given else [each for each in values if isinstance(each, ast.Constant)]
