@@ -131,7 +131,13 @@ OPTIMIZERS: dict[type, dict[str, list]] = {
     optim.RAdam: {**_ELEMENT},
     optim.RMSprop: {**_ELEMENT, "momentum": [0, 0.9], "centered": [False, True]},
     optim.Rprop: {**_ELEMENT},
-    optim.SGD: {**_FUSED, "momentum": [0, 0.9], "weight_decay": [0, 0.1], "dampening": [0, 0.25]},
+    optim.SGD: {
+        **_FUSED,
+        "momentum": [0, 0.9],
+        "weight_decay": [0, 0.1],
+        "dampening": [0, 0.25],
+        "nesterov": [False, True],
+    },
     optim.Adafactor: {"foreach": [None, True]},
     optim.Muon: {"momentum": [0.95], "weight_decay": [0, 0.1]},
     optim.LBFGS: {"max_iter": [3], "history_size": [2]},
@@ -150,7 +156,7 @@ IN_ONE_KERNEL = (optim.Adam, optim.AdamW, optim.SGD)  # of hmpx: `attach(fused=T
 SHAPES = {
     "contiguous": [(), (0,), (1,), (7,), (130,), (3, 50), (4, 5, 6), (2, 3, 3, 3), (66, 64)],
     "buffer": [(7,), (130,), (3, 50), (8, 8)],
-    "transposed": [(3, 50), (16, 40)],
+    "transposed": [(3, 50), (16, 40), (7, 5, 11)],
     "sliced": [(7,), (3, 50), (16, 16)],
     "channels_last": [(2, 3, 3, 3), (7, 5, 3, 2)],
     "channels_last_3d": [(2, 3, 2, 2, 2), (4, 3, 3, 2, 2)],
@@ -250,6 +256,8 @@ def random_setup(draw: random.Random) -> Setup:
     options = {key: value for key, value in options.items() if value is not None}
     if options.get("fused"):
         options.pop("foreach", None)
+    if options.get("nesterov"):
+        options |= {"momentum": 0.9, "dampening": 0}
     attach = random_attach(draw, cls) if draw.random() < 0.8 else None
     return Setup(
         params=tuple(random_spec(draw, cls, options) for _ in range(draw.randint(1, 5))),

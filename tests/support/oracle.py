@@ -138,7 +138,7 @@ class Reference:
             kept = (away_from_zero(entry.master) == entry.weight) | (entry.master.bfloat16() == entry.weight)
             return torch.where(kept, entry.master, entry.weight.float())
         upper, now = (x.float().view(torch.int32) for x in (away_from_zero(entry.master), entry.weight))
-        rest = entry.master.view(torch.int32) - upper
+        rest = torch.where(entry.master.isnan(), 0, entry.master.view(torch.int32) - upper)
         rest = torch.where(entry.weight == 0, rest.clamp(min=0), rest)
         return (now + torch.where(entry.weight.isinf(), rest.clamp(max=0), rest)).view(FP32)
 

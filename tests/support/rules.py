@@ -280,7 +280,7 @@ def step_with_rate_0(w: World, keep: bool, seed: int) -> None:
     rates = [group["lr"] for group in w.optimizer.param_groups]
     for optimizer in (w.optimizer, w.reference.optimizer):
         for group in optimizer.param_groups:
-            group["lr"] = type(group["lr"])(0)
+            group["lr"] = group["lr"] * 0
     takes_step(w)
     for optimizer in (w.optimizer, w.reference.optimizer):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -636,8 +636,14 @@ def other_state(w: World, which: int, how: str) -> None:
 
 @rule(1, which=number)
 def option(w: World, which: int) -> None:
-    """A user turns the sign of the updates of one group, or changes how its weights decay."""
+    """A user turns the sign of the updates of one group, changes how its weights decay, or makes its rate a tensor."""
     ready(w)
+    if which % 3 == 0:
+        need(w.cls in (optim.Adam, optim.AdamW) and not w.setup.options.get("foreach"))
+        for optimizer in (w.optimizer, w.reference.optimizer):
+            group = optimizer.param_groups[which % len(optimizer.param_groups)]
+            group["lr"] = torch.tensor(float(group["lr"]))
+        return
     for optimizer in (w.optimizer, w.reference.optimizer):
         group = optimizer.param_groups[which % len(optimizer.param_groups)]
         key = next((key for key in ("maximize", "weight_decay") if key in group), None)

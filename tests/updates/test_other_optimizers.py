@@ -14,6 +14,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from tests.support.optimizers import UnlistedAdamW
 from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -150,3 +151,18 @@ def test_schedule_free_moves_between_its_two_points(cls):
             getattr(each, act)()
         write_back(copies, number)
     assert all(torch.equal(p.float(), q) for p, q in zip(params, copies, strict=True))
+
+
+def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
+    """Such a class steps on whole copies, and its kernel walks all of them as flat arrays all the same."""
+
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(6, 4, 5, 3).bfloat16(), torch.randn(6, 4, 5, 3).bfloat16()
+    p = nn.Parameter(weight.to(memory_format=torch.channels_last))
+    q = nn.Parameter(weight.float())
+    optimizer, reference = (UnlistedAdamW([("w", each)], lr=0.1, fused=True) for each in (p, q))
+    p.grad, q.grad = gradient, gradient.float()
+    with hmpx.disable_casts():
+        optimizer.step()
+    reference.step()
+    assert torch.equal(p, hmpx.stochastic_round(q.detach(), seed=0, step=0, name="w"))

@@ -1,6 +1,6 @@
 """Steps inside `disable_casts`: closures, hooks, errors, checkpoints, and what torch has afterwards.
 
-`test_layouts.py` and `test_programs.py` compare the bits of every optimizer with those on FP32 copies.
+`test_programs.py` compares the bits of every optimizer, in every layout, with those on FP32 copies.
 """
 
 from __future__ import annotations
