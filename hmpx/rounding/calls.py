@@ -5,6 +5,7 @@ Each function takes the kernels by which it is done, `native` or `triton`; both 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from hmpx.rounding import native
 from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, KERNELS, SPLIT8, Rounding, StepArguments, StoredTensor
-from hmpx.rounding.table import WORDS_OF_A_MOVE, Lain, Table, TableRow, run_all, words_once
+from hmpx.rounding.table import EVEN, WORDS_OF_A_MOVE, Lain, Table, TableRow, run_all
 
 _CODED = CODED, FP8, FOUR
 _DRAWN = {BF16, SPLIT8, *_CODED}  # kinds that are written by random numbers
@@ -24,7 +25,9 @@ _DRAWN = {BF16, SPLIT8, *_CODED}  # kinds that are written by random numbers
 def launch_once(kernels: ModuleType, rows: Sequence[TableRow]) -> None:
     """Move what is moved but once, on one device."""
     if kernels is native:
-        words = words_once(rows)
+        words = array("Q")
+        for row in rows:
+            words.extend(row.words(0, row.lain.words(EVEN)) if row.lain.size else ())
         native.start("move_list", words.buffer_info()[0], len(words) // WORDS_OF_A_MOVE)
         return
     device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)

@@ -1,5 +1,5 @@
-/* The C kernels for CPUs, compiled by native_library.py: what the files at the end have. No contraction into fused multiply-adds (-ffp-contract=off), so that every CPU gives the same
-   bits. */
+/* The C kernels for CPUs, compiled by native_library.py: what the files at the end have. No contraction into fused
+   multiply-adds (-ffp-contract=off), so that every CPU gives the same bits. */
 
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512") /* for which hashes take half the instructions; GCC's choice is 256 */

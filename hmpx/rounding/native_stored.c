@@ -85,8 +85,7 @@ static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, i
 
 /* `count` elements from element `at` on, in FP32: in their place, or copied into `room`. At most a block of them, but
    for BF16. */
-static inline float *opened(const Stored *stored, int64_t at, int64_t count, const Blocks *blocks,
-                            float *room) {
+static inline float *opened(const Stored *stored, int64_t at, int64_t count, const Blocks *blocks, float *room) {
   if (stored->kind == FP32) return AS(float, stored->at) + at;
   const uint16_t *from = AS(uint16_t, stored->at) + at;
   if (stored->kind == BF16 || stored->kind == NEAREST)

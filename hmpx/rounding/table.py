@@ -25,7 +25,7 @@ from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
 
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
-_UNEVEN, _EVEN, _ALIGNED = range(3)
+_UNEVEN, EVEN, _ALIGNED = range(3)
 _ABSENT, _CODED = 0, (CODED, FP8, FOUR)
 _HEAD, _STORED, _KEY = 11, 4, 1  # words of a row and of each of its tensors, and the place of a key among the latter
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
@@ -111,10 +111,8 @@ class TableRow(NamedTuple):
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
         lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
-        lie = _EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
-        if lie == _EVEN and not (
-            lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
-        ):
+        lie = EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
+        if lie == EVEN and not (lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))):
             lie = _ALIGNED
         return *kinds, lie
 
@@ -129,15 +127,6 @@ class TableRow(NamedTuple):
                 key = 0 if self.by_name or key is None else key
                 words += held.tensor.data_ptr(), key, beside, held.kind & MAX_UINT64
         return words
-
-
-def words_once(rows: Iterable[TableRow]) -> array[int]:
-    """Return the words of rows that the C kernels move but once."""
-    words = array("Q")
-    for row in rows:
-        if row.lain.size:
-            words.extend(row.words(0, row.lain.words(_EVEN)))
-    return words
 
 
 def _addresses(held: StoredTensor) -> list[int]:
@@ -256,7 +245,7 @@ class Table:
         lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
             if row.lain.size:
-                lists.setdefault((_EVEN,) if self._in_c else row.alike(), []).append((i, row))
+                lists.setdefault((EVEN,) if self._in_c else row.alike(), []).append((i, row))
         launches = []
         for kinds, alike in lists.items():
             launches.append(self._add(kernel, [row for _, row in alike], (*constants, *kinds)))

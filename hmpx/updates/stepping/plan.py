@@ -273,8 +273,8 @@ class Plan:
         for device, table in self._tables.items():
             if table.has_launches:
                 addresses = addresses or [grad.data_ptr() for grad in gradients]
-                room = self._rooms[device][0].data_ptr() if device in self._rooms else 0
-                table.send(step_key(key.seed, key.step), addresses, room)
+                room_at = self._rooms[device][0].data_ptr() if device in self._rooms else 0
+                table.send(step_key(key.seed, key.step), addresses, room_at)
         if self._counts[0]:
             copy_all(*self._counts)
         for each in self._batches:
