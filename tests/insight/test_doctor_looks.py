@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from hmpx.insight.capture.iterations import Iterations
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -77,9 +78,10 @@ def test_a_recipe_for_a_script_with_torch_autocast_keeps_its_products_low(dtype)
     }
 
 
-def test_rows_that_a_sparse_gradient_touches_are_judged():
+@pytest.mark.parametrize("sparse", [True, False])
+def test_rows_of_a_table_that_a_gradient_touches_are_judged(sparse):
     torch.manual_seed(0)
-    table = nn.Embedding(200, 16, sparse=True).to(BF16)
+    table = nn.Embedding(200, 16, sparse=sparse).to(BF16)
     for lr, wrong in ((0.05, True), (30.0, False)):
         optimizer = torch.optim.SGD(table.parameters(), lr=lr)
         of_rows = trained(
@@ -149,6 +151,40 @@ def test_the_first_step_is_looked_at_where_it_is_asked_for_with_several_backward
             (model(torch.zeros(4, 16)) * 0).sqrt().mean().backward()
         optimizer.step()
     assert "SqrtBackward0" in only(found, "inf or NaN").said and not found.not_checked, str(found)
+
+
+def test_few_weights_that_all_lose_their_updates_are_wrong_together():
+    model = nn.Linear(8, 8).to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0)
+    found = trained(
+        model, optimizer, steps=30, loss_of=lambda model, x, _: model(x[:, :8].to(BF16)).float().square().mean()
+    )
+    assert only(found, "lost updates").wrong, str(found)
+
+
+class Curved(torch.optim.SGD):
+    def step(self, curvature):
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(1e-6 * p.grad / curvature)
+
+
+def test_a_step_that_takes_more_than_a_closure_is_not_checked():
+    model = mlp(BF16)
+    optimizer = Curved(model.parameters(), lr=1.0)
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            model(torch.randn(8, 16).to(BF16)).float().square().mean().backward()
+            optimizer.step(1.0)
+    assert found.status == 2 and "by Curved: its step takes curvature" in found.not_checked[0], str(found)
+
+
+def test_work_of_every_tenth_and_twentieth_iteration_is_met_wherever_a_script_counts_from():
+    iterations = Iterations(())
+    for _ in range(50):
+        iterations.over(iterations.is_due)
+    assert {0, 1, 2} <= {each % 10 for each in iterations.watched}, iterations.watched
+    assert {0, 1, 2} <= {each % 20 for each in iterations.watched}, iterations.watched
+    assert not iterations.passed_over
 
 
 def test_weights_that_nobody_steps_are_not_checked():
@@ -286,6 +322,19 @@ def test_a_logarithm_of_probabilities_that_were_rounded_is_mended_with_what_roun
         model = mlp(BF16)
         mended = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3, loss_of=loss_of)
     assert not {"inf or NaN", "log"} & {each.kind for each in mended.findings}, str(mended)
+
+
+class Entropy(nn.Module):
+    def forward(self, logits):
+        p = torch.softmax(logits, -1)
+        return -(p * torch.log(p)).sum(-1)
+
+
+def test_an_op_is_listed_at_its_module():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 4), Entropy()).to(BF16)
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    assert found.recipe.modules == {"1": {"fp32": ["log", "softmax"]}} and not found.recipe.policy().fp32
 
 
 def test_a_gradient_that_is_thrown_away_is_no_accumulation():

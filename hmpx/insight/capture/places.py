@@ -68,7 +68,7 @@ class Spot:
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
     places: set[int] = field(default_factory=set)
-    made_by: set[str] = field(default_factory=set)
+    made_by: set[tuple[str, Place]] = field(default_factory=set)
 
     @property
     def where(self) -> str:

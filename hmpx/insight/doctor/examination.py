@@ -104,7 +104,7 @@ class Examination:
             lines += [f"looked at ops in iterations {', '.join(map(str, watched[:9]))}"]
             lines[-1] += " and so on" if len(watched) > 9 else ""
             if left := self.capture.iterations.passed_over:
-                lines[-1] += f"; {left} others would have taken over a twentieth of the time"
+                lines[-1] += f"; {number(left, 'other')} would have taken over a twentieth of the time"
         return lines or ["nothing was looked at"]
 
     def _not_checked(self) -> Iterator[str]:

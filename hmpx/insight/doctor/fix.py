@@ -14,6 +14,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.finding import Problem
 from hmpx.insight.looks import products
+from hmpx.insight.looks.checks import LISTED
 from hmpx.insight.module_names import numberless
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
@@ -178,6 +179,10 @@ def legal(problem: Problem, script: Script) -> Problem:
     rules = recipe.pop("modules", {})
     plain = {name: rule for name, rule in rules.items() if script.is_plain(name)}
     recipe |= {"modules": plain} if plain else {}
+    if problem.kind in LISTED:
+        others = {op for name, rule in rules.items() if name not in plain for op in rule["fp32"]}
+        recipe |= {"fp32": sorted({*recipe.get("fp32", ()), *others})} if others else {}
+        rules = plain
     edit = problem.edit or (problem.where,) if len(plain) < len(rules) else problem.edit
     return replace(problem, recipe=recipe, do=do, edit=edit if recipe else ())
 

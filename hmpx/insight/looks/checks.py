@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.look import OpLook
-from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.module_names import MIXING, unchosen
@@ -35,10 +35,10 @@ class Check(NamedTuple):
     Attributes:
         ops: names at torch's dispatcher.
         evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
-        mended: which keys of a recipe mend it. "list": the fp32 list gets the ops. "module": everything in these
-            modules runs in FP32. "place": the ops run in FP32 in these modules. For a line in no module, or in the
-            outermost one, "module" and "place" act as "list". "": none.
-        also: more ops that then go to the fp32 list.
+        mended: which keys of a recipe mend it. "list", "place": the ops run in FP32 in these modules; if a rule cannot
+            say so, "list" puts them into the fp32 list. "module": everything in these modules runs in FP32. For a line
+            in no module, or in the outermost one, all act as "list". "": none.
+        also: more ops that then go to the fp32 list, and the op with them.
     """
 
     kind: str
@@ -111,15 +111,15 @@ def _probabilities(op: OpCall, notes: Notes) -> str | None:
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, notes)
 
 
-def _rounded(op: OpCall, notes: Notes) -> str:
-    """Return the name of the op that has made probabilities in low precision, of which this makes others; "" if none.
+def _rounded(op: OpCall, notes: Notes) -> tuple[str, Place] | None:
+    """Return the op that has made probabilities in low precision, of which this makes others, and its place.
 
     There .999 is 1, and the logarithm of 1 - p is -inf.
     """
     if op.name in ("sigmoid", "_softmax"):
-        return op.name.strip("_") if op.out.dtype in LOW else ""
-    known = (notes.facts(each).get("rounded", "") for each in op.given[:2])
-    return next(filter(None, known), "") if op.name in ("rsub", "sub", "add", "mul", "clamp", "_to_copy") else ""
+        return (op.name.strip("_"), notes.place(op.frame)) if op.out.dtype in LOW else None
+    known = (notes.facts(each).get("rounded") for each in op.given[:2])
+    return next(filter(None, known), None) if op.name in ("rsub", "sub", "add", "mul", "clamp", "_to_copy") else None
 
 
 def _positions(op: OpCall, notes: Notes) -> str | None:
@@ -241,6 +241,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
+LISTED = frozenset(check.kind for check in CHECKS if check.mended == "list")
 _OF_SETUP = ("integers", "angles")  # tables that the model is made with
 _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in CHECKS for name in each.ops}
 
@@ -256,7 +257,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         notes.add(op.out, product=product)
     elif op.results and (squares := _squares(op, notes)):
         notes.add(op.out, squares=squares)
-    if op.results and (rounded := _rounded(op, notes)):
+    if op.results and (rounded := _rounded(op, notes)) is not None:
         notes.add(op.out, rounded=rounded)
     if op.results and any(notes.facts(each).get("mended") for each in op.given):
         notes.add(op.out, mended=True)
@@ -327,7 +328,7 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
     details += [next((spot.said for spot in spots if spot.said), "")]
-    makers = sorted(set().union(*(spot.made_by for spot in spots)))
+    makers = sorted({name for spot in spots for name, _ in spot.made_by})
     details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]
     details += [spots[0].place.within.removeprefix(", ")]
     details += [f"also at {some(lines[1:], 2)}" if len(lines) > 1 else ""]
@@ -351,10 +352,13 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
             rules[spot.module] = "float32"
         elif op is None or not op.computes:
             left[spot.where] = None
-        elif check.mended != "place" or not spot.place.is_inside:
-            listed |= {op.name, *check.also, *spot.made_by}
-        elif (rule := rules.setdefault(spot.module, {"fp32": []})) != "float32":
-            rule["fp32"] = sorted({*rule["fp32"], op.name})
+        else:
+            listed |= {*check.also}
+            for name, place in {(op.name, spot.place), *spot.made_by}:
+                if check.also or not place.is_inside:
+                    listed.add(name)
+                elif (rule := rules.setdefault(place.module, {"fp32": []})) != "float32":
+                    rule["fp32"] = sorted({*rule["fp32"], name})
     found: dict[str, Any] = {"fp32": sorted(listed), "modules": rules}
     keys = {key: value for key, value in found.items() if value}
     return keys, tuple(left) if keys else ()

@@ -155,7 +155,7 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     said += f", in {maker.module}" if maker.module else ""
     if nan is not None and nan is not maker:
         said += f"; {nan.name} makes a NaN of it, {nan.said}"
-    makers = sorted(maker.made_by)
+    makers = sorted({name for name, _ in maker.made_by})
     do = "compute it in float32" if maker.numbers["low"] else "keep its input away from where it is not defined"
     do = f"compute it and the {' and '.join(makers)} that it is of, which has rounded it, in float32" if makers else do
     is_listed = makers and not maker.numbers["backward"] and maker.name in catalog()
