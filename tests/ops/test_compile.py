@@ -70,16 +70,6 @@ def run(function, model, x):
     return found
 
 
-@pytest.mark.parametrize("function", [lambda x: torch.pow(x, 3.0), lambda x: torch.pow(2.0, x)])
-def test_an_op_of_any_layout_is_no_break_in_the_graph(function, lists):
-    """`torch.pow` has several, so its wrapper takes whatever it is given."""
-    x = torch.randn(2, 2)
-    with hmpx.convert(**lists(bf16="pow")):
-        expected = function(x)
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
-    assert compiled.dtype is torch.bfloat16 and torch.equal(compiled, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "level"),
     [

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.ops.computing.fp8_casts import quantize
@@ -435,26 +434,6 @@ def trained(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "form", ["tensorwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("rowwise", "mx", "blockwise"))]
-)
-def test_compiled_and_checkpointed_the_same_bits(form):
-    model, x = small()
-    with hmpx.convert(fp8=["linear"], fp8_format=form):
-        plain = trained(model, model, x)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        runs = {
-            "compiled": compiled,
-            "of any size": torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True),
-            "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
-            "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
-        }
-        for name, run in runs.items():
-            assert all(map(torch.equal, trained(model, run, x), plain)), name
-    with hmpx.convert():
-        assert not torch.equal(trained(model, model, x)[0], plain[0])
-
-
 @pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
 def test_layers_are_one_graph_whose_casts_a_compiler_sees(form):
     graphs, model = [], nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
@@ -472,33 +451,6 @@ def test_layers_are_one_graph_whose_casts_a_compiler_sees(form):
         str(each.target) for each in graph.graph.nodes if each.op == "call_function" and "getitem" not in each.name
     ]
     assert names.count("aten._scaled_mm.default") == 4 and all(name.startswith("aten.") for name in names)
-
-
-@pytest.mark.parametrize("form", ["tensorwise", "rowwise"])
-def test_each_way_to_write_a_product_compiles_to_the_bits_of_eager(form):
-    """Operators and `einsum` reach their wrapper when a graph is traced again, with tensors of another class."""
-    torch.manual_seed(0)
-    x, w, y = torch.randn(16, 32), torch.randn(32, 64), torch.randn(2, 16, 32)
-    products = {
-        "@": lambda x, w, y: x @ w,
-        "mm": lambda x, w, y: torch.mm(x, w),
-        "einsum": lambda x, w, y: torch.einsum("bij,jk->bik", y, w),
-        "linear": lambda x, w, y: F.linear(x, w.t()),
-        "addmm": lambda x, w, y: torch.addmm(w.sum(0).bfloat16(), x, w),
-        "bmm": lambda x, w, y: torch.bmm(y, w.expand(2, 32, 64)),
-        "method": lambda x, w, y: y.matmul(w),
-    }
-
-    def gradients(run):
-        given = [each.clone().requires_grad_() for each in (x, w, y)]
-        result = run(*given)
-        result.float().square().sum().backward()
-        return [result.detach(), *[each.grad for each in given if each.grad is not None]]
-
-    with hmpx.convert(fp8=["matmul", "mm", "einsum", "linear", "addmm", "bmm"], fp8_format=form):
-        for name, product in products.items():
-            compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-            assert all(map(torch.equal, gradients(compiled), gradients(product))), name
 
 
 def test_each_product_may_be_the_only_one_in_fp8():

@@ -99,11 +99,3 @@ def test_formats_without_grouped_products_stay_in_bf16_and_record_says_so(form):
     assert site.in_low == {
         "a grouped product, which is in FP8 with mx scales, or with scales of rows that are powers of two": 1
     }
-
-
-def test_compiled_to_the_bits_of_eager():
-    a, b, g = operands()
-    with hmpx.convert(fp8=["grouped_mm"], fp8_format="rowwise"):
-        product = torch.compile(lambda a, b: torch._grouped_mm(a, b.mT, offs=ENDS), backend="aot_eager", fullgraph=True)
-        found = three(product(a, b), a, b, g)
-    assert all(map(torch.equal, found, by_hmpx("rowwise", a, b, g)))

@@ -104,11 +104,3 @@ def test_what_a_program_registers_itself_is_a_part_of_the_model():
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
     with hmpx.convert():
         assert layer.weight.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "matrix_exp", "older spectral_norm"])
-def test_compiled_code_is_one_graph(kind):
-    layer, same = made(kind, torch.bfloat16), made(kind, torch.bfloat16)
-    with hmpx.convert():
-        compiled = torch.compile(same, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(torch.ones(2, 8)), layer(torch.ones(2, 8)))

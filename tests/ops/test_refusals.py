@@ -54,12 +54,6 @@ def test_other_errors_have_no_note(hidden):
         assert not getattr(refused.value, "__notes__", None)
 
 
-def test_compiled_code_is_one_graph():
-    with hmpx.convert():
-        call = torch.compile(lambda x: torch.fft.rfft(x).abs() + 1, backend="aot_eager", fullgraph=True)
-        assert torch.equal(call(torch.ones(4)), torch.fft.rfft(torch.ones(4)).abs() + 1)
-
-
 class LikeCuda(TorchDispatchMode):
     """Refuses BF16 where torch does so on CUDA alone, in its words."""
 

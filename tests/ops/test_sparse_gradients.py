@@ -87,10 +87,3 @@ def test_record_shows_it():
     found = {site.rule: site.dtypes for site in log.sites if site.op == "embedding"}
     assert found == {"": "float32", "bf16": "float32 -> bfloat16"}
     assert not any(" and ran in " in line for line in log.escaped)
-
-
-def test_compiled_code_is_one_graph():
-    layer = torch.nn.Embedding(12, 4, sparse=True).bfloat16()
-    with hmpx.convert():
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(INDICES), layer(INDICES))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support.planted import gradient_error, gradients
@@ -101,28 +100,13 @@ def test_a_head_by_a_rule_a_recipe_and_in_a_copy():
     assert torch.equal(found, wanted)
 
 
-def test_compiled_checkpointed_and_mapped_the_same_bits():
+def test_mapped_over_a_batch():
     model, x = Model(), torch.randn(4, 16)
     hmpx.policy_for(model.lm_head, "bf16-to-fp32")
-
-    def trained(run) -> list[torch.Tensor]:
-        model.zero_grad()
-        result = run(x)
-        result.square().sum().backward()
-        return [result.detach(), *(p.grad.clone() for p in model.parameters())]
-
     with hmpx.convert():
-        plain = trained(model)
-        runs = {
-            "compiled": torch.compile(model, backend="aot_eager", fullgraph=True),
-            "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
-            "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
-        }
-        for name, run in runs.items():
-            assert all(map(torch.equal, trained(run), plain)), name
         mapped = torch.vmap(model)(x[:, None])
         assert mapped.dtype is FP32
-        assert torch.allclose(mapped[:, 0], plain[0], atol=1e-2)
+        assert torch.allclose(mapped[:, 0], model(x), atol=1e-2)
 
 
 def test_record_and_compare_see_it():
