@@ -222,7 +222,7 @@ class Capture:
             return (optimizer, *call.args), dict(call.kwargs)
         if self._last_hook is not None:
             self._last_hook.remove()
-        self._last_hook = optimizer.register_step_pre_hook(lambda *_: self._begin(optimizer))
+        self._last_hook = optimizer.register_step_pre_hook(lambda *_: self._begin(optimizer, self._only_at))
         return None
 
     def _meet(self, optimizer: Optimizer, caller: FrameType) -> None:
@@ -238,8 +238,10 @@ class Capture:
         for each in self.looks:
             each.met(optimizer, self.notes.place(caller).script or "?")
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        """The gradients of a step are there."""
+    def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
+        """The gradients of a step are there. hides_step: look at none of its ops."""
+        if hides_step:
+            self._watch.suspend()
         with self._watch.paused(), aside(self.trouble, is_whole=True):
             for each in self.looks:
                 each.begin(optimizer, self.notes.iteration)
@@ -260,6 +262,7 @@ class Capture:
         if self._running is not sys._getframe(1) or not any(each is optimizer for each in self.optimizers):
             return
         self._watch.stepping, self._running = False, None
+        self._watch.resume()
         with self._watch.paused(), aside(self.trouble, is_whole=True):
             for each in self.looks:
                 each.end(optimizer, self._evaluations)

@@ -47,12 +47,20 @@ class OpWatch(DispatchWatch):
         self._notes, self._looks, self._trouble = notes, looks, trouble
         self.stepping = self.setting_up = False
         self._names: dict[Any, str] = {}
-        self._left = 0.0
+        self._left = -1.0
 
     def look_at(self, most: float, setting_up: bool = False) -> None:
         """Look at up to `most` ops from now on."""
         self._left, self.setting_up = most, setting_up
         self.open()
+
+    def suspend(self) -> None:
+        """Leave the ops that follow alone, until `resume`."""
+        super().close()
+
+    def resume(self) -> None:
+        if self._left >= 0:
+            self.open()
 
     @property
     def is_looking(self) -> bool:

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 _OpOverload = private("torch._ops.OpOverload")
 SCHEMA = "hashes 1"
 _LANES = 1021  # a prime, so that rows of a matrix do not fall onto one another
-_SAMPLES = 16
+_SAMPLES, _ROWS = 16, 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TRAFFIC = os.sep + os.path.join("torch", "distributed") + os.sep
 _UNMADE = ("empty", "new_empty", "resize_", "set_")  # ops whose results are not numbers yet
@@ -221,10 +221,10 @@ class Hashes(Look):
         dense = _in_order(t)
         flat = (dense if dense.is_contiguous() else t.contiguous()).view(-1)
         count, width = flat.numel(), flat.element_size()
-        values = t.abs() if t.is_complex() else t.float() if width == 1 and t.is_floating_point() else t
-        extremes = torch.stack(torch.aminmax(values)) if count else values.new_zeros(2)
+        values = flat.abs() if flat.is_complex() else flat.float() if width == 1 and flat.is_floating_point() else flat
         step = -(-(whole or count) // _SAMPLES) | 1  # odd, or it would stay in one column of a matrix
-        some = values.take(torch.arange(min(-offset % step, count), count, step, device=t.device))
+        at = torch.arange(min(-offset % step, count), count, step, device=t.device)
+        some = (t if values is flat else values).take(at)
         if in_words and count * width % 8 == 0:
             flat, width = flat.clone() if flat.storage_offset() * width % 8 else flat, 8
         words = flat.view(_WORDS[min(width, 8)])
@@ -232,12 +232,21 @@ class Hashes(Look):
             draw = random.Random(0)
             drawn = [draw.getrandbits(63) | 1 for _ in range(_LANES)]
             self._weights[t.device] = torch.tensor(drawn, device=t.device)
-        weights, rows = self._weights[t.device].roll(-offset), len(words) // _LANES
+        weights = self._weights[t.device].roll(-offset) if offset else self._weights[t.device]
+        rows, each = len(words) // _LANES, _ROWS if t.is_cpu else max(len(words), 1)  # a CPU's cache holds so many rows
         rest = words[rows * _LANES :]
+        parts = words[: rows * _LANES].view(rows, _LANES).split(each)
+        numbers = values.split(each * _LANES * count // max(len(words), 1) or 1)
+        sums, extremes = list[Tensor](), list[Tensor]()
+        for part, some_of_it in itertools.zip_longest(parts, numbers):
+            sums += [part.sum(0)] if part is not None and rows else []
+            extremes += torch.aminmax(some_of_it) if some_of_it is not None and count else (weights[0] * 0,)
         hashed = (rest * weights[: len(rest)]).sum()
-        if rows:
-            hashed = hashed + (words[: rows * _LANES].view(rows, _LANES).sum(0) * weights).sum()
-        self._figures.append(torch.cat([hashed.view(1).view(torch.float64), extremes.double(), some.double()]))
+        if sums:
+            hashed = hashed + ((sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)) * weights).sum()
+        found = torch.stack(extremes)
+        found = found if len(found) < 3 else torch.stack(torch.aminmax(found))
+        self._figures.append(torch.cat([hashed.view(1).view(torch.float64), found.double(), some.double()]))
         return len(self._figures) - 1
 
 
