@@ -166,12 +166,13 @@ FOLLOWING = {
         lambda x: torch.linalg.multi_dot([x, x, x]),
         lambda x: torch.chain_matmul(x, x),
         lambda x: torch.linalg.matrix_power(x, 2),
+        lambda x: x.cov(),
         lambda x: x @ x,
         lambda x: F.linear(x, x),
     ],
-    "mm mul": [lambda x: x.cov(), lambda x: torch.corrcoef(x)],
     "matmul mm": [
         lambda x: x.matrix_power(3),
+        lambda x: torch.corrcoef(x),
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     ],
     "addmm": [lambda x: F.linear(x, x, x[0])],
@@ -306,15 +307,6 @@ class _Bilinear(nn.Bilinear):
         return super().forward(x, x)
 
 
-class _Correlated(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.ones(7))
-
-    def forward(self, x):
-        return getattr(torch, self.function)(x * self.weight)
-
-
 class _Flat(nn.Module):
     """A recurrent layer that returns its results in one tuple."""
 
@@ -336,8 +328,6 @@ JOINED = {
     "lstm that projects its state": (lambda: _Flat(nn.LSTM(7, 9, proj_size=4)), (5, 3, 7)),
     "lstm of packed sequences": (lambda: _Flat(nn.LSTM(7, 9), packed=True), (5, 3, 7)),
     "rnn_tanh of packed sequences": (lambda: _Flat(nn.RNN(7, 9, bidirectional=True), packed=True), (5, 3, 7)),
-    "cov": (lambda: _Correlated("cov"), (3, 7)),
-    "corrcoef": (lambda: _Correlated("corrcoef"), (3, 7)),
     "bilinear": (lambda: _Bilinear(7, 7, 6), (3, 7)),
     "einsum, a chain": (lambda: _Einsum("ij,jk,kl->il", (7, 5), (5, 6)), (3, 7)),
     "einsum, an outer product first": (lambda: _Einsum("a,b,bc->ac", (4,), (4, 5)), (3,)),
