@@ -272,7 +272,8 @@ class Plan:
             batch.begin(call)
         for device, table in self._tables.items():
             if table.has_launches:
-                addresses = addresses or [grad.data_ptr() for grad in gradients]
+                # Sparse gradients have no address; the table does not read them.
+                addresses = addresses or [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
                 room_at = self._rooms[device][0].data_ptr() if device in self._rooms else 0
                 table.send(step_key(key.seed, key.step), addresses, room_at)
         if self._counts[0]:
