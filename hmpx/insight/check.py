@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:
     for each in lists.sides[side]:
         line, op = each.place.line if isinstance(each.place, Origin) else 0, canonical(each.name)
         try:
-            resolve_sides(OpLists(**{side: (each,)}))
+            resolve_sides(replace(OpLists(), **{side: (each,)}))  # type: ignore[arg-type]
         except OpListError as error:
             found[line] = Found(str(error))
             continue
@@ -109,7 +110,7 @@ def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:
             found[line] = Found(f"{each.where}: {each.name!r} is the op of line {first[op]} again", is_fault=False)
         first.setdefault(op, line)
     yield from (found[line] for line in sorted(found))
-    return OpLists(**{side: tuple(good)})
+    return replace(lists, **{side: tuple(good)})  # type: ignore[arg-type]
 
 
 def features_table() -> str:
