@@ -4,7 +4,6 @@ This is the list to go through when a new version of torch is out: `python -m hm
 installed one lacks. Code elsewhere gets these names from `private`, or asks a feature whether it is on, or, of
 attributes of torch's objects, uses them as they stand here. Importing hmpx, eager `convert`, `attach` and
 `disable_casts` need none of them.
-
 Names without an underscore are listed where they stand in a private module, or have no words in torch's documentation.
 """
 
@@ -229,7 +228,8 @@ FSDP_SUMS = Feature(
     "a refusal of BF16 sums of gradients under fully_shard",
     "with use_fp32_grad_acc set reduce_dtype=torch.float32",
     Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the dtype that FSDP2 adds gradients up in"),
-    Name(f"{_FSDP}._fsdp_state:_fsdp_param_groups", "the same; use_fp32_grad_acc wants torch 2.13"),
+    Name(f"{_FSDP}._fsdp_state:_fsdp_param_group", "the same"),
+    Name(f"{_FSDP}._fsdp_state:_fsdp_param_groups", _NEWER, None),
     Name(f"{_FSDP}._fsdp_param_group.FSDPParamGroup().[fsdp_params|mp_policy]", "the same"),
     Name(f"{_FSDP}._fsdp_param.FSDPParam().sharded_param", "the same"),
 )

@@ -71,7 +71,7 @@ def attach(
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
             is as above.
-        use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
+        use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.11 or newer).
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
@@ -216,8 +216,8 @@ def check_torch(settings: Settings) -> None:
     """Check that this torch version supports the settings.
 
     Raises:
-        HmpxError: `use_fp32_grad_acc` before torch 2.13.
+        HmpxError: `use_fp32_grad_acc` before torch 2.11.
     """
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
-        said = f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}"
+        said = f"use_fp32_grad_acc needs torch 2.11 or newer (Tensor.grad_dtype), not {torch.__version__}"
         raise HmpxError(said, key=("use_fp32_grad_acc",))

@@ -59,7 +59,9 @@ def _checked(method: Callable) -> Callable:
 
 def _sums_low(module: Any) -> bool:
     """Whether FSDP2 adds up gradients of ours in BF16, in this module without those inside it."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    state = module._get_fsdp_state()
+    one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
+    for group in getattr(state, "_fsdp_param_groups", one):
         low = group.mp_policy.reduce_dtype is not torch.float32
         if low and any(each.sharded_param in _ours for each in group.fsdp_params):
             return True
