@@ -224,7 +224,7 @@ def test_a_wrong_recipe_raises_when_the_plugin_is_made(monkeypatch):
     with pytest.raises(hmpx.HmpxError, match="needs a recipe"):
         HmpxPrecision()
     monkeypatch.setattr("hmpx.updates.attach.torch", SimpleNamespace(Tensor=object, __version__="2.12"))
-    with pytest.raises(hmpx.HmpxError, match=r"nxd-standard.yaml:\d+: use_fp32_grad_acc needs torch 2.13"):
+    with pytest.raises(hmpx.HmpxError, match=r"nxd-standard.yaml:\d+: use_fp32_grad_acc needs torch 2.11"):
         HmpxPrecision("nxd-standard")
 
 
