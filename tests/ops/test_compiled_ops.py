@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from tests.ops.test_fp8_grouped import ENDS
-from tests.ops.test_parametrizations import made
 from tests.support.compiling import nothing_compiled  # noqa: F401
+from tests.support.parametrized import parametrized
 
 BF16 = torch.bfloat16
 
@@ -35,6 +34,9 @@ def drawn(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
 
 
+ENDS = torch.tensor(
+    [32, 32, 96, 160], dtype=torch.int32
+)  # of groups of rows: one is empty, and the last rows are in none
 X, W, Y = drawn(16, 32), drawn(32, 64), drawn(2, 16, 32)
 FUNCTIONS = {
     "matrix_exp": ({}, lambda x: torch.matrix_exp(x) + 1, drawn(3, 3, dtype=BF16)),
@@ -61,7 +63,7 @@ FUNCTIONS = {
 MODULES = {
     "sparse gradients": ({}, lambda: nn.Embedding(12, 4, sparse=True).bfloat16(), torch.tensor([[1, 2, 2]])),
     **{
-        f"parametrized by {kind}": ({}, lambda kind=kind: made(kind, BF16), drawn(2, 8))
+        f"parametrized by {kind}": ({}, lambda kind=kind: parametrized(kind, BF16), drawn(2, 8))
         for kind in ("weight_norm", "spectral_norm", "matrix_exp", "older spectral_norm")
     },
     "FP32 logits": ({}, WideHead, drawn(4, 16)),

@@ -1,33 +1,12 @@
 """torch's own parametrizations are computed in FP32, wherever the weight is read, and give the dtype of the weight."""
 
-import warnings
-
 import pytest
 import torch
-from torch.nn.utils import parametrizations as new
-from torch.nn.utils import spectral_norm, weight_norm
 
 import hmpx
+from tests.support.parametrized import KINDS, parametrized
 
-KINDS = {
-    "weight_norm": new.weight_norm,
-    "spectral_norm": new.spectral_norm,
-    "matrix_exp": lambda layer: new.orthogonal(layer, orthogonal_map="matrix_exp"),
-    "cayley": lambda layer: new.orthogonal(layer, orthogonal_map="cayley"),
-    "householder": lambda layer: new.orthogonal(layer, orthogonal_map="householder"),
-    "no trivialization": lambda layer: new.orthogonal(layer, use_trivialization=False),
-    "older weight_norm": weight_norm,
-    "older spectral_norm": spectral_norm,
-}
 RECIPES = ("bf16-sr", "lean8", "flash", "nxd-standard", "xla-use-bf16", "hmp-o1", "autocast-cpu")
-
-
-def made(kind, dtype=torch.float32):
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        layer = KINDS[kind](torch.nn.Linear(8, 6))
-    return layer.to(dtype)
 
 
 def read(layer):
@@ -39,8 +18,8 @@ def read(layer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_weight_is_that_of_fp32_rounded_once(kind, dtype):
     """The reference is the parametrization in FP32, of the same numbers, without hmpx."""
-    layer = made(kind, dtype)
-    wide = made(kind)
+    layer = parametrized(kind, dtype)
+    wide = parametrized(kind)
     wide.load_state_dict(layer.state_dict())
     for _ in range(2):
         with hmpx.convert():
@@ -57,7 +36,7 @@ def test_the_weight_is_that_of_fp32_rounded_once(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same(kind):
-    layer = made(kind, torch.bfloat16).eval()
+    layer = parametrized(kind, torch.bfloat16).eval()
     with hmpx.convert():
         with torch.no_grad():
             found = read(layer)
@@ -67,7 +46,7 @@ def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same(kind):
 
 
 def loss_of(kind, recipe):
-    model = torch.nn.Sequential(made(kind))
+    model = torch.nn.Sequential(parametrized(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inputs, targets = torch.randn(32, 8), torch.randn(32, 6)
     if recipe is not None:
@@ -88,7 +67,7 @@ def test_it_trains_under_every_kind_of_recipe(kind, recipe):
 
 
 def test_an_assigned_weight_is_kept():
-    layer = made("householder", torch.bfloat16)
+    layer = parametrized("householder", torch.bfloat16)
     wanted = torch.eye(8)[:6].bfloat16()
     with hmpx.convert():
         layer.weight = wanted

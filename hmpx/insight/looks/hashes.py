@@ -45,7 +45,7 @@ _ELSEWHERE = ("device", "layout", "pin_memory", "non_blocking", "generator", "ou
 
 
 @dataclass
-class Call:
+class HashedCall:
     """One call of an op in one iteration.
 
     Attributes:
@@ -79,12 +79,12 @@ class Hashes(Look):
 
     def __init__(self, iterations: Collection[int]) -> None:
         self._iterations = frozenset(iterations)
-        self._calls: list[Call] = []
+        self._calls: list[HashedCall] = []
         self._read = 0  # so many of the calls
         self._losses: list[tuple[int, Tensor]] = []
         self._figures: list[Tensor] = []  # of this iteration: the bits of a hash, extremes and samples, as float64
         self._made: dict[int, tuple[StorageWeakRef, int, dict[tuple | None, int]]] = {}  # by address: which figures
-        self._gradients: list[tuple[Call, torch.nn.Parameter]] = []
+        self._gradients: list[tuple[HashedCall, torch.nn.Parameter]] = []
         self._weights: dict[torch.device, Tensor] = {}
         self._compiles = False
 
@@ -96,7 +96,7 @@ class Hashes(Look):
         made = [*{id(each): each for each in (*_tensors(op.result), *written)}.values()]
         is_on_its_way = any(each.is_cpu for each in made) and not all(each.is_cpu for each in read)
         if is_traffic or is_on_its_way or op.name.startswith(_UNMADE):
-            self._calls.append(Call(notes.iteration, "traffic", op.name, given=self._known(given)))
+            self._calls.append(HashedCall(notes.iteration, "traffic", op.name, given=self._known(given)))
             for each in (*made, *given) if is_traffic else made:
                 self._made.pop(memory(each), None)
         elif written or not {*map(memory, made)} <= {*map(memory, read)}:  # or else it is a view
@@ -109,14 +109,16 @@ class Hashes(Look):
         if compiled := caller is not None and "extern_kernels" in caller.f_globals:  # torch.compile's, whose kernels
             self._made.clear()  # write where nobody sees it
         place = notes.place_of(op.node) or notes.place((compiled and caller and caller.f_back) or op.frame)
-        call = Call(notes.iteration, op.stage, op.name, place.where, place.module, [_dtypes(read), _dtypes(results)])
+        call = HashedCall(
+            notes.iteration, op.stage, op.name, place.where, place.module, [_dtypes(read), _dtypes(results)]
+        )
         call.shapes, call.is_random = f"{_shapes(read)} -> {_shapes(results)}", _is_random(op)
         call.settings = ", ".join(_settings((op.args, op.kwargs)))[:200]
         call.given = self._known(written)
         for each in read:
             if not (known := self._known([each])):  # no op has made it
                 name = notes.names.of_tensor(each, op.frame) or op.name
-                given = Call(
+                given = HashedCall(
                     notes.iteration, "input", name, place.where, place.module, ["", _dtypes([each])], _shapes([each])
                 )
                 known = given.results = [self._hash(each)]
@@ -136,7 +138,7 @@ class Hashes(Look):
         here = [local(each.detach()) for each in losses]
         self._losses += [(notes.iteration, each.sum(dtype=torch.float64)) for each in here]
         if notes.iteration in self._iterations:
-            self._calls.append(Call(notes.iteration, "loss", "loss", given=self._known(here)))
+            self._calls.append(HashedCall(notes.iteration, "loss", "loss", given=self._known(here)))
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         for p in parameters(optimizer) if iteration in self._iterations else ():
@@ -148,7 +150,7 @@ class Hashes(Look):
                 if sizes[1:] != p.grad.shape[1:]:
                     continue  # it is not cut into rows
                 offset = (offsets[0] if offsets else 0) * math.prod(sizes[1:])
-            call = Call(iteration, "gradient", "", dtypes=["", _dtypes([held])], shapes=_shapes([p.grad]))
+            call = HashedCall(iteration, "gradient", "", dtypes=["", _dtypes([held])], shapes=_shapes([p.grad]))
             call.offset, call.given = offset, self._known([held])
             call.results = [self._hash(held, offset, p.grad.numel(), in_words=False)]
             self._calls.append(call)

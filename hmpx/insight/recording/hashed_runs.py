@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hmpx.errors import HmpxError
-from hmpx.insight.looks.hashes import SCHEMA, Call
+from hmpx.insight.looks.hashes import SCHEMA, HashedCall
 
 OPS = ("forward", "backward")
 
 
-class Part(NamedTuple):
+class CallPair(NamedTuple):
     """A call in two runs, None where one has no such call, and what else each ran at its line and module."""
 
-    first: Call | None
-    second: Call | None
-    beside: tuple[Sequence[Call], Sequence[Call]] = ((), ())
+    first: HashedCall | None
+    second: HashedCall | None
+    beside: tuple[Sequence[HashedCall], Sequence[HashedCall]] = ((), ())
 
     @property
-    def both(self) -> tuple[Call | None, Call | None]:
+    def both(self) -> tuple[HashedCall | None, HashedCall | None]:
         return self.first, self.second
 
     @property
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         return {(*site(each), each.op) for each in self.both if each}
 
     @property
-    def call(self) -> Call:
+    def call(self) -> HashedCall:
         """The call of the first run, or else of the second."""
         found = self.first or self.second
         assert found is not None, "one run has the call"
@@ -53,7 +53,7 @@ class Run:
 
     about: dict[str, str]
     losses: dict[int, float]
-    calls: list[Call]
+    calls: list[HashedCall]
 
     def of(self, iteration: int) -> Iteration:
         return Iteration([each for each in self.calls if each.iteration == iteration])
@@ -68,24 +68,27 @@ class Iteration:
             way to numbers that agree. follow: how many differ because their inputs do.
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[HashedCall]) -> None:
         self.calls = [each for each in calls if each.stage != "gradient"]
         self.gradients = _whole(each for each in calls if each.stage == "gradient")
         self._values = {value for each in self.calls for value in (*each.given, *hashes(each))}
         made = (each for each in self.calls if each.stage in OPS and not each.given and not each.is_random)
         self._constants = {value for each in made for value in hashes(each)}
-        self._keys, self._by_key = dict[int, tuple](), dict[tuple, Call]()  # the line and op, and which call of it
+        self._keys, self._by_key = (
+            dict[int, tuple](),
+            dict[tuple, HashedCall](),
+        )  # the line and op, and which call of it
         seen: Counter[tuple] = Counter()
         for each in self.calls:
             place = (*site(each), each.op)
             seen[place] += 1
             key = self._keys[id(each)] = (*place, seen[place])
             self._by_key[key] = each
-        self.apart, self.agree = dict[int, Call](), set[int]()
+        self.apart, self.agree = dict[int, HashedCall](), set[int]()
         self.follow = self.ways = 0
 
     @property
-    def ops(self) -> list[Call]:
+    def ops(self) -> list[HashedCall]:
         return [each for each in self.calls if each.stage in OPS]
 
     def look(self, other: Iteration) -> None:
@@ -120,13 +123,13 @@ class Iteration:
         alike = sum(id(each) in self.agree or self._keys[id(each)][:-1] in known for each in self.ops)
         return alike / max(len(self.ops), 1)
 
-    def parts(self, other: Iteration) -> list[Part]:
+    def parts(self, other: Iteration) -> list[CallPair]:
         """Pair the calls at which the runs part: those of one key, of one op and inputs, of one line, or of one op."""
         left, right = [*self.apart.values()][::-1], [*other.apart.values()][::-1]
-        found: dict[int, Call] = {}
+        found: dict[int, HashedCall] = {}
 
-        def pair(key: Callable[[Iteration, Call], Any]) -> None:
-            waiting: dict[Any, list[Call]] = {}
+        def pair(key: Callable[[Iteration, HashedCall], Any]) -> None:
+            waiting: dict[Any, list[HashedCall]] = {}
             for each in right:
                 waiting.setdefault(key(other, each), []).append(each)
             for each in left:
@@ -144,9 +147,9 @@ class Iteration:
         pair(lambda run, each: (each.stage, each.shapes.rpartition("->")[2] if each.stage in OPS else id(each)))
         pair(lambda run, each: each.stage if each.stage in OPS else id(each))
         pairs = [(each, found.get(id(each))) for each in left] + [(None, each) for each in right]
-        return [Part(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in pairs]
+        return [CallPair(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in pairs]
 
-    def _is_alone(self, call: Call, other: Iteration) -> bool:
+    def _is_alone(self, call: HashedCall, other: Iteration) -> bool:
         """Whether the runs part at a call that the other run has not, or at an input whose reader it has."""
         if call.stage != "input":
             twin = other._by_key.get(self._keys[id(call)])
@@ -154,23 +157,23 @@ class Iteration:
         reader = next((each for each in self.ops if hashes(call)[0] in each.given), None)
         return reader is not None and self._keys[id(reader)] in other._by_key
 
-    def _beside(self, call: Call | None) -> list[Call]:
+    def _beside(self, call: HashedCall | None) -> list[HashedCall]:
         return [each for each in self.ops if call and site(each) == site(call)]
 
 
-def site(call: Call) -> tuple:
+def site(call: HashedCall) -> tuple:
     """Return where a call is. Files go by their names, as folders differ between machines."""
     return call.stage, os.path.basename(call.where), call.module
 
 
-def hashes(call: Call) -> list[int]:
+def hashes(call: HashedCall) -> list[int]:
     """Return the hashes of the results."""
     return [each[0] for each in call.results]
 
 
-def _whole(gradients: Iterable[Call]) -> dict[str, Call]:
+def _whole(gradients: Iterable[HashedCall]) -> dict[str, HashedCall]:
     """Return gradients by name, each made of the parts that ranks hold."""
-    parts: dict[str, dict[int, Call]] = {}
+    parts: dict[str, dict[int, HashedCall]] = {}
     for each in gradients:
         parts.setdefault(each.op, {}).setdefault(each.offset, each)
     found = {}
@@ -209,7 +212,7 @@ def read(path: str) -> Run:
     Raises:
         HmpxError: one cannot be read, or holds something else.
     """
-    about, losses, calls = dict[str, str](), dict[int, list[float]](), list[Call]()
+    about, losses, calls = dict[str, str](), dict[int, list[float]](), list[HashedCall]()
     files = _files(path)
     for each in files:
         try:
@@ -218,7 +221,7 @@ def read(path: str) -> Run:
                 raise ValueError(f"its schema is {found['schema']!r}, and not {SCHEMA!r}")
             for row in found["calls"]:
                 results = [(value, _number(most), [*map(_number, some)]) for value, most, some in row[-1]]
-                calls.append(replace(Call(*row), results=results))
+                calls.append(replace(HashedCall(*row), results=results))
             for i, loss in found["losses"]:
                 losses.setdefault(i, []).append(_number(loss))
             about = {**found["about"], "ranks": str(len(files))}

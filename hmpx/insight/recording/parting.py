@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.looks.hashes import Call
+from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.hashed_runs import OPS, Iteration, Part, Run, hashes, read, site
+from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, hashes, read, site
 from hmpx.insight.recording.recorded import Site
 from hmpx.insight.report import Field, Grid, Report, plain
 from hmpx.insight.text_table import number, short_dtypes, short_places
@@ -39,8 +39,8 @@ class Parting(Report):
     """
 
     iteration: int = 0
-    parts: list[Part] = field(default_factory=list)
-    unsteady: list[Part] = field(default_factory=list)
+    parts: list[CallPair] = field(default_factory=list)
+    unsteady: list[CallPair] = field(default_factory=list)
     is_twice: bool = False
     same: int = 0
     follow: int = 0
@@ -48,7 +48,7 @@ class Parting(Report):
     is_another: bool = False
     losses: tuple[int, float, float] | None = None
     compared: int = 0
-    gradients: list[Part] = field(default_factory=list)
+    gradients: list[CallPair] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     sites: LogDiff = field(default_factory=LogDiff)
 
@@ -142,7 +142,7 @@ _DO = {
 }
 
 
-def _kind(part: Part) -> str:
+def _kind(part: CallPair) -> str:
     """Return what is to be done about a call."""
     a, b = part.both
     if a and b and _dtypes(a) != _dtypes(b):
@@ -152,25 +152,25 @@ def _kind(part: Part) -> str:
     return "digits" if _is_rounding(part) else "results" if a and b and a.op == b.op else "kernels"
 
 
-def _at(call: Call) -> str:
+def _at(call: HashedCall) -> str:
     inside = f" in {call.module}" if call.module else ""
     return f"{short_places(call.where)}: {call.op}{inside}" if call.where else f"{call.op}{inside}"
 
 
-def _dtypes(call: Call) -> str:
+def _dtypes(call: HashedCall) -> str:
     return short_dtypes(" -> ".join(dict.fromkeys(filter(None, call.dtypes))))
 
 
-def _ran(part: Part, i: int) -> str:
+def _ran(part: CallPair, i: int) -> str:
     """Say what one of the runs called, and in which dtypes: all of its line where the other has another op."""
     call, other = part.both[i], part.both[1 - i]
-    ran: Sequence[Call] = [call] if call and other and call.op == other.op else part.beside[i]
+    ran: Sequence[HashedCall] = [call] if call and other and call.op == other.op else part.beside[i]
     ran = ran or [each for each in (call,) if each]
     ops, dtypes = (dict.fromkeys(map(text, ran)) for text in (lambda each: each.op, _dtypes))
     return f"{', '.join(ops)} ({'; '.join(dtypes)})" if ran else ""
 
 
-def _both(part: Part) -> Iterator[str]:
+def _both(part: CallPair) -> Iterator[str]:
     a, b = part.both
     differ = a is not None and b is not None and a.op == b.op and a.settings != b.settings
     for name, i in (("first", 0), ("second", 1)):
@@ -180,7 +180,7 @@ def _both(part: Part) -> Iterator[str]:
             yield f"{name:8} {ran}{more}"
 
 
-def _compared_calls(part: Part) -> tuple[Call | None, Call | None]:
+def _compared_calls(part: CallPair) -> tuple[HashedCall | None, HashedCall | None]:
     """Return the calls whose results can be compared: those of one op, or else the last ones of a line."""
     a, b = part.both
     if a and b and a.op != b.op and all(part.beside):
@@ -188,7 +188,7 @@ def _compared_calls(part: Part) -> tuple[Call | None, Call | None]:
     return a, b
 
 
-def _apart(part: Part) -> tuple[float, float]:
+def _apart(part: CallPair) -> tuple[float, float]:
     """Return how far results are apart, in units of the largest number, and that; NaN where it cannot be said."""
     a, b = _compared_calls(part)
     if a is None or b is None:
@@ -200,7 +200,7 @@ def _apart(part: Part) -> tuple[float, float]:
     return max([abs(largest - other), *(abs(x - y) for x, y in zip(some, others, strict=True))]) / most, most
 
 
-def _how_bad(part: Part) -> str:
+def _how_bad(part: CallPair) -> str:
     share, most = _apart(part)
     if math.isnan(share):
         return "it cannot be said: the results have other shapes, inf or NaN"
@@ -210,7 +210,7 @@ def _how_bad(part: Part) -> str:
     return f"{share:.1e} of the largest number ({most:.3g}): {words.get(_kind(part), 'more than last digits')}"
 
 
-def _is_rounding(part: Part) -> bool:
+def _is_rounding(part: CallPair) -> bool:
     """Whether results of one dtype differ in their last digits only."""
     dtypes = {each.dtypes[1].partition(" and ")[0] for each in _compared_calls(part) if each}
     kinds = [getattr(torch, each) for each in dtypes]
@@ -218,14 +218,14 @@ def _is_rounding(part: Part) -> bool:
     return len(dtypes) == 1 and _apart(part)[0] <= eps * _DIGITS[eps > 1e-5]
 
 
-def _worst(gradients: Sequence[Part]) -> str:
+def _worst(gradients: Sequence[CallPair]) -> str:
     """Say by how much gradients differ at most, where that can be said."""
     worst = max((share for each in gradients if not math.isnan(share := _apart(each)[0])), default=math.nan)
     digits = ": last digits" if all(map(_is_rounding, gradients)) else ""
     return "" if math.isnan(worst) else f", by up to {worst:.1e} of the largest number{digits}"
 
 
-def _share(part: Part) -> str:
+def _share(part: CallPair) -> str:
     share = _apart(part)[0]
     return "-" if math.isnan(share) else f"{share:.1e}"
 
@@ -277,7 +277,7 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
         mate.look(own)
         found.same += sum(id(each) in own.agree for each in own.ops)
         found.follow, found.ways = own.follow, own.ways + mate.ways
-        pairs = (Part(each, mate.gradients.get(name)) for name, each in own.gradients.items())
+        pairs = (CallPair(each, mate.gradients.get(name)) for name, each in own.gradients.items())
         found.gradients = [each for each in pairs if each.second and hashes(each.call) != hashes(each.second)]
         found.is_another = min(own.shared(mate), mate.shared(own)) < 0.5
         parts = own.parts(mate)
