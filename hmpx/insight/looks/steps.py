@@ -7,7 +7,6 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -44,8 +43,8 @@ class Moves(NamedTuple):
 
     Attributes:
         dot, size: <weights, copies> and <copies, copies>. noise: the variance of `dot`, if weights were rounded
-        stochastically. moves: the number of elements that would then have moved. moved: those that did. updates: of
-        copies. lost: those of them that left the weight as it was. elements: that were looked at.
+        stochastically. moves: of the elements that would then have stayed more likely than not, the number that would
+        have moved. moved: those that did. updates: of copies. lost: those of them that left the weight as it was.
     """
 
     dot: float = 0.0
@@ -55,7 +54,6 @@ class Moves(NamedTuple):
     moved: float = 0.0
     updates: float = 0.0
     lost: float = 0.0
-    elements: float = 0.0
 
     @property
     def kept(self) -> float:
@@ -71,7 +69,7 @@ class Moves(NamedTuple):
 
         Or fewer elements have moved than that share of those that should have, by three deviations of their number.
         """
-        due = limit * self.elements * (1 - math.exp(-self.moves / max(self.elements, 1)))
+        due = limit * self.moves
         if (not self.moved and self.moves > 8) or (self.kept < limit and self.moved < due - 3 * due**0.5):  # e^-8
             return True
         surely = self.kept + 3 * self.error < limit
@@ -139,8 +137,10 @@ class _Beside:
             return {}
         if float(real @ ideal) < 0.9 * float(ideal @ ideal):
             real = self._with_hidden(real, ideal)
-        rows = [real * ideal, ideal * ideal, ideal.square() * self._noise, self._moves, real != 0, self._updates]
-        rows += [self._lost, torch.ones_like(ideal)]
+        likely = 1 - (-self._moves).exp()  # that an element would have moved
+        unsure = likely < 0.5  # what moves anyway tells nothing
+        counts = [likely * unsure, (real != 0) & unsure, self._updates, self._lost]
+        rows = [real * ideal, ideal * ideal, ideal.square() * self._noise, *counts]
         sums = [
             part.double().sum(1).tolist() for part in torch.stack([*map(torch.Tensor.float, rows)]).split(self.sizes, 1)
         ]
