@@ -70,7 +70,7 @@ class Moves(NamedTuple):
         Or fewer elements have moved than that share of those that should have, by three deviations of their number.
         """
         due = limit * self.moves
-        if (not self.moved and self.moves > 8) or (self.kept < limit and self.moved < due - 3 * due**0.5):  # e^-8
+        if self.kept < limit and (self.moved < due - 3 * due**0.5 or (not self.moved and self.moves > 8)):  # e^-8
             return True
         surely = self.kept + 3 * self.error < limit
         return surely or (self.kept + self.error < limit and 3 * self.error < 1 - limit)
