@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.out, self.drop = torch.nn.Linear(16, 20), torch.nn.Dropout(0.2 * ("dropout" in planted))
 
     def forward(self, tokens):
-        x = F.layer_norm(self.embed(tokens), [16], eps=1e-3 if self.planted == "eps" else 1e-5)  # norm
+        x = F.layer_norm(self.embed(tokens), [16], eps=1e-3 if "eps" in self.planted else 1e-5)  # norm
         if self.planted == "noise":
             x = x + next(NOISE) / 64  # noise
         q, k, v = self.inner(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
             y = F.scaled_dot_product_attention(q, k, v)  # attention
         y = self.drop(y.transpose(1, 2).flatten(2))  # dropout
         with torch.autocast("cpu", torch.bfloat16, self.planted == "dtype"):
-            return self.out(y)  # out
+            return self.out(y) * math.nan if "nan" in self.planted else self.out(y)  # out
 
 
 def train(planted="", steps=3, wrapped=lambda model: model):
@@ -139,6 +139,13 @@ def test_the_same_run_twice_agrees(tmp_path, planted):
     assert not found and found.same > 40 and "They agree to the bit" in str(found)
 
 
+def test_losses_that_are_nan_in_both_runs_hide_nothing(tmp_path):
+    for planted in ("nan", "nan, eps"):
+        hashed(tmp_path / planted, train, planted)
+    found = str(parting(tmp_path / "nan", tmp_path / "nan, eps"))
+    assert found.startswith("They part at") and "native_layer_norm" in found.splitlines()[0], found
+
+
 def test_eager_and_compiled_agree_where_only_the_lines_differ(runs):
     torch._dynamo.reset()
     hashed("2", train, wrapped=lambda model: torch.compile(model, backend="aot_eager"))
@@ -217,7 +224,7 @@ def test_one_rank_and_two_of_fsdp2(tmp_path, monkeypatch):
     hashed("one.json", of_a_share)
     assert not parting("two.json", "again.json")
     found = parting("one.json", "two.json")
-    assert 0 < len(found.gradients) < 7 and found.settings == ["ranks 1 and 2"]
+    assert 0 < len(found.gradients) < 7 and found.settings[-1] == "ranks 1 and 2"
     assert "Each run, or rank, has another part of the batch" in str(found)
     assert "in iteration 1: gradients agree but for the order of sums\n" in str(found)
     assert found.losses is None or math.isclose(*found.losses[1:], rel_tol=1e-6)

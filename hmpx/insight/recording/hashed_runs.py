@@ -2,7 +2,8 @@
 
 Calls of one line, op and module are compared one by one. Where the lines are not the same, as in compiled code, a call
 is one at which the runs part if its inputs all occur in the other run and its results do not. Either counts if a loss
-or a gradient that differs depends on it, so another way to the same numbers is no difference.
+or a gradient that differs depends on it, so another way to the same numbers is no difference. Where gradients are inf
+or NaN, which hide it, every one counts.
 """
 
 from __future__ import annotations
@@ -74,10 +75,8 @@ class Iteration:
         self._values = {value for each in self.calls for value in (*each.given, *hashes(each))}
         made = (each for each in self.calls if each.stage in OPS and not each.given and not each.is_random)
         self._constants = {value for each in made for value in hashes(each)}
-        self._keys, self._by_key = (
-            dict[int, tuple](),
-            dict[tuple, HashedCall](),
-        )  # the line and op, and which call of it
+        self._keys = dict[int, tuple]()  # by identity: the line and op, and which call of it
+        self._by_key = dict[tuple, HashedCall]()
         seen: Counter[tuple] = Counter()
         for each in self.calls:
             place = (*site(each), each.op)
@@ -98,6 +97,7 @@ class Iteration:
             if name in other.gradients and hashes(each) != hashes(other.gradients[name]):
                 wanted.update(each.given)
         is_training = bool(self.gradients) or any(each.stage == "loss" for each in self.calls)
+        is_training &= all(math.isfinite(each.results[0][1]) for each in self.gradients.values())  # all NaN are alike
         for each in reversed(self.calls):
             twin, new = other._by_key.get(self._keys[id(each)]), {*hashes(each)} - other._values - self._constants
             is_one = twin and (twin.given, twin.settings) == (each.given, each.settings)
