@@ -16,7 +16,7 @@ import torch
 from hmpx.base import installation, process_state
 from hmpx.base.garbage import none_collected
 from hmpx.conversion import Conversion, install
-from hmpx.errors import OpListError
+from hmpx.errors import OpListError, with_hints
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import with_names
 from hmpx.ops.policies.build_policy import Unknown, build_policy
@@ -27,6 +27,7 @@ from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach
 
 
+@with_hints
 def convert(
     opt_level: OptLevel = "O1",
     bf16_file_path: str | os.PathLike[str] | None = "",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, ParamSpec, TypeVar
 
 
 class Origin(NamedTuple):
@@ -77,6 +79,24 @@ class OptLevelError(HmpxError, ValueError):
 # A user meets these as hmpx.X, so that is how a traceback spells them.
 for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def with_hints(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return `function`, whose TypeError for an argument that it has not names the one that is spelt alike."""
+    legal = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def hinting(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for name in kwargs.keys() - legal.keys():
+            said = f"hmpx.{function.__name__} has no argument {name!r}"
+            raise TypeError(said + (did_you_mean(name, legal) or f" (legal: {', '.join(legal)})"))
+        return function(*args, **kwargs)
+
+    return hinting
 
 
 FEW = 10  # names that a message says in full; it counts the others

@@ -72,6 +72,14 @@ def test_names_are_given_as_they_stand_in_a_file(lists):
     hmpx.restore()
 
 
+@pytest.mark.parametrize("convert", [hmpx.convert, hmpx.hmp.convert])
+def test_an_argument_that_is_not_there_is_answered_with_the_nearest(convert, untouched):
+    with pytest.raises(TypeError, match=r"no argument 'is_verbose'; did you mean 'isVerbose'"):
+        convert(is_verbose=True)
+    with pytest.raises(TypeError, match=r"no argument 'x' .legal: opt_level, bf16_file_path"):
+        convert(x=1)
+
+
 def test_nothing_is_patched_that_no_rule_needs(lists):
     with hmpx.convert(**lists(bf16="exp", promote="add cat stack where")) as handle:
         assert {patch.op for patch in handle.patched if patch.rule is hmpx.Rule.BF16} == {"exp"}

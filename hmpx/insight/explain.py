@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +194,17 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     of_fp32 = "" if recipe.parameter_dtype else " of FP32 weights"
     lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter{of_fp32}, with two state tensors as of Adam"
     return [f"{name:12} {line}" for name, line in lines.items() if line]
+
+
+def list_lines(policy: Policy | None) -> list[str]:
+    """Return the names in each list of a policy, and how to ask for more."""
+    named = {} if policy is None else {side: getattr(policy, side) for side in SIDES}
+    lines = [
+        textwrap.fill(f"{f'{side} list':12} {len(names)}: {', '.join(names)}", 118, subsequent_indent=" " * 13)
+        for side, names in named.items()
+        if names
+    ]
+    return [*lines, "explain OP says why an op has its rule, and explain --all lists every op; both take these options"]
 
 
 def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hmpx.base.torch_private import FEATURES
 from hmpx.errors import HmpxError
 from hmpx.insight.check import check_files, features_table
-from hmpx.insight.explain import explain_op, is_known, ops_table, recipe_lines, recipes_table
+from hmpx.insight.explain import explain_op, is_known, list_lines, ops_table, recipe_lines, recipes_table
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from hmpx.shell import compare, doctor, record, run_script, tune
@@ -54,9 +54,10 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "every op with its rule; why one has the precision that it has; what a recipe does",
         "Of an op: which rule it gets, where that is listed, and by which names of torch it is called.\n"
         "Of a recipe: what it does to weights, ops, gradients, state and checkpoints.\n"
-        "Of any other text: a table of the ops with this in their name, without a text of all. It has the rule of\n"
-        "each, `-` where torch's own function runs, and the names that it is called by.",
-        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\npool --recipe autocast-cuda",
+        "Of any other text, or with --all: a table of the ops with this in their name. It has the rule of each, `-`\n"
+        "where torch's own function runs, and the names that it is called by.\n"
+        "Without a word: what the recipe or the lists do, and the names in each list.",
+        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\npool --recipe autocast-cuda\n--list mine.txt",
     )
     explain.add_argument(
         "what",
@@ -65,6 +66,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         metavar="OP|RECIPE|TEXT",
         help="an op's name, a recipe's name or file, or a part of the names of ops",
     )
+    explain.add_argument("--all", action="store_true", help="a table of every op")
     add_recipe_options(explain)
     explain.set_defaults(run=_explain)
 
@@ -117,6 +119,9 @@ def _explain(options: argparse.Namespace) -> int:
         raise HmpxError(f"{what}: explain reads no code; `record --recipe NAME SCRIPT` says what each line ran in")
     recipe = recipe_asked(options)
     policy = recipe.policy()
+    if not what and not options.all:
+        print(*recipe_lines(recipe), *list_lines(policy), sep="\n")
+        return 0
     if policy is None:
         raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
     several = "" if is_known(what, policy) else ops_table(policy, what)

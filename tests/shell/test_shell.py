@@ -36,7 +36,7 @@ def test_explain_lists_the_ops_with_a_text_in_their_name(capsys, tmp_path):
         "torch.softmax, torch._VF.softmax, Tensor.softmax",
     ]
     (tmp_path / "mine.txt").write_text("softmax\nstatistics.mean\nstatistics.median\n")
-    _, out, _ = run(capsys, "explain", "--list", str(tmp_path / "mine.txt"))
+    _, out, _ = run(capsys, "explain", "--all", "--list", str(tmp_path / "mine.txt"))
     assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
     _, out, _ = run(capsys, "explain", "mea", "--list", str(tmp_path / "mine.txt"))
     names = [line.split()[0] for line in out.splitlines()]
@@ -251,6 +251,16 @@ def test_explain_takes_a_recipe(capsys, tmp_path, monkeypatch):
     assert "leaves torch's ops as they are" in run(capsys, "explain", "gelu", "--recipe", "null.yaml")[2]
     said = run(capsys, "explain", "nxd-standart")[2]
     assert "'nxd-standart' is neither an op nor a recipe; did you mean 'nxd-standard'?" in said
+
+
+def test_explain_without_an_op_says_what_a_recipe_does_and_counts_its_lists(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("bf16: [gelu, linear]\nfp32: []\npromote: []\n")
+    status, out, _ = run(capsys, "explain", "--recipe", str(tmp_path / "mine.yaml"))
+    of_file = run(capsys, "explain", str(tmp_path / "mine.yaml"))[1].splitlines()
+    lines = out.splitlines()
+    assert status == 0 and lines[: len(of_file)] == of_file
+    assert lines[len(of_file)] == "bf16 list    2: gelu, linear" and "explain --all" in lines[-1]
+    assert len(lines) == len(of_file) + 2
 
 
 @pytest.mark.parametrize("what", ["train.py:27", "train.py", "list.txt", "list.txt:3"])

@@ -148,7 +148,19 @@ def test_a_resumed_run_is_the_run(how, caplog):
     steps_of(resumed, loaded, 3, 6)
     same = all(torch.equal(p, q) for (_, p), (_, q) in zip(named, resumed, strict=True))
     assert same == (how != "after restore")
-    assert ("cast the FP32 optimizer state down" in caplog.text) == (how == "after restore")
+    assert ("the loaded optimizer state is in BF16" in caplog.text) == (how == "after restore")
+
+
+def test_a_run_that_goes_on_from_plain_bf16_steps_says_what_begins_anew(caplog):
+    named = parameters(BF16)
+    optimizer = optim.AdamW(named, lr=1e-2)
+    for step in range(3):
+        set_gradients(named, step)
+        if step == 1:
+            hmpx.attach(optimizer, "master")
+        optimizer.step()
+    assert caplog.text.count("Masters, where") == caplog.text.count("as plain steps leave it") == 1
+    assert optimizer.state[named[0][1]]["exp_avg"].dtype is torch.float32
 
 
 def test_nothing_of_the_watch_stays_behind():

@@ -32,6 +32,15 @@ from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
 logger = logging.getLogger("hmpx")
+_NARROWED = (
+    "hmpx: %s: the loaded optimizer state is in BF16, so this run has other bits than the saved one. Where it was "
+    "saved in FP32, load_state_dict has cast it: load after `hmpx.attach()` or `hmpx.convert()`, or inside "
+    "`with hmpx.disable_casts():`. Where it was saved in BF16: save it with state_dtype float32"
+)
+_OF_PLAIN_STEPS = (
+    "hmpx: %s: the optimizer state is in BF16, as plain steps leave it. It goes on in FP32, from the rounded numbers. "
+    "Masters, where there are any, begin as the BF16 weights, and stochastic rounding begins at step 0"
+)
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
@@ -225,13 +234,8 @@ class WeightUpdates:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
         made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
         refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
-        if adopt_states(optimizer, segments, key) and key.step:
-            logger.warning(
-                "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, or it was saved so, and this "
-                "run is not the resumed one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or "
-                "`hmpx.convert()`, and save it with state_dtype float32",
-                type(optimizer).__name__,
-            )
+        if adopt_states(optimizer, segments, key):
+            logger.warning(_NARROWED if key.step else _OF_PLAIN_STEPS, type(optimizer).__name__)
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
         """Take over FP32 masters from a checkpoint; return how many were dropped, by the reason."""
