@@ -22,7 +22,7 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import UnknownOpError as UnknownOpError
     from hmpx.insight.comparing.compare import compare
     from hmpx.insight.comparing.comparison import Comparison as Comparison
-    from hmpx.insight.comparing.row import Row as Row
+    from hmpx.insight.comparing.comparison import Row as Row
     from hmpx.insight.doctor.diagnosis import Diagnosis as Diagnosis
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
@@ -94,7 +94,7 @@ _LATER = {
     "Diagnosis": "hmpx.insight.doctor.diagnosis",
     "Log": "hmpx.insight.recording.log",
     "Problem": "hmpx.insight.finding",
-    "Row": "hmpx.insight.comparing.row",
+    "Row": "hmpx.insight.comparing.comparison",
     "Tuned": "hmpx.insight.tuning.tuned",
 }
 

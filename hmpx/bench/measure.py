@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.insight.text_table import Column, table
+from hmpx.insight.report import Column, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 from hmpx.version import __version__

@@ -14,7 +14,7 @@ from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
 from hmpx.insight.islands import islands
 from hmpx.insight.reasons import reason
-from hmpx.insight.text_table import Column, table
+from hmpx.insight.report import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.decision_log import positions_in_words
 from hmpx.ops.overlays import Overlay

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing.row import Row
+from hmpx.insight.comparing.comparison import Row
 from tests.support.planted import (
     WIDTH,
     Masked,

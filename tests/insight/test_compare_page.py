@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.insight.comparing.row import Row
+from hmpx.insight.comparing.comparison import Row
 from tests.support import browser
 
 

@@ -19,7 +19,7 @@ import hmpx
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.insight.text_table import Column, short_places, table
+from hmpx.insight.report import Column, short_places, table
 from tests.support import browser, python
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hmpx
-from hmpx.insight.tuning import find
+from hmpx.insight.tuning import tune as tuning
 from tests.support import planted
 from tests.support.planted import batches, loss_of
 
@@ -195,7 +195,7 @@ def test_the_first_line_says_what_a_step_takes_beside_fp32_and_autocast(step_ms,
             dtypes.append(z.dtype)
             return z
 
-    monkeypatch.setattr(find, "seconds", timed)
+    monkeypatch.setattr(tuning, "seconds", timed)
     found = tuned(made=Seen(16, 4))
     assert str(found).splitlines()[0] == f"100 % of the product FLOPs run in BF16; {first_line}"
     assert dtypes[-3:] == [torch.bfloat16, torch.float32, torch.bfloat16]

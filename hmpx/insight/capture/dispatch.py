@@ -1,4 +1,4 @@
-"""The ops of whole iterations, forward, backward and step, seen at torch's dispatcher as `record` sees what escapes.
+"""Hands the ops of whole iterations to `Look`s: forward, backward and step, as torch's dispatcher sees them.
 
 There each op has the dtypes that it computes in, after the casts of autocast. A dispatch mode changes no result and
 patches nothing.
@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hmpx.base import process_state
 from hmpx.base.torch_private import autograd_node, graph_task, private
 from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.escaped import DispatchWatch
+from hmpx.insight.finding import Names, Problem
 from hmpx.insight.tensors import LOW, Tensor, floating, sample
 from hmpx.ops.wrapping.observing import unobserved
 
@@ -188,3 +189,72 @@ def in_autocast() -> bool:
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth > 1
+
+
+Optimizer = torch.optim.Optimizer
+
+
+class Look:
+    """What is looked for. A look overrides what it needs: `Capture` calls each, and no op that these run is looked at.
+
+    An error in a look reaches no program: it is told among what was not checked.
+
+    Attributes:
+        kind: of the findings, in a word or two.
+        stages: the stages of an iteration whose ops `see` gets: "set up" before the first forward pass, "forward",
+            "backward", "step".
+    """
+
+    stages: Collection[str] = ()
+
+    def see(self, notes: Notes, op: OpCall) -> None:
+        """One op has run, in an iteration whose ops are looked at, and in one of `stages`."""
+
+    def met(self, optimizer: Optimizer, where: str) -> None:
+        """An optimizer steps for the first time, at this line."""
+
+    def loss(self, notes: Notes, losses: Sequence[torch.Tensor]) -> None:
+        """A backward pass begins with these losses."""
+
+    def begin(self, optimizer: Optimizer, iteration: int) -> None:
+        """The gradients of a step are there. iteration: from 1, the one that this step ends."""
+
+    def end(self, optimizer: Optimizer, evaluations: int) -> None:
+        """The step is done. evaluations: how often it has called a closure."""
+
+    def close(self, optimizers: Iterable[Optimizer]) -> None:
+        """The run is over."""
+
+    def findings(self, notes: Notes, names: Names) -> Iterable[Problem]:
+        """Say what was found. names: of the parameters that were stepped."""
+        return ()
+
+    def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
+        """Say what could not be looked at, and why."""
+        return ()
+
+
+class OpLook(Look):
+    """A look at ops alone, made of two functions."""
+
+    def __init__(
+        self,
+        see: Callable[[Notes, OpCall], None],
+        findings: Callable[[Notes, Names], Iterable[Problem]],
+        *stages: str,
+    ) -> None:
+        self._see, self._findings, self.stages = see, findings, stages
+
+    def see(self, notes: Notes, op: OpCall) -> None:
+        self._see(notes, op)
+
+    def findings(self, notes: Notes, names: Names) -> Iterable[Problem]:
+        return self._findings(notes, names)
+
+
+def of_stage(looks: Iterable[Look]) -> dict[str, list[Callable[[Notes, OpCall], Any]]]:
+    """Return what looks at the ops of each stage."""
+    return {stage: [each.see for each in looks if stage in each.stages] for stage in STAGES}
+
+
+STAGES = ("set up", "forward", "backward", "step")

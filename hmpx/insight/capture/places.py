@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.torch_private import LINES, private
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import OF_STEPS
+from hmpx.insight.report import PACKAGES, short_place
 from hmpx.insight.tensors import LOW, Tensor, is_finite
-from hmpx.insight.text_table import PACKAGES, short_place
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 from hmpx.ops.wrapping.overriding import PLAIN

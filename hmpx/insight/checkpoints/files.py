@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,13 +12,160 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.checkpoints.findings import LOST, kept_of, of_both, of_each, of_state, of_steps
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
-from hmpx.insight.checkpoints.tensors import Bar, FileTensor, seen
+from hmpx.insight.checkpoints.tensors import FEWEST, Bar, FileTensor, seen
 from hmpx.insight.doctor.diagnosis import Diagnosis
-from hmpx.insight.finding import percent, some
-from hmpx.insight.report import Bars, Field, Grid, Lines, plain
-from hmpx.insight.text_table import number
+from hmpx.insight.finding import Problem, percent, some
+from hmpx.insight.report import Bars, Field, Grid, Lines, number, plain
+from hmpx.insight.tensors import LOW
+
+LOST = "lost updates"
+_LEAST = 0.9  # that is kept where no update was lost
+_HALF, _MANY = 0.5, 0.25  # that so large a share of the weights keeps less than half is wrong, too
+_SOME = 0.1  # the share of the weights that moved, or of the rows, which must be judged
+_MERGED = (
+    "the updates of adapters: no norm or bias moved, as where adapters are merged, and their own updates left no trace"
+)
+_BESIDE_ONE = "their updates were lost (beside 1.0 the numbers of bfloat16 are 0.0039 and 0.0078 apart)"
+_ATTACH = "train with hmpx.attach(optimizer), or with python -m hmpx run --recipe bf16-sr train.py"
+
+
+def kept_of(tensors: Sequence[FileTensor]) -> float:
+    """Return how far the weights moved over how far they would have moved, NaN if nothing tells. None counts twice."""
+    told = [each.moved for each in tensors if each.moved and each.tells]
+    expected = sum(each.expected for each in told)
+    return sum(min(each.went, each.expected) for each in told) / expected if expected else math.nan
+
+
+def way_of(told: Sequence[FileTensor]) -> float:
+    """Return how far the smallest weights moved, in the median of the tensors; 0 if nothing tells."""
+    ways = sorted(each.moved.fine for each in told if each.moved)
+    return ways[len(ways) // 2] if ways else 0.0
+
+
+def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Problem]:
+    """Return what the numbers of a checkpoint say. is_alone: whether there is no other one."""
+    whole = sum(each.count for each in tensors) or 1
+
+    def problem(kind: str, wrong: bool, found: Sequence[FileTensor], said: str, do: str) -> Problem:
+        weight = 1.0 if wrong else sum(each.count for each in found) / whole
+        return Problem(kind, wrong, said, do, names=tuple(each.name for each in found), weight=weight)
+
+    if broken := [each for each in tensors if not each.numbers.is_finite]:
+        names = some(tuple(each.name for each in broken))
+        said = f"inf or NaN in {number(len(broken), 'tensor')} of {len(tensors)} ({names})"
+        yield problem("not finite", True, broken, said, "go back to a checkpoint before it")
+    wide = [each for each in tensors if each.dtypes[-1] is torch.float32 and each.count >= FEWEST]
+    if padded := [each for each in wide if each.numbers.dtype in LOW]:
+        names = " and ".join(sorted({dtype_name(each.numbers.dtype) for each in padded}))
+        said = f"{len(padded)} of {len(wide)} float32 tensors hold only numbers of {names}: they come from such weights"
+        yield problem("float32 in name", False, padded, said, "save them in that dtype, in half the bytes")
+    in_low = [each for each in tensors if each.dtypes[-1] in LOW or padded]
+    if is_alone and (ones := [each for each in in_low if each.is_vector and each.numbers.one == 1]):
+        stand = "norm stands" if len(ones) == 1 else "norms stand"
+        said = f"{len(ones)} {stand} at 1.0 in every element ({some(tuple(each.name for each in ones))})"
+        yield problem("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
+
+
+def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float) -> tuple[list[Problem], list[str]]:
+    """Return what a learning rate says of weights in low precision, and the facts behind it, in words."""
+    low = [each for each in tensors if each.numbers.dtype in LOW and len(each.shape) > 1]
+    if not (rate and low):
+        return [], []
+    lost = sum(each.lost * each.count for each in low) / sum(each.count for each in low)
+    names = tuple(each.name for each in sorted(low, key=lambda each: -each.lost) if each.lost > _HALF)
+    said = f"a step of {rate:g} is less than half an ulp of {percent(lost)} of the weights"
+    told = []
+    if steps and (way := way_of([each for each in low if each.moved and each.tells])):
+        told.append(
+            f"the smallest weights moved {way:.2g}; {steps} steps of {rate:g} in one direction are {steps * rate:.2g}"
+        )
+    if lost < _HALF or kept >= _LEAST:
+        return [], [said, *told]
+    return [Problem("small steps", False, f"{said}: rounded to nearest, it leaves them", _ATTACH, names=names)], told
+
+
+def of_state(state: Mapping[str, Stored]) -> Iterator[Problem]:
+    """Return what the state of an optimizer says, if a checkpoint has it."""
+    kinds: dict[str, Counter[str]] = {}
+    for name, each in state.items():
+        if each.dtype.is_floating_point and each.shape.numel() > 1:
+            kinds.setdefault(name.rpartition(".")[2], Counter())[dtype_name(each.dtype)] += 1
+    low = {kind: each for kind, each in kinds.items() if {"bfloat16", "float16"} & each.keys()}
+    if low:
+        said = ", ".join(f"{kind} in {' and '.join(each)}" for kind, each in low.items())
+        said += ": an average that is rounded to nearest stands still where it changes by less than half an ulp"
+        do = "keep it in float32, or round it stochastically: hmpx.attach(optimizer, state_dtype=torch.bfloat16)"
+        yield Problem("optimizer state", False, said, do)
+
+
+def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], list[str]]:
+    """Return what the movement from one checkpoint to another says, and what it does not tell. kept: of all."""
+    both = [each for each in tensors if each.were]
+    weights = [each for each in both if len(each.shape) > 1]
+    found = [*_of_dtypes(both)]
+    if both and all(each.is_same for each in both):
+        return found, ["updates: no number moved; it is one checkpoint twice, or every update was lost"]
+    told = [each for each in weights if each.moved and each.tells]
+    dead = [each for each in told if each.moved.kept < _HALF]  # type: ignore[union-attr]
+    judged = sum(each.count for each in told)
+    half = sum(each.count for each in dead) / judged if judged else 0.0
+    if kept < _LEAST or half >= _MANY:
+        found.append(_lost(told, kept, half))
+    still = tuple(each.name for each in weights if each.is_same)
+    if still:
+        said = f"{len(still)} of {len(weights)} weight matrices did not move at all ({some(still)})"
+        found.append(Problem("not trained", False, said, "if they should be, give them to the optimizer", names=still))
+    unclear = [*_unclear(weights, kept)]
+    vectors = [each for each in both if each.is_vector and each.numbers.one != 0]
+    shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
+    if kept >= _LEAST and len(vectors) > 1 and all(each.is_same for each in vectors) and (still or shown):
+        unclear.append(_MERGED)
+    elif low := [each for each in (shown if kept >= _LEAST else vectors) if each.is_same]:
+        ones = [each for each in low if each.numbers.one == 1]
+        at_one = f", {len(ones)} of them at 1.0 in every element" if ones else ""
+        names = tuple(each.name for each in low)
+        said = f"{len(low)} of {len(vectors)} norms and biases did not move at all{at_one} ({some(names)}): not trained"
+        found.append(Problem("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
+    return found, unclear
+
+
+def _lost(told: Sequence[FileTensor], kept: float, half: float) -> Problem:
+    worst = sorted(told, key=lambda each: each.moved.kept)  # type: ignore[union-attr]
+    names = tuple(each.name for each in worst if each.moved.kept < _LEAST)  # type: ignore[union-attr]
+    first, held = worst[0].moved, max(Counter(each.numbers.dtype for each in told).items(), key=lambda each: each[1])[0]
+    assert first
+    said = f"{dtype_name(held)} weights moved {100 * min(kept, 1):.0f} % as far as float32 weights would have "
+    said += f"({len(names)} of {len(told)} matrices less than {100 * _LEAST:.0f} %; {percent(half)} of the weights in "
+    said += f"matrices below {100 * _HALF:.0f} %; worst {worst[0].name}: {100 * first.kept:.0f} %)"
+    return Problem(LOST, True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
+
+
+def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Problem]:
+    pairs = Counter(each.dtypes for each in both if each.dtypes[0] is not each.dtypes[1])
+    for (old, new), count in pairs.items():
+        narrows = old.itemsize > new.itemsize
+        said = f"{count} of {len(both)} tensors were {dtype_name(old)} and are {dtype_name(new)}"
+        said += f"; what moved is what moved from their numbers in {dtype_name(new)}" if narrows else ""
+        names = tuple(each.name for each in both if each.dtypes == (old, new))
+        yield Problem("dtypes", False, said, "train and save in the dtype that you mean", names=names, weight=0.1)
+
+
+def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
+    """Say which movement is not judged, and why."""
+    moved = [(each, each.moved) for each in weights if each.moved]
+    whole = sum(each.count for each, _ in moved) or 1
+    reasons: dict[str, list[FileTensor]] = {}
+    for each, movement in moved:
+        why = each.why_not
+        if not why and movement.aside > _HALF:
+            why = f"rows that did not move ({percent(movement.aside)} of {each.name})"
+        if why:
+            reasons.setdefault(why, []).append(each)
+    for why, found in reasons.items():
+        if sum(each.count for each in found) >= _SOME * whole or math.isnan(kept):
+            yield f"the movement of {some(tuple(each.name for each in found))}: {why}"
+
 
 _FIELDS = (
     Field("tensor", lambda each: each.name, "end", least=16),

@@ -11,8 +11,8 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import installed
 from hmpx.insight.reasons import reason_of_call
+from hmpx.insight.report import dtype_steps
 from hmpx.insight.tensors import LOW, Tensor, floating, is_masked
-from hmpx.insight.text_table import dtype_steps
 from hmpx.insight.trials.calls import (
     Asked,
     CallSite,

@@ -20,8 +20,7 @@ import torch
 
 from hmpx.insight import observed
 from hmpx.insight.comparing.both_ways import BothWays, FirstNonfinite
-from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.row import FELT, Row, row_of, worst_first
+from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.finding import Problem
-from hmpx.insight.report import Bars, Grid, Lines, Report
-from hmpx.insight.text_table import number
+from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1  # of the JSON

@@ -19,7 +19,7 @@ from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
 from hmpx.insight.looks.updates import Updates
-from hmpx.insight.text_table import number
+from hmpx.insight.report import number
 
 
 class Examination:

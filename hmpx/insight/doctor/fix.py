@@ -16,7 +16,7 @@ from hmpx.insight.finding import Problem
 from hmpx.insight.looks import products
 from hmpx.insight.looks.checks import LISTED
 from hmpx.insight.module_names import numberless
-from hmpx.insight.text_table import short_places
+from hmpx.insight.report import short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.lists import MORE

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.dispatch import VIEWS, in_autocast
-from hmpx.insight.capture.look import Look, OpLook
+from hmpx.insight.capture.dispatch import VIEWS, Look, OpLook, in_autocast
 from hmpx.insight.capture.places import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
+from hmpx.insight.report import PACKAGES, number
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.insight.text_table import PACKAGES, number
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter

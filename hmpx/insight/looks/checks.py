@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.look import OpLook
+from hmpx.insight.capture.dispatch import OpLook
 from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.module_names import MIXING, unchosen
+from hmpx.insight.report import number, short_places
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
-from hmpx.insight.text_table import number, short_places
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 

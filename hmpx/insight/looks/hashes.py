@@ -25,8 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
 from hmpx.base.torch_private import private
-from hmpx.insight.capture.dispatch import NORMS, memory
-from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.dispatch import NORMS, Look, memory
 from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.report import plain
 from hmpx.ops.wrapping.callers import frames, users_frame

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hmpx.base.torch_private import norms_of
-from hmpx.insight.capture.dispatch import VIEWS
-from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.dispatch import VIEWS, Look
 from hmpx.insight.capture.places import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.looks.checks import overflow

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from hmpx.insight.capture.dispatch import FEW, in_autocast
-from hmpx.insight.capture.look import OpLook
+from hmpx.insight.capture.dispatch import FEW, OpLook, in_autocast
 from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.report import short_place
 from hmpx.insight.tensors import LOW, sample
-from hmpx.insight.text_table import short_place
 
 _WIDE = torch.float32
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import AGREEMENT, private
-from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.stepping.names import parameters

@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.dispatch import few
-from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.places import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.tensors import Tensor

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import tree_leaves
+from hmpx.insight.report import size
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, sample
-from hmpx.insight.text_table import size
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.ranks.sharding import is_sharded, local

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.dispatch import memory
-from hmpx.insight.capture.look import Look
+from hmpx.insight.capture.dispatch import Look, memory
 from hmpx.insight.capture.places import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
 from hmpx.insight.module_names import numberless
+from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW
-from hmpx.insight.text_table import number
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.segment import Way
 from hmpx.updates.optimizer_hooks import own_attachment

@@ -11,10 +11,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hmpx.errors import HmpxError
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SUMS, WHERE, RoundTrip, Site, alike, fp8_in_words, trips_in_words
-from hmpx.insight.report import Bars, Field, Grid, Lines, Report
-from hmpx.insight.text_table import milliseconds, number, short_dtypes, short_place, short_places, size, times
+from hmpx.insight.recording.recorded import (
+    SUMS,
+    WHERE,
+    LogDiff,
+    RoundTrip,
+    Site,
+    alike,
+    difference,
+    fp8_in_words,
+    trips_in_words,
+)
+from hmpx.insight.report import (
+    Bars,
+    Field,
+    Grid,
+    Lines,
+    Report,
+    milliseconds,
+    number,
+    short_dtypes,
+    short_place,
+    short_places,
+    size,
+    times,
+)
 
 SCHEMA = 1  # of the JSON
 _BARS = 20  # of the picture in the page

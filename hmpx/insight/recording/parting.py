@@ -12,11 +12,9 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.looks.hashes import HashedCall
-from hmpx.insight.recording.diff import LogDiff, difference
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, hashes, read, site
-from hmpx.insight.recording.recorded import Site
-from hmpx.insight.report import Field, Grid, Report, plain
-from hmpx.insight.text_table import number, short_dtypes, short_places
+from hmpx.insight.recording.recorded import LogDiff, Site, difference
+from hmpx.insight.report import Field, Grid, Report, number, plain, short_dtypes, short_places
 
 _DIGITS = {True: 2, False: 32}  # last digits of the largest number that another order of sums changes, in low precision
 _SITES = 5  # rows of a terminal

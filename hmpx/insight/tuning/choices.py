@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hmpx.insight.text_table import short_places
+from hmpx.insight.report import short_places
 from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import SLACK, Search
 from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule, Unit, Worths

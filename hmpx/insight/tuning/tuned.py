@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base.files import write
-from hmpx.insight.report import Field, Grid, Lines, Report, plain
-from hmpx.insight.text_table import short_dtypes
+from hmpx.insight.report import Field, Grid, Lines, Report, plain, short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low, words_of
 from hmpx.ops.policies.lists import SIDES
