@@ -126,7 +126,7 @@ def _doctor(options: argparse.Namespace) -> int:
             examined(options.steps or None, options.at, base, report.heard) as report.found,
         ):
             try:
-                run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+                run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:
                 converting.restore()  # the recipe's patches stand upon the doctor's
     except SystemExit as end:

@@ -74,7 +74,7 @@ def _record(options: argparse.Namespace) -> int:
     log, started, are_all = Log(), Counter[str](), True
     try:
         with started_processes() as started, record() as log:
-            run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+            run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
     finally:
         if log.about:  # the record was opened
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
@@ -90,7 +90,7 @@ def _hash(options: argparse.Namespace, recipe: Recipe | None, path: Path) -> int
     try:
         with started_processes() as started, capture.hooks():
             try:
-                run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+                run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:
                 converting.restore()  # the recipe's patches stand upon the capture's
     finally:

@@ -7,13 +7,17 @@ module by its name, and that name is `hmpx.shell.spawned`.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.machinery
 import importlib.util
 import json
 import os
 import runpy
 import sys
+import traceback
 import types
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.abc import InspectLoader
 from pathlib import Path
@@ -59,6 +63,45 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
             said = f"{error.name} is not installed; for its hmp write: from hmpx import hmp"
             raise HmpxError(said).with_traceback(error.__traceback__) from error
         raise
+
+
+def run_to_the_end(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: bool = False) -> None:
+    """Do what `run` does, and print and do what the interpreter would at its end, so that a report can follow it.
+
+    That is: the traceback of what the script raises, and what it has registered with `atexit`.
+
+    Raises:
+        HmpxError: there is no such script or module, or the recipe is wrong.
+        SystemExit: the script exits; with the status 1, it has raised.
+    """
+    left: list[functools.partial[Any]] = []
+    register, unregister = atexit.register, atexit.unregister
+
+    def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        left.append(functools.partial(function, *args, **kwargs))
+        return function
+
+    def drop(function: Callable[..., Any]) -> None:
+        left[:] = [each for each in left if each.func != function]
+        unregister(function)
+
+    atexit.register, atexit.unregister = keep, drop  # type: ignore[assignment]
+    try:
+        run(recipe, script, arguments, as_module=as_module)
+    except HmpxError:
+        raise
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+    finally:
+        try:
+            while left:
+                try:
+                    left.pop()()
+                except Exception:
+                    traceback.print_exc()
+        finally:
+            atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
 
 
 def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:

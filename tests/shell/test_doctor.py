@@ -157,9 +157,12 @@ def test_a_healthy_script_is_told_so_with_the_status_0(script, tmp_path):
     assert "nothing to fix" in done.stderr and not (tmp_path / "recipe.yaml").exists()
 
 
-def test_what_was_found_is_told_when_the_script_breaks(script, tmp_path):
-    done = doctor(tmp_path, script(source=SCRIPT.replace("optimizer.step()", "optimizer.step(); 1 / (5 - i)")))
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "lost updates" in done.stderr
+def test_what_was_found_is_told_beneath_all_else_when_the_script_breaks(script, tmp_path):
+    at_exit = "import atexit\natexit.register(print, 'at exit', file=sys.stderr)\nfor i in"
+    broken = SCRIPT.replace("optimizer.step()", "optimizer.step(); 1 / (5 - i)").replace("for i in", at_exit)
+    done = doctor(tmp_path, script(source=broken))
+    places = [done.stderr.index(each) for each in ("ZeroDivisionError", "at exit", "lost updates")]
+    assert done.returncode == 1 and places == sorted(places) and done.stderr.count("at exit") == 1
 
 
 def test_a_module_and_the_status_of_its_own(script, tmp_path):
