@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -44,12 +45,17 @@ def adam(*groups):
     return torch.optim.AdamW([{"params": each, "lr": lr} for each, lr in groups], weight_decay=0, betas=(0.9, 0.95))
 
 
-def test_a_backbone_that_stands_still_beside_a_head_is_wrong_and_norms_alone_are_a_note():
+def test_a_backbone_that_stands_still_or_falls_behind_a_head_is_wrong_and_norms_alone_are_a_note():
     model = mlp(BF16, width=64)
     one = only(trained(model, adam((model[0].parameters(), 1e-6), (model[2].parameters(), 3e-2))), "lost updates")
     share = model[0].weight.numel() / sum(p.numel() for p in model.parameters())
     assert one.wrong and one.said == f"{100 * share:.1f} % of the bfloat16 weights (0.weight) do not move", one
     assert one.evidence and "0.weight" in one.names
+    model = mlp(BF16, width=64)
+    groups = ([model[0].weight], 5e-4), ([model[0].bias, *model[2].parameters()], 3e-2)
+    one = only(trained(model, adam(*groups)), "lost updates")
+    said = rf"{100 * share:.1f} % of the bfloat16 weights \(0.weight\) move 5\d.\d % as far as float32 weights would"
+    assert one.wrong and re.fullmatch(said, one.said), one
     model = nn.Sequential(nn.Linear(16, 256), nn.LayerNorm(256), nn.Linear(256, 4))
     with torch.no_grad():
         for each in (model[0], model[2]):

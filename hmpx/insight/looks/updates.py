@@ -32,7 +32,9 @@ Parameter = torch.nn.Parameter
 # of insight has the table.
 LIMIT, _OF_WINDOW = 0.9, 0.8
 _HALF, _DEAD = 0.5, 0.1  # and of a single parameter: below, it is half dead, and dead
-_SHARE = 0.2  # of the weights: if more of them are half dead in one window, or behind where all are, that costs loss
+# Of the weights: if more of them are half dead in one window, below the limit of a window in all steps, or behind where
+# all are, that costs loss.
+_SHARE = 0.2
 _LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
 _HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen
 _LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: what is less, rounding to nearest takes away
@@ -122,57 +124,77 @@ def _ways(each: SteppedOptimizer) -> list[Way]:
     return [] if attachment is None else attachment.settings.ways
 
 
-def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
+class _Window:
+    """How parameters move in one window of steps, or in all of them.
+
+    half_dead: those that move less than half as far as their copies.
+    """
+
+    def __init__(self, rows: Mapping[Parameter, Moves]) -> None:
+        self.rows, self.whole = rows, total(rows.values())
+        self.half_dead = self.below(_HALF)
+        self.share = self.share_of(self.half_dead)
+
+    def below(self, limit: float) -> list[Parameter]:
+        return [p for p, moves in self.rows.items() if moves.is_below(limit)]
+
+    def share_of(self, some_of: Iterable[Parameter]) -> float:
+        """Return their share of the weights."""
+        return _weights(some_of) / _weights(self.rows)
+
+    def kept_by(self, some_of: Iterable[Parameter]) -> float:
+        return min(max(total(self.rows[p] for p in some_of).kept, 0), 1)
+
+
+def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
+    """Return the windows by their first step, those of all optimizers together; under 0 all steps; none if empty."""
     windows: dict[int, dict[Parameter, Moves]] = {}
     for each in seen:
         for window, rows in each.moves.items():
             if rows:  # none where weights have become inf or NaN
                 windows.setdefault(window, {}).update(rows)
+    every = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
+    return {window: _Window(rows) for window, rows in (*windows.items(), *([(0, every)] if every else []))}
+
+
+def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
+    windows = _windows(seen)
     if not windows:
         return None
-    params = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
-    windows[0] = params  # all of them
-    whole = {window: total(rows.values()) for window, rows in windows.items()}
-    every = whole[0]
-    behind = [window for window in windows if whole[window].is_below(_OF_WINDOW)]
-    half = {window: [p for p, moves in rows.items() if moves.is_below(_HALF)] for window, rows in windows.items()}
-    shares = {window: _weights(half[window]) / _weights(rows) for window, rows in windows.items()}
-    worst = max(windows, key=lambda window: (shares[window], -whole[window].kept))
-    share = shares[worst]
-    of_losing = max(_weights(p for p in rows if rows[p].kept < LIMIT) / _weights(rows) for rows in windows.values())
-    if not (every.is_below(LIMIT) or behind or half[worst]):
+    every, params = windows[0], windows[0].rows
+    behind = [window for window, each in windows.items() if each.whole.is_below(_OF_WINDOW)]
+    is_behind = every.whole.is_below(LIMIT)
+    loses = is_behind or bool(behind)
+    first = max(windows, key=lambda window: (windows[window].share, -windows[window].whole.kept))
+    slow = every.below(_OF_WINDOW)
+    of_slow = every.share_of(slow)
+    is_slow = not loses and windows[first].share <= _SHARE and of_slow > windows[first].share
+    if not (loses or is_slow or windows[first].half_dead):
         return None
-    wrong = share > _SHARE or bool((every.is_below(LIMIT) or behind) and of_losing > _SHARE)
-    is_all = every.is_below(LIMIT) or not (behind or half[worst])
-    if behind and not is_all and not half[worst]:
-        worst = min(behind, key=lambda window: whole[window].kept)
-    kept = min(max(every.kept if is_all else whole[worst].kept, 0), 1)
-    dtype, rows = dtype_name(next(iter(params)).dtype), windows[worst]
-    is_late = worst and {*half[worst]} != {*half[min(windows.keys() - {0})]}
-    steps = f" in steps {worst} to {worst + LENGTH - 1}" if is_late else ""
-    if half[worst] and share < 1 and (kept > _HALF or not wrong):
-        dead = all(rows[p].kept < _DEAD for p in half[worst])
+    is_all = is_behind or is_slow
+    if behind and not is_behind and not windows[first].half_dead:
+        first = min(behind, key=lambda window: windows[window].whole.kept)
+    worst = windows[first]
+    losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
+    wrong = max(of_slow, worst.share) > _SHARE or (loses and losing > _SHARE)
+    kept = every.kept_by(slow if is_slow else params) if is_all else worst.kept_by(worst.rows)
+    dtype = dtype_name(next(iter(params)).dtype)
+    is_late = first and {*worst.half_dead} != {*windows[min(windows.keys() - {0})].half_dead}
+    steps = f" in steps {first} to {first + LENGTH - 1}" if is_late else ""
+    if is_slow:
+        said = f"{percent(of_slow)} of the {dtype} weights{_which(slow, params, names)} move "
+        said += f"{percent(kept)} as far as float32 weights would"
+    elif worst.half_dead and worst.share < 1 and (kept > _HALF or not wrong):
+        dead = all(worst.rows[p].kept < _DEAD for p in worst.half_dead)
         how = "do not move" if dead else "move less than half as far as float32 weights would"
-        said = f"{percent(share)} of the {dtype} weights{_which(half[worst], rows, names)} {how}{steps}"
+        said = f"{percent(worst.share)} of the {dtype} weights{_which(worst.half_dead, worst.rows, names)} {how}{steps}"
     else:
         said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
-    weight = max(1 - kept, share)
-    meant = [p for p in params if params[p].kept < LIMIT or p in {*half[worst]}] or [*params]
-    told = tuple(names[p] for p in sorted(meant, key=lambda p: rows.get(p, params[p]).kept))
-    figures = tuple(_figures(params, rows, seen, names))
-    return Problem(
-        "lost updates",
-        wrong,
-        said,
-        do,
-        where,
-        told,
-        (),
-        0.5 + 0.45 * weight if wrong else 0.2 * share,
-        recipe,
-        (),
-        figures,
-    )
+    meant = [p for p in params if params[p].kept < LIMIT or p in {*worst.half_dead}] or [*params]
+    told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
+    figures = tuple(_figures(params, worst.rows, seen, names))
+    weight = 0.5 + 0.45 * max(1 - kept, worst.share) if wrong else 0.2 * max(of_slow, worst.share)
+    return Problem("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
 
 
 def _figures(

@@ -33,7 +33,6 @@ class Choice:
         gain: the FLOPs of its matrix products in one batch, forward; 0 for other ops.
         calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
         why: what decided, in words. low: what is chosen beside that, "BF16", "FP8" or "FP4".
-
         reason: all of that as a comment of a list.
     """
 
