@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import pytest
@@ -66,15 +67,28 @@ class Kahan(torch.optim.Optimizer):
             p.grad.zero_()
 
 
-class Rounded(torch.optim.SGD):
-    """An unknown class that treats each element by itself."""
+class Queued(torch.optim.Optimizer):
+    """SGD by the mean of two gradients, which wait in a queue; the dtype of the mean is an attribute."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.held = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self):
+        for p in parameters(self):
+            state = self.state[p]
+            queue = state.setdefault("queue", deque([torch.zeros_like(p)], maxlen=2))
+            mean = state.setdefault("mean", torch.zeros_like(p, dtype=self.held))
+            queue.append(p.grad.clone())
+            p.sub_(mean.lerp_(torch.lerp(*queue, 0.5).to(self.held), 1.0), alpha=self.param_groups[0]["lr"])
 
 
 LOST = {
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=2e-5, adjust_lr_fn="match_rms_adamw"),
     "AdamW with a rate that is a tensor": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-5)),
-    "a class that nobody knows": lambda model: Rounded(model.parameters(), lr=1e-3),
+    "a class that nobody knows": lambda model: Queued(model.parameters(), lr=1e-3),
 }
 
 

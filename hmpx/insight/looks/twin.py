@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,14 +51,14 @@ def of_shape(p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    """Return a tensor in low precision as FP32, or what holds such tensors, with their places in FP32."""
+    """Return a tensor or a dtype in low precision as FP32, or what holds such tensors, with their places in FP32."""
     if isinstance(value, Tensor):
         return value.float() if type(value) in PLAIN and value.dtype in LOW else value
-    if isinstance(value, dict):
-        for key in value:
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in LOW else value
+    if isinstance(value, dict | list | deque):
+        for key in value if isinstance(value, dict) else range(len(value)):
             value[key] = _widened(value[key])
-    elif isinstance(value, list):
-        value[:] = map(_widened, value)
     return value
 
 
