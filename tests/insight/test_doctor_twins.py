@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ class Kahan(torch.optim.Optimizer):
 
 
 class Queued(torch.optim.Optimizer):
-    """SGD by the mean of two gradients, which wait in a queue; the dtype of the mean is an attribute."""
+    """SGD by the mean of two gradients, in a queue; an attribute is the dtype of the mean, an object holds factors."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -80,8 +81,11 @@ class Queued(torch.optim.Optimizer):
             state = self.state[p]
             queue = state.setdefault("queue", deque([torch.zeros_like(p)], maxlen=2))
             mean = state.setdefault("mean", torch.zeros_like(p, dtype=self.held))
+            scale = state.setdefault("scale", SimpleNamespace(factors=torch.zeros_like(p).flatten()))
             queue.append(p.grad.clone())
-            p.sub_(mean.lerp_(torch.lerp(*queue, 0.5).to(self.held), 1.0), alpha=self.param_groups[0]["lr"])
+            mean.lerp_(torch.lerp(*queue, 0.5).to(self.held), 1.0)
+            extra = torch.dot(scale.factors, p.grad.flatten()).item()  # refuses two dtypes
+            p.sub_(mean, alpha=self.param_groups[0]["lr"] + extra)
 
 
 LOST = {

@@ -59,6 +59,8 @@ def _widened(value: Any) -> Any:
     if isinstance(value, dict | list | deque):
         for key in value if isinstance(value, dict) else range(len(value)):
             value[key] = _widened(value[key])
+    elif hasattr(value, "__dict__") and not isinstance(value, type | Optimizer):
+        _widened(vars(value))  # of a projector of gradients, say
     return value
 
 
@@ -101,7 +103,7 @@ class Twin:
         first = self.params[0]
         q = Parameter(self._wide(self._samples("its weights", self.params)))
         states = [_read(self.optimizer, p) for p in self.params]
-        state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in states[0].items()}
+        state = {key: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for key, v in states[0].items()}
         for key in of_shape(first, states[0]):
             state[key] = self._samples(key, [each[key] for each in states])
         self._twin.state = defaultdict(dict, {q: {key: self._wide(v) for key, v in state.items()}} if state else {})
