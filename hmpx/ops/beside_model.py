@@ -125,15 +125,20 @@ def places() -> dict[str, list[str]]:
 
 
 def functions_in(module: str, places: Mapping[str, list[str]]) -> Iterator[tuple[Any, str, str]]:
-    """Yield owner, attribute and dotted path of each such function in one imported module."""
+    """Yield owner, attribute and dotted path of each such function in one imported module, overrides of methods too."""
     for name in places[module]:
         if lacks(f"{module}.{name}"):
             continue
         found: Any = sys.modules[module]
         for part in name.split(".") if name else ():
             owner, found = found, getattr(found, part, None)  # None in a version of torch that does not have it
-        if inspect.isfunction(found):
-            yield owner, name.rpartition(".")[2], f"{module}.{name}"
+        attribute = name.rpartition(".")[2]
+        if inspect.isfunction(found) and isinstance(owner, type):
+            for cls in with_subclasses(owner):
+                if attribute in vars(cls):
+                    yield cls, attribute, f"{cls.__module__}.{cls.__qualname__}.{attribute}"
+        elif inspect.isfunction(found):
+            yield owner, attribute, f"{module}.{name}"
         elif isinstance(found, type):
             for cls in with_subclasses(found):
                 if cls.__module__.startswith("torch."):

@@ -11,10 +11,12 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import optim
 
 import hmpx
 from hmpx.integrations.transformers import HmpxCallback
+from hmpx.ops import beside_model
 from tests.downstream.by_hand import AUTOCASTS, RECIPES, ByHand, bits, digest, state_bits
 from tests.downstream.trainer import NO_DROPOUT, gpt2, texts, trained
 
@@ -85,6 +87,50 @@ def test_adapters_generate_with_casts(tmp_path):
     with hmpx.convert():
         expected = reference.generate(input_ids=BATCHES[0], **ways)
     assert torch.equal(got.scores[0], expected.scores[0].float()) and not torch.equal(got.scores[0], plain.scores[0])
+
+
+def _of_layers(model, *calls):
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for call in calls:
+                getattr(layer, call)()
+    return model
+
+
+def _mixed(model):
+    model.add_adapter("two", peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights="pissa"))
+    model.add_weighted_adapter(["default", "two"], [0.7, 0.4], "mix", combination_type="svd")
+    return model
+
+
+MERGES = {
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "safe": lambda model: model.merge_and_unload(safe_merge=True),
+    "merge_adapter": lambda model: model.merge_adapter() or model,
+    "unmerge_adapter": lambda model: model.merge_adapter() or model.unmerge_adapter() or model,
+    "layer": lambda model: _of_layers(model, "merge"),  # as diffusers' fuse_lora does
+    "layer and back": lambda model: _of_layers(model, "merge", "unmerge"),
+    "new and weighted adapters": _mixed,
+}
+
+
+@pytest.mark.parametrize("where", ["model", "everywhere"])
+def test_merged_weights_and_new_adapters_have_the_bits_that_they_have_without_hmpx(where):
+    models = [
+        (name, dora, lora(use_dora=dora)) for dora in (False, True) for name in MERGES if not (dora and "new" in name)
+    ]
+    plain = copy.deepcopy(models)
+    with hmpx.convert(where=where):
+        for (name, dora, ours), (*_, theirs) in zip(models, plain, strict=True):
+            found = bits(MERGES[name](ours))
+            with hmpx.disable_casts():
+                assert found == bits(MERGES[name](theirs)), (name, dora)
+
+
+def test_every_place_of_peft_exists():
+    places = beside_model.places()
+    for name in places["peft"]:
+        assert list(beside_model.functions_in("peft", {**places, "peft": [name]})), name
 
 
 WIDE = {**NO_DROPOUT, "n_embd": 32}  # with parameters of 4096 elements, from which on state is held in 8 bits

@@ -247,9 +247,12 @@ BESIDE_THE_MODEL = (
     "torch.ao.quantization.quantize", "torch.ao.quantization.utils", "torch.ao.quantization.fuse_modules",
     # data: `__getitem__` of a data set and the collate function, in workers too
     "torch.utils.data._utils.fetch:_BaseDatasetFetcher", "torch.utils.data.dataloader:_BaseDataLoaderIter",
-    # weights to which an adapter is added
-    "peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
-    "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
+    # weights to which an adapter is added, and those of a new adapter. `import peft` imports all its layers
+    "peft:tuners.tuners_utils.BaseTunerLayer.merge", "peft:tuners.tuners_utils.BaseTunerLayer.unmerge",
+    "peft:tuners.tuners_utils.BaseTuner.merge_adapter", "peft:tuners.tuners_utils.BaseTuner.unmerge_adapter",
+    "peft:tuners.tuners_utils.BaseTuner._unload_and_optionally_merge",
+    "peft:tuners.tuners_utils.BaseTuner._pre_injection_hook", "peft:tuners.tuners_utils.BaseTuner.inject_adapter",
+    "peft:tuners.lora.LoraModel.add_weighted_adapter",
 )  # fmt: skip
 IN_THE_MODEL = frozenset({"torch.nn.utils.parametrize.cached"})  # a region, not a call
 
