@@ -303,6 +303,22 @@ def test_averages_by_hand(name):
         assert kinds == ["average of weights"] * (dtype is BF16), (dtype, kinds)
 
 
+@pytest.mark.parametrize("decay, wrong", [(0.99, [True]), (0.98, [False]), (0.95, [])])
+def test_an_average_that_stands_still_is_wrong_and_one_that_follows_late_is_a_note(decay, wrong):
+    model = mlp(FP32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    means = [p.detach().to(BF16, copy=True) for p in model.parameters()]
+
+    @torch.no_grad()
+    def step():
+        optimizer.step()
+        for mean, p in zip(means, model.parameters(), strict=True):
+            mean.lerp_(p.to(BF16), 1 - decay)
+
+    found = diagnosis(model, step).findings
+    assert [each.wrong for each in found if each.kind == "average of weights"] == wrong == [e.wrong for e in found]
+
+
 COUNTS = {
     "+=": lambda count, i, ones: count.__iadd__(ones),
     "new": lambda count, i, ones: count + ones,

@@ -21,6 +21,7 @@ from hmpx.insight.tensors import LOW, Tensor
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
 _LOST = 0.5  # the *kept* below which an average does not follow
+_LATE = 0.8  # and below which it follows later than it should, as if its decay were nearer to 1
 _HARMLESS = 2e-5  # a factor that is nearer to 1 changes nothing that matters
 _MOVING = ("_to_copy", "clone", "detach")  # the numbers stay
 _MANY = 16  # steps of a state, after which it is judged
@@ -224,13 +225,14 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
             said = f"{op} moves a number in {worst.said} {move}: a rate, a scale or a running sum that stands still"
             do = "keep it in a Python float, or in float32"
             yield Problem("running value", True, said, do, where, (), (op,), 0.4)
-        elif kept < _LOST and (numbers["moves"] >= 8 or not numbers["dot"]):
+        elif kept < _LATE and (numbers["moves"] >= 8 or not numbers["dot"]):
             of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
-            said = f"{op} moves a tensor in {worst.said}{of_torch} {move}: an average or a count that stands still"
+            said = f"{op} moves a tensor in {worst.said}{of_torch} {move}: an average or a count that "
+            said += "stands still" if kept < _LOST else "follows late"
             do = "make it in float32: average = p.detach().float().clone(), then average.lerp_(p.float(), 1 - decay)"
             do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else do
             recipe = {"weights": "stochastic"} if of_torch else {}
-            yield Problem("average of weights", True, said, do, where, (), (op,), 0.7, recipe)
+            yield Problem("average of weights", kept < _LOST, said, do, where, (), (op,), 0.7, recipe)
 
     for spot in notes.spots("state"):
         if (kept := max(_kept(spot), 0)) < _LOST:
