@@ -67,13 +67,16 @@ def test_tune_writes_no_list_over_one_of_the_users(here, capsys):
 
 
 def test_force_writes_over_anything_and_an_empty_file_is_none(here, capsys):
-    tune = "tune train.py:setup --quiet --out tuned"
-    compare = "compare train.py:setup --json c.json --html c.html"
-    bench = "bench rounding --elements 100 --repeat 1 --json b.json"
-    for command in (tune, compare, bench):
-        for more in ("", " --force"):
-            assert main(f"{command}{more}".split()) in (0, 1), capsys.readouterr().err
+    (here / "tuned").mkdir()
+    written = [here / name for name in ("tuned/bf16.txt", "tuned/tuned.json", "c.json", "c.html", "notes.md")]
+    for path in written:
+        path.write_text("old")
     (here / "empty").touch()
-    for more in ("--json empty", "--json notes.md --force", "--json /dev/null"):
-        assert main(f"compare train.py:setup {more}".split()) in (0, 1)
-    assert (here / "notes.md").read_text().startswith("{") and (here / "empty").stat().st_size
+    for command in (
+        "tune train.py:setup --quiet --out tuned --force",
+        "compare train.py:setup --json c.json --html c.html --force",
+        "compare train.py:setup --json /dev/null --html empty",
+        "bench memory --recipe lean --json notes.md --force",
+    ):
+        assert main(command.split()) in (0, 1), capsys.readouterr().err
+    assert not [path for path in written if path.read_text() == "old"] and (here / "empty").stat().st_size
