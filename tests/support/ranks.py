@@ -7,6 +7,7 @@ of a second and each of them is as fresh as a process can be.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support import kernels  # noqa: F401
+from tests.support import kernels, out_of_sight  # noqa: F401
 from tests.support.own_step import is_in_force, own_step
 
 # torch imports its compiler when an optimizer is made: two seconds. Its distributed optimizers compile themselves.
@@ -80,6 +81,8 @@ def _rank(
     rank: int, world: int, folder: str, results: Any, function: Callable, args: tuple, asks_own_step: bool
 ) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    gc.freeze()  # a collection would copy all memory that is shared with the server
+    out_of_sight.hide()
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # each rank its own, as a program that forgot to seed would have
     store = dist.FileStore(f"{folder}/store", world)
