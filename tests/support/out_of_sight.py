@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 from collections.abc import Iterator
 
 from hmpx.ops.captured_names import sweep
 
-_LIBRARIES = frozenset({"_pytest", "matplotlib", "mpmath", "numpy", "scipy", "setuptools", "sympy"})  # know no torch
+# They know no torch
+_LIBRARIES = {"_pytest", "dill", "matplotlib", "mpmath", "numpy", "pluggy", "pygments", "scipy", "setuptools", "sympy"}
+_LIBRARIES |= {"triton", "yaml", *sys.stdlib_module_names}
 _BEFORE = sweep._OFF_LIMITS
 _tests = itertools.count()
 
@@ -26,8 +29,8 @@ def hide() -> None:
 
 
 def hide_what_has_come() -> None:
-    """After a test: looks at every eighth one, unless everything is shown."""
-    if sweep._OFF_LIMITS != _BEFORE and not next(_tests) % 8 and len(gc.get_objects()) > 10_000:
+    """After a test: looks at every third one, unless everything is shown."""
+    if sweep._OFF_LIMITS != _BEFORE and not next(_tests) % 3 and len(gc.get_objects()) > 10_000:
         hide()
 
 
