@@ -228,10 +228,11 @@ def test_a_step_that_is_asked_for_is_gone_to_and_one_that_never_comes_is_not_che
 
 def test_the_report_is_told_of_a_script_that_leaves_hides_its_errors_or_has_a_thread_that_waits(script, tmp_path):
     leaving = "    if i == 30: import os; sys.stderr = None; os.dup2(os.open(os.devnull, 1), 2); os._exit(0)\n"
-    waiting = "import queue, threading\nthreading.Thread(target=queue.Queue().get).start()\n"
+    waiting = "import hmpx.shell.watching, queue, threading\nhmpx.shell.watching._GRACE = 1\n"
+    waiting += "threading.Thread(target=queue.Queue().get).start()\n"
     for source in (SCRIPT.replace("print(", f"{leaving}print("), waiting + SCRIPT):
         done = doctor(tmp_path, script(source=source))
-        assert done.returncode == 1 and "WRONG  lost updates: train.py:11:" in done.stderr.replace(":13:", ":11:")
+        assert done.returncode == 1 and "WRONG  lost updates: train.py:11:" in done.stderr.replace(":14:", ":11:")
 
 
 def test_processes_are_not_checked_and_workers_of_a_loader_are_no_news(script, tmp_path):
