@@ -31,7 +31,7 @@ from torch.optim import adam
 
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, tree_leaves
 from hmpx.bench import measure
-from hmpx.rounding import backends, native, triton
+from hmpx.rounding import devices, native, triton
 from hmpx.rounding.table import Launch, Table, TableRow
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
@@ -138,7 +138,7 @@ def counted(*, by_kernels: bool) -> Iterator[Told]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *args: None))
         if by_kernels:
-            patches.enter_context(mock.patch.object(backends, "lacks_data", lambda tensor: False))
+            patches.enter_context(mock.patch.object(devices, "lacks_data", lambda tensor: False))
             patches.enter_context(mock.patch.object(triton, "can_read", _can_read))
             patches.enter_context(mock.patch.object(native, "is_plain", Tensor.is_contiguous))
             patches.enter_context(mock.patch.object(Table, "_add", lambda *args: told.added(*args)))

@@ -15,9 +15,8 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import calls, native
-from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
-from hmpx.rounding.devices import is_on_host, reinterpreted
+from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
 from hmpx.rounding.keys import Keys, Span, derive_key
 from hmpx.rounding.stochastic import random_numbers
 

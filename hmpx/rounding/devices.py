@@ -1,4 +1,4 @@
-"""What differs between devices: when a value may be looked at, and operations on bits that mean the same on each.
+"""What differs between devices: kernels, whether a value may be looked at, and operations on bits that mean one thing.
 
 On XLA an int32 ``>>`` of a negative number is a division that rounds; `torch.bitwise_right_shift` by a 0-dim tensor is
 the arithmetic shift. `Tensor.view(dtype)` is not lowered there, and ends the graph; a bitcast of XLA's own does not.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from hmpx.base.torch_private import FakeTensor
 from hmpx.errors import HmpxError
+from hmpx.rounding import native, triton
 
 Tensor = torch.Tensor
 _XLA_TYPES = {torch.int16: "s16", torch.int32: "s32", torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -68,3 +70,16 @@ def _bitcast() -> Callable:
                 f"unset it and take the recipe {name.lower().replace('_', '-')}"
             )
     return xla_op_registry.register("hmpx_bitcast", lambda x, to: x.bitcast(to))
+
+
+_ALL: tuple[ModuleType, ...] = (native, triton)
+
+
+def kernels_for(*tensors: Tensor) -> ModuleType | None:
+    """Return the kernels that can read these tensors of equal shape; None if none can."""
+    if any(map(lacks_data, tensors)):
+        return None
+    for kernels in _ALL:
+        if kernels.can_read(*tensors):
+            return kernels
+    return None

@@ -1,17 +1,21 @@
-"""The rounding kernel in eager torch: any device, no compiler, and no look at a value on an accelerator.
+"""The kernels in eager torch: any device, no compiler, and no look at a value on an accelerator.
 
-On a CPU it goes through the cache's size at a time. On an accelerator each call costs as much as some hundred thousand
-elements: there it rounds a tensor of any size in some 26 calls; XLA's compiler fuses them. XLA flushes numbers below
-BF16's normal range to zero where it likes.
+On a CPU rounding goes through the cache's size at a time. On an accelerator each call costs as much as some hundred
+thousand elements: there it rounds a tensor of any size in some 26 calls; XLA's compiler fuses them. XLA flushes numbers
+below BF16's normal range to zero where it likes.
+
+Steps of optimizers have the bits of `native_steps.c`: each operation is a call of its own that rounds once, so nothing
+is contracted into a fused multiply-add. That is 10 to 20 passes over memory where a kernel takes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import copy_all, private
 from hmpx.rounding.devices import is_lazy, is_on_host, reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -94,3 +98,161 @@ def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:
     h = h.bitwise_xor_(shifted(h, 16).bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
     h = h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF)).bitwise_xor_(keys[1]).mul_(MULTIPLY_2)
     return h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF))
+
+
+_add, _sub, _mul, _div, _sqrt = (private(f"torch._foreach_{name}") for name in ("add", "sub", "mul", "div", "sqrt"))
+_AT_ONCE = 1 << 15  # elements: few enough for the cache, with what is worked out in between
+
+
+class _Each:
+    """FP32 tensors; arithmetic goes through them one by one, with as many others or as many numbers."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __add__(self, other: _Each | Sequence[float]) -> _Each:
+        return _Each(_add(self.tensors, _operand(other)))
+
+    def __sub__(self, other: _Each) -> _Each:
+        return _Each(_sub(self.tensors, other.tensors))
+
+    def __mul__(self, other: _Each | Sequence[float]) -> _Each:
+        return _Each(_mul(self.tensors, _operand(other)))
+
+    def __truediv__(self, other: _Each) -> _Each:
+        return _Each(_div(self.tensors, other.tensors))
+
+    def over(self, numbers: Sequence[float]) -> _Each:
+        """Divide by numbers, which are tensors: CUDA multiplies with the inverse of a Python number."""
+        return self / _Each([x.new_full((), number) for x, number in zip(self.tensors, numbers, strict=True)])
+
+    def sqrt(self) -> _Each:
+        """Return the roots, rounded to nearest. On CPUs, MKL's FP32 roots are not; FP64 ones, rounded to FP32, are."""
+        if self.tensors[0].is_cpu:
+            return _Each([x.double().sqrt_().to(x.dtype) for x in self.tensors])
+        return _Each(_sqrt(self.tensors))
+
+    def sign(self) -> _Each:
+        """Return -1, 0 or 1; 0 for NaN."""
+        return _Each([(x > 0).to(x.dtype).sub_((x < 0).to(x.dtype)) for x in self.tensors])
+
+    def becomes(self, other: _Each) -> None:
+        """Write other values to the tensors."""
+        copy_all(self.tensors, other.tensors)
+
+
+def _operand(other: _Each | Sequence[float]) -> Sequence:
+    return other.tensors if isinstance(other, _Each) else other
+
+
+Numbers = list[Sequence[float]]  # each scalar of `native_steps.c`, with a value for each tensor
+States = list[_Each | None]
+
+
+def _adam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    m, v = _given(states, 2)
+    m.becomes(m * s[3] + x * s[4])
+    v.becomes(v * s[5] + x * s[6] * x)
+    return p * s[2] - m / (v.sqrt() + s[8]) * s[7]
+
+
+def _sgd(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    b = states[0]
+    if b is None:
+        return p - x * s[2]
+    b.becomes(b * s[4] + x * s[5])
+    is_nesterov = s[6][0] != 0
+    return p - (x + b * s[3] if is_nesterov else b) * s[2]
+
+
+def _lion(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    (m,) = _given(states, 1)
+    direction = (m * s[3] + x * s[4]).sign()
+    m.becomes(m * s[5] + x * s[6])
+    return p * s[2] - direction * s[7]
+
+
+def _adagrad(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    (total,) = _given(states, 1)
+    total.becomes(total + x * x)
+    return p - x / (total.sqrt() + s[3]) * s[2]
+
+
+def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    (square,), (b, mean) = _given(states, 1), states[1:3]
+    square.becomes(square * s[3] + x * s[4] * x)
+    variance = square
+    if mean is not None:
+        mean.becomes(mean + (x - mean) * s[4])
+        variance = square - mean * mean
+    moved = x / (variance.sqrt() + s[5])
+    if b is not None:
+        b.becomes(b * s[6] + moved)
+        moved = b
+    return p - moved * s[2]
+
+
+def _nadam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+    m, v = _given(states, 2)
+    m.becomes(m + (x - m) * s[3])
+    v.becomes(v * s[4] + x * s[5] * x)
+    root = v.over(s[9]).sqrt() + s[8]
+    return p * s[2] - x / root * s[6] - m / root * s[7]
+
+
+def _given(states: States, count: int) -> list[_Each]:
+    """Return the first states, which the kernel cannot do without."""
+    given = [state for state in states[:count] if state is not None]
+    assert len(given) == count, "the formula has made them"
+    return given
+
+
+_STEPS: dict[str, Callable[[_Each, _Each, States, Numbers], _Each]] = {
+    "adam": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "nadam": _nadam,
+}
+
+
+def step_list(
+    kernel: str,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor] | None],
+    scalars: Sequence[Sequence[float]],
+) -> None:
+    """Step FP32 tensors in place, as `native.step_list` does; under `torch.no_grad()`.
+
+    Args:
+        weights, grads: at least one, of one shape in pairs, with any strides; on one device.
+        states: in the order of `native_steps.c`, the state of each weight; None for one that none of them keeps.
+        scalars: of each weight; what they switch (momentum, nesterov) is the same for all.
+    """
+    for each in _slices_of(weights, grads, states, scalars):
+        _step(kernel, *each)
+
+
+def _slices_of(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence, scalars: Sequence
+) -> Iterator[tuple]:
+    """Yield what is stepped at a time: on a CPU some elements that stay in its cache, else all in a few calls."""
+    if not is_on_host(weights[0]):
+        yield weights, grads, states, scalars
+        return
+    for i, (p, grad, own) in enumerate(zip(weights, grads, scalars, strict=True)):
+        each = [p, grad, *(None if state is None else state[i] for state in states)]
+        is_flat = all(x is None or x.is_contiguous() for x in each)
+        for at in range(0, p.numel(), _AT_ONCE if is_flat else p.numel()):
+            here = [x.view(-1)[at : at + _AT_ONCE] if is_flat and x is not None else x for x in each]
+            cut = [None if x is None else [x] for x in here]
+            yield cut[0], cut[1], cut[2:], [own]
+
+
+def _step(kernel: str, weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence, scalars: Sequence) -> None:
+    p, held = _Each(weights), [None if each is None else _Each(each) for each in states]
+    numbers: Numbers = list(map(list, zip(*scalars, strict=True)))
+    x = _Each(grads) * numbers[0] + p * numbers[1]
+    p.becomes(_STEPS[kernel](p, x, held, numbers))

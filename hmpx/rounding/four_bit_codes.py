@@ -8,7 +8,7 @@ which of two lists the block has. A code is a position in it, and means that num
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
 Two codes share a byte, the first in the upper half. Rows have a multiple of 16 elements: state of other tensors is in
-8 bits (`hmpx.updates.holding.state_blocks`).
+8 bits (`hmpx.updates.holding.state_tensors`).
 
 The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. A negative one
 has an odd last bit where no element is negative, else an even one. A block with an inf or a NaN becomes NaN as a whole.

@@ -33,7 +33,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import calls, eager
-from hmpx.rounding.backends import kernels_for
+from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
 from hmpx.rounding.native import Rounding
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from hmpx.base.dtype_names import dtype_named
 from hmpx.base.torch_private import RELEASED
 from hmpx.errors import HmpxError
-from hmpx.updates.attached_methods import check_methods
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
-from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
+from hmpx.updates.optimizer_hooks import check_methods, own_attachment, takes_hooks
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count

@@ -16,12 +16,11 @@ from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
 from hmpx.updates.agreement import StepCounts
-from hmpx.updates.attached_methods import attach_copy, replaced_methods
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -262,8 +261,8 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
-        self._updates.waited = self._settle(*self._waiting.ready())  # after a backward that failed
-        if self._released:
+        self._updates.waited = self._settle(*self._waiting.ready()) if self._released else []
+        if self._released:  # some still wait after a backward that failed
             released.finish(self._dtypes)
         found = self._updates.look(call)
         if found is None:

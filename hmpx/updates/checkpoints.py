@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import lacks_data
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Segment
 from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.ranks.sharding import is_sharded

@@ -1,24 +1,27 @@
-"""The total norm of gradients, by which they are clipped, where one belongs to a parameter of an attached optimizer.
+"""Clipping and unscaling of gradients: total norms in FP64 beside attached optimizers, and GradScaler with BF16.
 
 torch takes the norm of each BF16 gradient in BF16: three digits, and others for another cutting over ranks, so that
 clipped weights would depend on the number of ranks. Here squares are exact and added in FP64. Their order moves the sum
 by some 1e-16, which the rounding to FP32 hides. FP32 gradients, whose last digit depends on the cutting too, are
 treated alike. Scaling by the norm is torch's.
+
+A script that was written for FP16 keeps its GradScaler under a recipe of BF16 weights. torch unscales BF16 gradients on
+a CPU, and has no kernel for it on a GPU: there they are divided in FP32, and rounded to BF16 again.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hmpx.base.changes import Cell, Changes
-from hmpx.base.torch_private import CLIPPING, norms_of, powers_of, private
+from hmpx.base.changes import Attribute, Cell, Changes
+from hmpx.base.torch_private import CLIPPING, UNSCALING, copy_all, norms_of, powers_of, private
 from hmpx.rounding.devices import is_on_host
 from hmpx.updates.gradients import are_of_claimed
 from hmpx.updates.ranks.sharding import is_sharded, local
@@ -28,7 +31,9 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def watch(changes: Changes) -> None:
-    """Take total norms of gradients of attached optimizers in FP64, until `changes` are undone."""
+    """Take total norms of gradients in FP64 and unscale what torch cannot, until `changes` are undone."""
+    if UNSCALING.is_on():
+        changes.put(Attribute(torch, _NAME, f"torch.{_NAME}"), _widening(private(f"torch.{_NAME}")))
     if not CLIPPING.is_on():
         return
     wrapper = private("torch.nn.utils.clip_grad._get_total_norm")  # it holds the original in its closure
@@ -93,3 +98,34 @@ def _squares(gradients: list[Tensor]) -> Iterable[Tensor]:
     if all(map(is_on_host, gradients)):  # in the cache, which takes a third of the time of torch's norm
         return [part.double().square_().sum() for each in gradients for part in each.flatten().split(_SLICE)]
     return powers_of(norms_of(gradients, 2, dtype=torch.float64), 2)
+
+
+_NAME = "_amp_foreach_non_finite_check_and_unscale_"
+_MOST = 1 << 26  # elements that are copied to FP32 at a time
+
+
+def _widening(unscale: Callable) -> Callable:
+    @functools.wraps(unscale)
+    def unscaled(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        try:
+            unscale(grads, found_inf, inv_scale)
+        except NotImplementedError:
+            if any(grad.dtype is not torch.bfloat16 for grad in grads):
+                raise
+            for few in _few(grads):
+                wide = [grad.float() for grad in few]
+                unscale(wide, found_inf, inv_scale)
+                copy_all(few, wide)
+
+    return unscaled
+
+
+def _few(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the gradients in their order, so many at a time that their copies are small."""
+    few: list[Tensor] = []
+    for grad in grads:
+        if few and sum(each.numel() for each in few) + grad.numel() > _MOST:
+            yield few
+            few = []
+        few.append(grad)
+    yield few

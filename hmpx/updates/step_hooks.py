@@ -31,7 +31,7 @@ from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import has, private
 from hmpx.errors import HmpxError
-from hmpx.updates import averages, gradient_norms, optimizer_hooks, unscaling
+from hmpx.updates import averages, gradient_norms, optimizer_hooks
 from hmpx.updates.agreement import compare_in_region, watch_joins
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
@@ -106,7 +106,6 @@ def _watch() -> None:
     averages.watch(_changes)
     gradient_norms.watch(_changes)
     released.watch(_changes)
-    unscaling.watch(_changes)
     watch_joins(_changes)
 
 

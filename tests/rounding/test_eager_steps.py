@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hmpx.rounding import calls, eager_steps, native
+from hmpx.rounding import calls, eager, native
 from hmpx.rounding.native import StepArguments, StoredTensor
 from tests.support.kernel_steps import STATES, STEPS, same, stepped
 from tests.support.numbers import special_values
@@ -19,7 +19,7 @@ def by_twin(kernel, given):
     count = max((len(each.states) for each in given), default=0)
     states = [None if given[0].states[i] is None else [each.states[i].tensor for each in given] for i in range(count)]
     weights, grads = [each.weight.tensor for each in given], [each.grad.tensor for each in given]
-    eager_steps.step_list(kernel, weights, grads, states, [each.scalars for each in given])
+    eager.step_list(kernel, weights, grads, states, [each.scalars for each in given])
 
 
 def assert_same(one, other):
@@ -71,5 +71,5 @@ def test_tensors_that_are_not_contiguous():
     flat = [x.contiguous() for x in laid]
     scalars = STEPS["adam"][0]
     for p, grad, m, v in (laid, flat):
-        eager_steps.step_list("adam", [p], [grad], [[m], [v]], [scalars])
+        eager.step_list("adam", [p], [grad], [[m], [v]], [scalars])
     assert all(map(torch.equal, laid, flat)) and laid[0].stride() != flat[0].stride()

@@ -13,10 +13,8 @@ from hmpx.rounding.blocks import BlockCodes, Rows
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.keys import Span
 from hmpx.rounding.state_codes import STATE_CODES
-from hmpx.updates.holding.held import RoundingKey
-from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
-from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
 from tests.support.state_codes import beside_the_finest_steps, in_code, numbers, read, row_length

@@ -21,7 +21,7 @@ from hmpx.insight.module_names import numberless
 from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.holding.segment import Way
+from hmpx.updates.holding.held import Way
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 

@@ -16,7 +16,7 @@ import torch
 from hmpx.base.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
-from hmpx.updates.holding.segment import Way, Weights
+from hmpx.updates.holding.held import Way, Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
 from hmpx.updates.holding.stores import WAYS
 

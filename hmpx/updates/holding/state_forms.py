@@ -29,11 +29,9 @@ from hmpx.rounding.blocks import BLOCK
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES
-from hmpx.updates.holding.held import RoundingKey
-from hmpx.updates.holding.segment import Segment, StateDtype
-from hmpx.updates.holding.state_blocks import StateBlocks
+from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, held_states
 from hmpx.updates.ranks.sharding import box_of, is_sharded, local
 
 Tensor = torch.Tensor

@@ -27,11 +27,9 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.backends import kernels_for
-from hmpx.rounding.devices import lacks_data, shows_values
+from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
 from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
-from hmpx.updates.holding.held import Held, RoundingKey
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 
 Tensor = torch.Tensor

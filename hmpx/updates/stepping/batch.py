@@ -17,15 +17,15 @@ import torch
 
 from hmpx.base.torch_private import dispatch_modes, version_of
 from hmpx.rounding.table import Table
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import RoundingKey, Segment
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
 
 
 class Batch:
@@ -47,6 +47,7 @@ class Batch:
         self.others: list[tuple[int, Parameter]] = []
         self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
         self._names, self._late, self._is_settled = [segment.name for segment in segments], context.late, True
+        self._versions: list[int] = []
         self._can_be_as_shown = all([each.can_be_as_shown for each in self._shown])
 
     def kernels(self) -> ModuleType | None:
@@ -83,41 +84,67 @@ class Batch:
         self._versioned = [(tensor, each.segment.name) for each in self._shown for tensor in each.versioned]
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
-        """Step every segment of this batch.
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
+        """Step every segment of this batch. If the optimizer raises, weights, gradients and state are as they were.
+
+        What it has written to in place cannot be restored; `write_back.written` then has the names.
 
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
         """
         optimizer, key, written = call.optimizer, write_back.rounding_key, write_back.written
+        lists, self._versions = ShownParameters([], []), []
+        try:
+            lists = self._show(optimizer, write_back, gradients)
+            with lists:
+                result = self._run(call, write_back, lists)
+            self._hand_back(optimizer, write_back, gradients)
+            written += self._names
+            self._write(key)
+            self._take(optimizer, key)
+            key.flush()
+        except BaseException:
+            lists.hide()  # an interrupt may have come while they were shown or hidden
+            written += self._written(optimizer)
+            self._undo()
+            raise
+        return result
+
+    def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
+        """Fill the shadows and show them, but for the lists that are returned."""
         for each in self._ready:
             grad = gradients[each.index]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
-        shown = [shadow.grad for shadow in self._shadows]
-        seen, versions = _versions(shown), [version_of(tensor) for tensor, _ in self._versioned]
-        lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
-        try:
-            self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
-            with lists:
-                call.run()
-            written += self._names
-            self._transfer.write(key)
-            for segment in self._sharded:
-                segment.mark_written()
-            self._hand_back(optimizer, gradients, shown, seen)
-            left = self._states_left()
-            self._is_settled = self._is_as_shown(left)
-            if not self._is_settled:
-                self._is_settled = not any([e.take(s, optimizer, key) for e, s in zip(self._shown, left, strict=True)])
-            key.flush()
-        except BaseException:
-            lists.hide()  # an interrupt may have come while they were shown or hidden
-            is_blind, pairs = hides_writes(optimizer), zip(self._versioned, versions, strict=True)
-            written += [name for (tensor, name), version in pairs if is_blind or version_of(tensor) != version]
-            for each in self._shown:
-                each.undo()
-            raise
+        self._grads: list[Any] = [shadow.grad for shadow in self._shadows]
+        self._seen, self._versions = _versions(self._grads), [version_of(tensor) for tensor, _ in self._versioned]
+        self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
+        return ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
+
+    def _run(self, call: StepCall, write_back: WriteBack, lists: ShownParameters) -> Any:
+        return call.run()
+
+    def _write(self, key: RoundingKey) -> None:
+        self._transfer.write(key)
+        for segment in self._sharded:
+            segment.mark_written()
+
+    def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
+        """Take what the step has left in the optimizer's state."""
+        left = self._states_left()
+        self._is_settled = self._is_as_shown(left)
+        if not self._is_settled:
+            self._is_settled = not any([e.take(s, optimizer, key) for e, s in zip(self._shown, left, strict=True)])
+
+    def _undo(self) -> None:
+        self._grads = []
+        for each in self._shown:
+            each.undo()
+
+    def _written(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of parameters of which the step has written to held tensors in place."""
+        is_blind, pairs = hides_writes(optimizer), zip(self._versioned, self._versions, strict=False)
+        return [name for (tensor, name), version in pairs if is_blind or version_of(tensor) != version]
 
     def is_as_made(self) -> bool:
         """Whether the next step may use this batch again: all state is in the tensors that were shown."""
@@ -146,16 +173,18 @@ class Batch:
             return [states.popitem()[1] for _ in shadows][::-1]
         return [states.pop(shadow, None) for shadow in shadows]
 
-    def _hand_back(self, optimizer: Any, gradients: list[Tensor], shown: list[Any], seen: list[int]) -> None:
+    def _hand_back(self, optimizer: Any, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Give the parameters' gradients the changes that the step made to the shown ones."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
         # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
         is_hidden = getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
-        if is_hidden or not all(map(is_, left, shown)) or _versions(left) != seen:
-            for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
+        if is_hidden or not all(map(is_, left, self._grads)) or _versions(left) != self._seen:
+            write_back.written.extend(self._names)
+            for each, now, grad, version in zip(self._shown, left, self._grads, self._seen, strict=True):
                 if is_hidden or now is not grad or _version(now) != version:
                     _hand_back(each.segment, now, gradients, each.index)
                     each.rest()
+        self._grads = []
         for each in self._ready:
             each.rest()
 
@@ -195,6 +224,11 @@ def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], i
             p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
             gradients[index] = local(p.grad)
         segment.of(gradients[index]).copy_(left)
+
+
+def can_be_written(grad: Tensor) -> bool:
+    """Whether each element has its own memory, unlike in an expanded gradient."""
+    return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
 
 
 def _version(grad: Tensor | None) -> int:

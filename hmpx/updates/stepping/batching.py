@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hmpx.rounding.backends import kernels_for
-from hmpx.rounding.devices import is_lazy
+from hmpx.rounding.devices import is_lazy, kernels_for
 from hmpx.rounding.state_codes import SCALES, code_of
-from hmpx.updates.holding.segment import Segment, memory_order
+from hmpx.updates.holding.held import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_classes import scope_of

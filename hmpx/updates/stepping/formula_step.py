@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import add_to_all
-from hmpx.rounding import calls, eager_steps
-from hmpx.rounding.backends import kernels_for
-from hmpx.rounding.devices import is_lazy, lacks_data
+from hmpx.rounding import calls, eager
+from hmpx.rounding.devices import is_lazy, kernels_for, lacks_data
 from hmpx.rounding.native import StepArguments, StoredTensor
-from hmpx.updates.holding.segment import memory_order
+from hmpx.updates.holding.held import memory_order
+from hmpx.updates.stepping.batch import ShownParameters
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepCall
 
@@ -128,15 +128,8 @@ class _FormulaStep:
 
     def _own_step(self, optimizer: Optimizer, rest: list[list[Any]], args: tuple, kwargs: dict) -> Any:
         """Take the optimizer's own step on the parameters that the formula does not take."""
-        lists = [group["params"] for group in optimizer.param_groups]
-        shown = [list(params) for params in lists]
-        try:
-            for params, left in zip(lists, rest, strict=True):
-                params[:] = left
+        with ShownParameters([group["params"] for group in optimizer.param_groups], rest):
             return self.method(optimizer, *args, **kwargs)
-        finally:
-            for params, before in zip(lists, shown, strict=True):
-                params[:] = before
 
     def _by_torch(self, stepped: list[_Stepped]) -> None:
         if stepped and not (stepped[0].weight.is_cpu or is_lazy(stepped[0].weight)):
@@ -148,7 +141,7 @@ class _FormulaStep:
         for _, group in groupby(stepped, alike):
             together = list(group)
             columns = zip(*(each.states for each in together), strict=True)
-            eager_steps.step_list(
+            eager.step_list(
                 self.formula.kernel,
                 [each.weight for each in together],
                 [each.grad for each in together],

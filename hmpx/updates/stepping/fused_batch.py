@@ -29,16 +29,15 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.calls import row_of_step
+from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, run_all
-from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
+from hmpx.updates.holding.held import Segment
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, by_own_keys
+from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_classes import Formula

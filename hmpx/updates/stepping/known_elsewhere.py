@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Segment
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

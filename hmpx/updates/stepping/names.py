@@ -21,7 +21,7 @@ import torch
 from hmpx.base.torch_private import ZERO
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
-from hmpx.updates.holding.segment import Segment, Way
+from hmpx.updates.holding.held import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell

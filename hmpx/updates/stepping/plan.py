@@ -21,7 +21,7 @@ from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Segment
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
 from hmpx.updates.stepping.batch import Batch, values_of
@@ -202,7 +202,7 @@ class Plan:
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
-        self._batches: list[Batch | WholeBatch] = []
+        self._batches: list[Batch] = []
         self._rooms: dict[torch.device, tuple[Tensor, int]] = {}  # each with its size in bytes
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def _plain(self) -> list[Batch]:
-        return [batch for batch in self._batches if isinstance(batch, Batch)]
+        return [batch for batch in self._batches if not isinstance(batch, WholeBatch)]
 
     def _add(
         self, segments: list[Segment], device: torch.device, context: StepContext, others: list[tuple[int, Parameter]]

@@ -14,8 +14,7 @@ from hmpx.base.torch_private import set_grad_enabled
 from hmpx.errors import HmpxError
 from hmpx.rounding.native_library import expect_kernels
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.holding.held import RoundingKey
-from hmpx.updates.holding.segment import USUAL, Segment
+from hmpx.updates.holding.held import USUAL, RoundingKey, Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states
 from hmpx.updates.holding.stores import WAYS, Stores

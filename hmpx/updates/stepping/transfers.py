@@ -12,12 +12,11 @@ from types import ModuleType
 import torch
 
 from hmpx.base.torch_private import copy_all
-from hmpx.rounding.backends import kernels_for
 from hmpx.rounding.calls import Move
+from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.table import Table, run_all
-from hmpx.updates.holding.held import Held, RoundingKey
-from hmpx.updates.holding.segment import Segment, memory_order, unfolded
+from hmpx.updates.holding.held import Held, RoundingKey, Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
 

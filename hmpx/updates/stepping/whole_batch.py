@@ -1,115 +1,105 @@
-"""A batch of whole parameters: all of an optimizer that may look across them, or one that is gathered from all ranks.
+"""Whole parameters: all of an optimizer that may look across them, or one that is gathered from all ranks.
 
-The optimizer is shown FP32 shadows, real Parameters in `param_groups` with its state re-keyed to them, so that any
+The optimizer is shown FP32 shadows, real Parameters in `param_groups` with its state under their keys, so that any
 optimizer computes in FP32 without knowing. The model's own parameters are never swapped: exchanging `p.data` resets
 AccumulateGrad, after which DDP stops synchronising in silence.
+
+A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
+parameter, in its own dtype. A gradient that the step leaves alone is not touched.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import version_of
 from hmpx.errors import HmpxError
-from hmpx.updates.holding.segment import Segment
-from hmpx.updates.stepping.batch import ShownParameters
+from hmpx.rounding.devices import shows_values
+from hmpx.updates.holding.held import RoundingKey, Segment, laid_as
+from hmpx.updates.holding.state_dtypes import as_fp32, is_moment
+from hmpx.updates.holding.state_forms import StateForm
+from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
+from hmpx.updates.holding.stores import Store
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written
 from hmpx.updates.stepping.optimizer_classes import by_memory
-from hmpx.updates.stepping.shadows import Shadow, seen_state
-from hmpx.updates.stepping.shown_state import ShownState
+from hmpx.updates.stepping.shown import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 
-class WholeBatch:
-    """One step on shadows. Optimizers that this one holds (Lookahead's base) see the same shadows.
+class WholeBatch(Batch):
+    """A batch that is stepped once. Optimizers that this one holds (Lookahead's base) see the same shadows.
 
     gathers: the segments are sharded, and the optimizer sees whole parameters, these alone. Every rank computes the
         same, and keeps its part of the result.
     """
 
     def __init__(self, segments: list[Segment], *, gathers: bool = False) -> None:
-        self.segments, self._gathers = segments, gathers
-        self._shadows: list[Shadow] = []
-        self._states: list[tuple[Shadow, ShownState]] = []
-        self._shown = ShownParameters([], [])
+        self.segments, self._gathers, self._names = segments, gathers, [segment.name for segment in segments]
+        self._shadows: list[Shadow] = []  # type: ignore[assignment]
+        self._shown_states: list[tuple[Shadow, ShownState]] = []
+        self._versioned: list[tuple[Tensor, str]] = []
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[torch.Tensor]) -> Any:
-        """Step the parameters; see `Batch.step`. If that raises, weights, gradients and `state` are as they were.
-
-        State that the step has written to in place cannot be restored.
-        """
-        on_real = functools.partial(self._on_real_parameters, call.optimizer, write_back.signals)
-        try:
-            with torch.no_grad():
-                self._show(call.optimizer, write_back)
-            with self._shown:
-                result = call.with_functions(on_real).run()
-            with torch.no_grad():
-                self._refuse_bypass(call.optimizer)
-                for shadow in self._shadows:
-                    shadow.hand_back()
-                self._write(call.optimizer, write_back)
-        except BaseException as error:
-            self._shown.hide()  # an interrupt may have come while they were shown or hidden
-            for shadow, state in self._states:
-                state.undo(shadow.q)
-                if state.is_written(call.optimizer):
-                    write_back.written.append(shadow.segment.name)
-            with torch.no_grad():
-                for shadow in self._shadows:
-                    shadow.undo()
-            if isinstance(error, RuntimeError) and "does not require grad" in str(error):
-                raise HmpxError(
-                    f"{type(call.optimizer).__name__} differentiates gradients inside step(), and the FP32 "
-                    "copies that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take "
-                    "another optimizer"
-                ) from error
-            raise
-        self._shadows, self._states = [], []  # other batches of the step need the memory
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
+        self._is_grad_on = torch.is_grad_enabled()
+        with torch.no_grad():
+            result = super().step(call, write_back, gradients)
+        self._shadows, self._shown_states, self._versioned = [], [], []  # other batches need the memory
         return result
 
-    def _show(self, optimizer: Optimizer, write_back: WriteBack) -> None:
+    def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
         members = list(_nested(optimizer))
         one_layout = by_memory(*members)
         for segment in self.segments:
             shadow = Shadow(segment, write_back.stores.of(segment), one_layout=one_layout, gathers=self._gathers)
             self._shadows.append(shadow)
-        new = {shadow.p: shadow.q for shadow in self._shadows}
-        lists = list({id(g["params"]): g["params"] for each in members for g in each.param_groups}.values())
-        shown = [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
-        self._shown = ShownParameters(lists, shown)
         for member in members:
             for shadow in self._shadows:
                 state = ShownState(member, shadow.segment)
                 state.shown = seen_state(shadow, state.form, state.own)
                 state.keeps_left &= not self._gathers
-                self._states.append((shadow, state))
-                state.move_to(shadow.q, watched=not self._gathers)
+                self._shown_states.append((shadow, state))
+                if not self._gathers:
+                    self._watch(state)
+                state.move_to(shadow.q)
+        new = {shadow.p: shadow.q for shadow in self._shadows}
+        lists = list({id(g["params"]): g["params"] for each in members for g in each.param_groups}.values())
+        shown = [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
+        return ShownParameters(lists, shown)
 
-    def _refuse_bypass(self, optimizer: Optimizer) -> None:
-        """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""
-        if bypassed := [shadow for shadow in self._shadows if shadow.is_bypassed()]:
+    def _watch(self, state: ShownState) -> None:
+        """Let `_written` see what the step writes to the parameter's own tensors."""
+        values = [item for v in state.content.values() for item in (v if isinstance(v, list) else (v,))]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._versioned += [(tensor, state.segment.name) for tensor in tensors]
+        self._versions += map(version_of, tensors)
+
+    def _run(self, call: StepCall, write_back: WriteBack, lists: ShownParameters) -> Any:
+        on_real = functools.partial(self._on_real_parameters, call.optimizer, write_back.signals, lists)
+        try:
+            with torch.set_grad_enabled(self._is_grad_on):
+                return call.with_functions(on_real).run()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
             raise HmpxError(
-                f"{type(optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
-                "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
-            )
+                f"{type(call.optimizer).__name__} differentiates gradients inside step(), and the FP32 "
+                "copies that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take "
+                "another optimizer"
+            ) from error
 
-    def _write(self, optimizer: Optimizer, write_back: WriteBack) -> None:
-        results = [shadow.own_part() for shadow in self._shadows]
-        for shadow, x in zip(self._shadows, results, strict=True):
-            write_back.written.append(shadow.segment.name)
-            shadow.segment.mark_written()
-            shadow.store.write(shadow.segment, x, shadow.segment.name, write_back.rounding_key)
-        write_back.rounding_key.flush()
-        for shadow, state in self._states:
-            state.take_from(shadow.q, optimizer, write_back.rounding_key)
-        write_back.rounding_key.flush()
-
-    def _on_real_parameters(self, optimizer: Optimizer, signals: DeferredSignals, closure: Callable) -> Callable:
+    def _on_real_parameters(
+        self, optimizer: Optimizer, signals: DeferredSignals, lists: ShownParameters, closure: Callable
+    ) -> Callable:
         """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step.
 
         A signal that comes in it does not wait, unless the step has written to state by then.
@@ -119,19 +109,43 @@ class WholeBatch:
             with torch.no_grad():
                 for shadow in self._shadows:
                     shadow.show_trial_point()
-            self._shown.hide()
+            lists.hide()
             try:
                 with torch.enable_grad():
-                    if any(state.is_written(optimizer) for _, state in self._states):
+                    if self._written(optimizer):
                         return closure(*args, **kwargs)
                     return signals.let_through(closure, args, kwargs)
             finally:
-                self._shown.show()
+                lists.show()
                 with torch.no_grad():
                     for shadow in self._shadows:
                         shadow.take_evaluation()
 
         return evaluate
+
+    def _hand_back(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> None:
+        if bypassed := [shadow for shadow in self._shadows if shadow.is_bypassed()]:
+            raise HmpxError(
+                f"{type(optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
+                "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
+            )
+        for shadow in self._shadows:
+            shadow.hand_back()
+
+    def _write(self, key: RoundingKey) -> None:
+        for shadow in self._shadows:
+            shadow.write(key)
+        key.flush()
+
+    def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
+        for shadow, state in self._shown_states:
+            state.take_from(shadow.q, optimizer, key)
+
+    def _undo(self) -> None:
+        for shadow, state in self._shown_states:
+            state.undo(shadow.q)
+        for shadow in self._shadows:
+            shadow.undo()
 
 
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -142,3 +156,159 @@ def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
         for value in vars(member).values():
             inner = value if isinstance(value, (list, tuple)) else (value,)
             found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
+
+
+class Shadow:
+    """The FP32 shadow of one whole parameter, a real Parameter, with its gradient; under `torch.no_grad()`.
+
+    Args:
+        one_layout: whether gradient and moments lie in memory as the shadow does.
+        gathers: whether the shadow is the whole of a sharded parameter.
+
+    Attributes:
+        q: the shadow. An optimizer finds the attributes of `p` on it, such as a weight-decay flag.
+    """
+
+    def __init__(self, segment: Segment, store: Store, *, one_layout: bool, gathers: bool) -> None:
+        self.segment, self.p, self.store = segment, segment.param, store
+        self.one_layout, self.gathers = one_layout, gathers
+        store.begin()
+        self.q = Parameter(self._whole(self._read()), requires_grad=self.p.requires_grad)
+        for mark, value in () if gathers else vars(self.p).items():
+            vars(self.q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
+        self._weight_before: Tensor | None = None  # which a trial point of a closure has overwritten
+        self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # the object, and its values
+        self.show_gradient()
+        self.look()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if self.gathers and is_sharded(tensor) else tensor
+
+    def _read(self) -> Tensor:
+        weights = torch.empty_like(self.p, dtype=torch.float32, requires_grad=False)
+        self.store.read(self.segment, local(weights))
+        return weights
+
+    def write(self, key: RoundingKey) -> None:
+        """Write this rank's part of the result back."""
+        self.segment.mark_written()
+        self.store.write(self.segment, held_part(self.p, self.q.detach()), self.segment.name, key)
+
+    def look(self) -> None:
+        """Remember the weights: nothing but a closure may change them."""
+        self._seen = version_of(self.p), self.p.detach().clone()
+
+    def _has_changed(self) -> bool:
+        version, seen = self._seen
+        if version_of(self.p) != version or not shows_values(self.p):
+            return version_of(self.p) != version
+        return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
+
+    def is_bypassed(self) -> bool:
+        """Whether the step has written to the parameter itself, which `undo` then takes back."""
+        if not self._has_changed():
+            return False
+        if self._weight_before is None:
+            self._weight_before = self._seen[1]
+        return True
+
+    def show_gradient(self) -> None:
+        """Give the shadow an FP32 copy of the gradient, in the layout of the weights where the optimizer wants that."""
+        grad, q = self.p.grad, self.q
+        grad = grad if grad is None else self._whole(grad)
+        if grad is None:
+            q.grad = None
+        elif self.one_layout and grad.layout is torch.strided and not is_sharded(grad):
+            q.grad = laid_as(grad.detach(), q, torch.float32)
+        else:
+            q.grad = grad.detach().to(torch.float32, copy=True)
+        self._shown = q.grad, 0 if q.grad is None else version_of(q.grad)
+
+    def hand_back(self) -> None:
+        """Give the parameter's gradient the changes that the step made to the shadow's."""
+        p, left, (shown, version) = self.p, self.q.grad, self._shown
+        is_shown, is_written = left is shown, left is not None and version_of(left) != version
+        # A gathered parameter is stepped by a class of torch, which raises the version of what it writes to.
+        if is_shown and not is_written and (left is None or self.gathers or _is_as_shown(p.grad, left)):
+            return
+        if self.gathers and is_sharded(p) and left is not None:
+            left = like(p, held_part(p, left))
+        self._keep_gradient()
+        if left is not None and is_shown and p.grad is not None and can_be_written(p.grad):
+            p.grad.copy_(left)
+        else:
+            own = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
+            p.grad = None if left is None else left.detach().to(own, copy=True)
+
+    def _keep_gradient(self) -> None:
+        """Keep a copy of the parameter's gradient for `undo`."""
+        if self._gradient_before is None:
+            grad = self.p.grad
+            self._gradient_before = grad, None if grad is None else grad.detach().clone()
+
+    def show_trial_point(self) -> None:
+        """Before a closure: give the parameter the shadow's weights, rounded to nearest, and its gradient."""
+        self.hand_back()
+        self._keep_gradient()
+        if self._weight_before is None and self._is_moved():
+            self._weight_before = self._seen[1]
+        if self._weight_before is not None:
+            self.p.copy_(self.q)  # the shadow keeps the exact values
+
+    def take_evaluation(self) -> None:
+        """After a closure: show the gradient that it has made, and accept the weights that it has changed."""
+        self.show_gradient()
+        if self._has_changed():
+            self.look()
+
+    def _is_moved(self) -> bool:
+        """Whether the step has changed the weights since it got them."""
+        return not shows_values(self.q) or not torch.equal(local(self._read()), local(self.q.detach()))
+
+    def undo(self) -> None:
+        """Restore weights and gradient, object and values, after the step raised."""
+        if self._gradient_before is not None:
+            grad, values = self._gradient_before
+            self.p.grad = grad
+            if grad is not None and values is not None and grad.layout is torch.strided and can_be_written(grad):
+                grad.copy_(values)
+        if self._weight_before is not None:
+            self.p.copy_(self._weight_before)
+
+
+def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
+    """Whether a gradient has the values that it had: a write through `.data` or by a fused kernel has no version."""
+    if real is None:
+        return False
+    if not shows_values(left) or left.layout is not torch.strided:
+        return True
+    return torch.equal(local(left).to(real.dtype), local(real))
+
+
+def seen_state(shadow: Shadow, form: StateForm, own: Any) -> dict[str, Any] | None:
+    """Return copies of a parameter's state for its shadow; None if the step can see `own` itself.
+
+    Where the shadow is gathered, state of its shape is, too. State of another shape, such as factored moments, is whole
+    on every rank, and the same.
+    """
+    if not isinstance(own, dict):
+        return None
+    p, laid = shadow.p, shadow.q if shadow.one_layout else None
+    if shadow.gathers:
+        return {key: _gathered(value) for key, value in held_states(own, p).items()}
+    shown = dict[str, Any]()
+    for key, value in (held_states(own, p) if is_coded(own) else own).items():
+        value = value.whole() if isinstance(value, HeldState) else value
+        value = value if form.as_left else as_fp32(value)
+        if laid is not None and is_moment(value) and value.shape == laid.shape:
+            value = value if local(value).stride() == local(laid).stride() else laid_as(value, laid, value.dtype)
+        shown[key] = value
+    return None if shown.keys() == own.keys() and all(map(is_, shown.values(), own.values())) else shown
+
+
+def _gathered(value: Any) -> Any:
+    """Return a copy of a state value in FP32, whole."""
+    value = value.whole() if isinstance(value, HeldState) else value
+    if not isinstance(value, Tensor):
+        return value
+    return as_fp32(value.full_tensor() if is_sharded(value) else value.clone())
