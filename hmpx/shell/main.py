@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import traceback
@@ -35,6 +36,8 @@ examples:
   {prog} record --recipe autocast-cuda train.py      which op ran in which precision, and where
   {prog} explain softmax --recipe bf16-sr            which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
+
+_PYTHON = os.path.dirname(os.__file__) + os.sep  # the folder of its library
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,6 +86,6 @@ def _line_of_script(error: HmpxError) -> str:
     own = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if users_frame(frame) is frame and not file.startswith("<") and "site-packages" not in file:
+        if users_frame(frame) is frame and not file.startswith(("<", _PYTHON)) and "site-packages" not in file:
             own = f"{file}:{line}"
     return own
