@@ -77,24 +77,6 @@ def test_a_list_file_may_say_it_and_the_caller_outranks_it(tmp_path, lists):
         hmpx.convert(bf16_file_path=path, fp32_file_path=tmp_path / "other.yaml")
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("low_precision: fp8\n", ":1: low_precision is 'fp8', none of bfloat16, float16, bf16, fp16"),
-        ("bf16: []\nlow_precision: [fp16]\n", ":2: low_precision is ['fp16'], none of bfloat16, float16"),
-        ("low_precision: fp16\nlow_precision: fp16\n", ":2: the key 'low_precision' stands here for the second time"),
-        ("bf16: []\nlow_precison: fp16\n", ":2: 'low_precison' is no list that hmpx knows; did you mean 'low_prec"),
-    ],
-)
-def test_a_list_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(hmpx.OpListError) as error:
-        hmpx.convert(bf16_file_path=path)
-    assert f"{path}{message}" in str(error.value)
-    assert main(["check", str(path)]) == 1 and message in capsys.readouterr().out
-
-
 def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed():
     x = torch.randn(3, 3)
     installed = hmpx.convert()

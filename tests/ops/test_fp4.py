@@ -200,23 +200,6 @@ def test_a_weight_in_squares_has_the_same_numbers_in_both_products():
         assert torch.equal(*numbers) is squares
 
 
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"scaling": "nvfp4"}, "forward is 'e4m3', none of e2m1"),
-        ({"scaling": "nvfp4", "forward": "e2m1", "backward": "e5m2"}, "backward is 'e5m2', none of e2m1"),
-        ({"stochastic": True}, "stochastic: gradients in e2m1 are rounded so, and backward is e5m2"),
-        ({"forward": "e2m1", "saturating": False}, "saturating: e2m1 has no inf and no NaN"),
-        ({**NVFP4.keys(), "power_of_two": True}, "power_of_two: scales of nvfp4 are numbers of e4m3"),
-        ({"scaling": "mx", "weight_tensorwise": True}, "weight_tensorwise: scales of mx differ along the sum"),
-        ("nvpf4", "'nvpf4' is no format; did you mean 'nvfp4'"),
-    ],
-)
-def test_what_does_not_fit_is_an_error(form, message):
-    with pytest.raises(hmpx.HmpxError, match=message):
-        Format.of(form)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is seen
 

@@ -126,29 +126,11 @@ def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
         read_recipe(tmp_path / "list.yaml")
 
 
-@pytest.mark.parametrize(
-    "files, message",
-    [
-        ({"a": "seed: 1\nextends: a.yaml\n"}, "{}/a.yaml:2: extends: a circle: {}/a.yaml extends {}/a.yaml"),
-        (
-            {"a": "extends: b.yaml\n", "b": "seed: 1\n\nextends: in/../a.yaml\n"},
-            "{}/b.yaml:3: extends: a circle: {}/a.yaml extends {}/b.yaml extends {}/a.yaml",
-        ),
-        ({"a": "extends: leen\n"}, "{}/a.yaml:1: extends: there is no recipe 'leen'; did you mean 'lean'?"),
-        ({"a": "extends: b.yaml\n"}, "{}/a.yaml:1: extends: {}/b.yaml: cannot be read: No such file or directory"),
-        ({"a": "extends: b.yaml\n", "b": "weigths: split\n"}, "{}/b.yaml:1: 'weigths' is no key of a recipe; did"),
-        ({"a": "extends: b.txt\n", "b": ""}, "{}/a.yaml:1: extends: b.txt holds op lists, and is no recipe"),
-        ({"a": "extend: lean\n"}, "{}/a.yaml:1: 'extend' is no key of a recipe; did you mean 'extends'?"),
-        ({"a": "extends: [lean]\n"}, "{}/a.yaml:1: extends is ['lean'], neither the name of a recipe nor"),
-        ({f"{'a' * (i + 1)}": f"extends: {'a' * (i + 2)}.yaml\n" for i in range(40)}, "more than 32 recipes that ext"),
-    ],
-)
-def test_a_circle_and_what_is_not_there(files, message, tmp_path):
-    write(tmp_path, **files)
-    with pytest.raises(hmpx.HmpxError) as error:
+def test_a_long_chain_is_refused(tmp_path):
+    write(tmp_path, **{"a" * (i + 1): f"extends: {'a' * (i + 2)}.yaml\n" for i in range(40)})
+    with pytest.raises(hmpx.HmpxError, match="more than 32 recipes that ext"):
         read_recipe(tmp_path / "a.yaml")
-    assert message.replace("{}", str(tmp_path)) in str(error.value)
-    assert message.replace("{}", str(tmp_path)) in "\n".join(map(str, check_files([str(tmp_path / "a.yaml")])))
+    assert "more than 32 recipes that ext" in "\n".join(map(str, check_files([str(tmp_path / "a.yaml")])))
 
 
 SETTINGS = [
@@ -169,25 +151,6 @@ def test_set_says_any_key_from_the_shell(capsys):
         said = capsys.readouterr().out
         hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
         assert capsys.readouterr().out == said, settings
-
-
-WRONG_SETTINGS = [
-    (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
-    (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
-    (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
-    (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
-    (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
-    (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
-    (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
-    (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
-    (["--set", "bf16=[mm]", "--list", "x.txt"], "--set bf16=[mm]: bf16 and bf16_file_path: which of the two?"),
-]
-
-
-def test_a_setting_that_is_wrong_is_named_as_it_was_written(capsys):
-    for words, message in WRONG_SETTINGS:
-        assert main(["explain", "neuron-bf16-sr", *words]) == 2
-        assert f"hmpx: {message}" in capsys.readouterr().err
 
 
 def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):

@@ -76,33 +76,6 @@ def test_the_innermost_decides_and_of_two_patterns_the_last(prepared, text, insi
     assert set(model(X)) == {FP32} and "_hmpx_rules" not in vars(model.lm_head)
 
 
-WRONG = [
-    ("  lm_haed: fp32", "mine.yaml:3: modules: 'lm_haed' is the name of no module; did you mean 'lm_head'?"),
-    ("  Linear: fp32", "mine.yaml:3: modules: 'Linear' is a class and not the name of a module; did you mean 'lm_"),
-    ("  lm_head: fp23", "mine.yaml:3: modules: 'lm_head': 'fp23' is no dtype of ops; did you mean 'fp32'? (legal"),
-    ("  lm_head:\n    fp32: [linear,\n      sofmax]", "mine.yaml:5: unknown op 'sofmax'; did you mean 'softmax'?"),
-    ("  lm_head:\n    fp23: [linear]", "mine.yaml:4: modules: 'lm_head': 'fp23' is no list; did you mean 'fp32'?"),
-    ("  lm_head: {fp32: linear}", "mine.yaml:3: modules: 'lm_head': fp32 is 'linear', not a list of names"),
-    ("  lm_head: {fp32: [exp], bf16: [exp]}", "mine.yaml:3: 'exp' is on both sides"),
-    ("  lm_head: {}", "mine.yaml:3: modules: 'lm_head': says nothing"),
-    ("  - lm_head", "mine.yaml:2: modules is ['lm_head'], not a mapping of modules' names to dtypes or lists of ops"),
-    (
-        "  0: fp32",
-        "mine.yaml:2: modules is {0: 'float32'}, not a mapping of modules' names to dtypes or lists "
-        'of ops; names are strings: write "0" for 0',
-    ),
-    ("  lm_head: fp32\nopt_level: null", "mine.yaml:4: modules: opt_level null leaves torch's ops as they are"),
-]
-
-
-def test_what_is_wrong_is_said_with_its_line_and_nothing_is_changed(prepared, tmp_path):
-    for text, message in WRONG:
-        with pytest.raises(hmpx.HmpxError) as raised:
-            prepared(text)
-        assert str(raised.value).startswith(f"{tmp_path}/{message}")
-    assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.base.process_state.module_rules
-
-
 def test_a_pattern_may_fit_modules_that_are_never_called_beside_one_that_is(prepared):
     attention = nn.Sequential(nn.MultiheadAttention(4, 1))
     for text in ("  '*': fp32", "  '0*': fp32"):

@@ -109,30 +109,6 @@ def test_a_rule_for_another_name_of_a_tied_weight_is_told(caplog):
             hmpx.prepare(model, optim.SGD(model.parameters(), lr=1), {"parameters": {pattern: "fp32"}})
 
 
-WRONG = [
-    ('"*.bais": fp32', "mine.yaml:2: parameters: '.*bais' is the name of no parameter; did you mean '.*bias'"),
-    ('"2": fp32', "mine.yaml:2: parameters: '2' is a module and not the name of a parameter; did you mean '2..'"),
-    ('"*": fp23', "mine.yaml:2: parameters: '.': dtype is 'fp23', none of float32, bfloat16"),
-    ('"*": {weight: split}', "mine.yaml:2: parameters: '.': 'weight' is none of .*; did you mean 'weights'"),
-    ('"*": {weights: splitt}', "mine.yaml:2: parameters: '.': weights is 'splitt', .* did you mean 'split'"),
-    ('"*": {dtype: fp32, weights: split}', "weights would do nothing: a float32 parameter gets plain steps"),
-    ("2: fp32", 'names are strings: write "2" for 2'),
-    ('"*": master', "'.': dtype is 'master', none of float32, bfloat16; did you mean {weights: master}"),
-    ('"*": 8bit', "'.': dtype is '8bit', none of float32, bfloat16; did you mean {state_dtype: 8bit}"),
-    ('"*": {weights: split}\nparameter_dtype: fp32', "mine.yaml:2: .* weights would do nothing: by parameter_dtype"),
-]
-
-
-def test_errors_name_the_line_and_what_was_meant(tmp_path):
-    model = made()
-    optimizer = optim.AdamW(model.parameters())
-    for line, message in WRONG:
-        (tmp_path / "mine.yaml").write_text(f"parameters:\n  {line}\n")
-        with pytest.raises(hmpx.HmpxError, match=message):
-            hmpx.prepare(model, optimizer, tmp_path / "mine.yaml")
-    assert {p.dtype for p in model.parameters()} == {FP32} and not hasattr(optimizer, "_hmpx_attachment")
-
-
 def test_rules_for_one_of_two_optimizers():
     """Each gets those that fit its own parameters."""
     with hmpx.activate({"opt_level": None, "parameters": {"0.*": {"weights": "split"}, "2.*": {"weights": "master"}}}):

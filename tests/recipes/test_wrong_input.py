@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def error_of(read, *given):
 
 def prepared(recipe):
     """Prepare a model, which the error has to leave as it was."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
     optimizer = optim.LBFGS(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     held = [(p, p.data.clone(), p.grad) for p in model.parameters()]
@@ -36,6 +37,7 @@ def prepared(recipe):
     finally:
         assert all(p.dtype is torch.float32 and torch.equal(p.data, w) and p.grad is g for p, w, g in held)
         assert not hasattr(optimizer, "_hmpx_attachment") and model(torch.ones(1, 4)).dtype is torch.float32
+        assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.base.process_state.module_rules
 
 
 def of_recipe(name):
@@ -57,6 +59,7 @@ def of_list(name):
 
 
 READERS = {"recipe": of_recipe, "list": of_list}
+
 
 def told_by(who, words, capsys):
     """What each reader says; one that says no more than the first, beside a place, is left out."""

@@ -268,35 +268,3 @@ def test_explain_names_what_reads_code_and_lists(what, capsys):
     status, out, err = run(capsys, "explain", what)
     instead = "is an op list. What is wrong with it: check" if what == "list.txt" else "explain reads no code; `record "
     assert (status, out) == (2, "") and instead in err
-
-
-def test_check_says_what_is_wrong_in_each_file(capsys, tmp_path, monkeypatch, stored):
-    """In lists: every line, and both sides of two files. In recipes: keys, values, functions, settings."""
-    monkeypatch.chdir(tmp_path)
-    for name, text in CHECKED.items():
-        (tmp_path / name).write_text(text)
-    said = []
-    for files in ("bf16.txt both.yaml none.txt", "mul.bf16.txt fp32.txt", *RECIPES, "leen"):
-        status, out, _ = run(capsys, "check", *files.split())
-        assert status == 1
-        said.append(f"$ hmpx check {files}\n{out}")
-    stored("check", "\n".join(said))
-
-
-CHECKED = {
-    "bf16.txt": "conv2d\nsofmax\nmul\nF.relu\naten::mm\ntorch.relu\nConv2d\n",
-    "mul.bf16.txt": "conv2d\nmul\n",
-    "fp32.txt": "log\nmul\n",
-    "both.yaml": "bf16: [mm]\nfp32: [mm]\npromote: [mm]\n",
-    "keys.yaml": "weigths: split\nkernels: fast\n",
-    "values.yaml": "weights: split\nkernels: fast\n",
-    "nowhere.yaml": "weights: split\nfp32_file_path: nowhere.txt\n",
-    "names.yaml": "promote_file_path: typo.txt\nweights: split\n",
-    "class.yaml": "weights: split\nbf16:\n- mm\n- nn.Linear\n",
-    "module.yaml": "weights: split\nmodules:\n  lm_head: {fp32: [linear, sofmax]}\n",
-    "functions.yaml": "weights: split\nbf16: [math.sinn]\n",
-    "method.yaml": "weights: split\nbf16: [fractions.Fraction]\n",
-    "typo.txt": "add\nstak\n",
-    "masters.yaml": "weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n",
-}
-RECIPES = [name for name in CHECKED if name.endswith(".yaml") and name != "both.yaml"]
