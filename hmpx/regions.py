@@ -93,9 +93,6 @@ class disable_casts(_Region):
         self._enter_region(False, self._how)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._leave_region()
-
 
 def _say(region: str) -> None:
     if not torch.compiler.is_dynamo_compiling() and region_state.in_island():
@@ -118,9 +115,6 @@ class enable_casts(_Region):
         _say("enable_casts()")
         self._enter_region(True)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._leave_region()
 
 
 class casts(_Decorator, run_in_region.Opener):
@@ -166,9 +160,6 @@ class casts(_Decorator, run_in_region.Opener):
         _say("casts()")
         self._enter_region(True, None, scope_inside(region_state.scope(), self._overlay))
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._leave_region()
 
 
 class _CastsAgain(casts):
@@ -244,7 +235,6 @@ class cached_weights(_Region):
 
 never_compile_alone(
     *(region_state.enter, region_state.leave, run_in_region.run_in, run_in_region.run_uncast),
-    *(run_in_region.Opener._enter_region, run_in_region.Opener._leave_region),
-    *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
-    *(run_in_region.run_at, casts.__enter__, casts.__exit__),
+    *(run_in_region.Opener._enter_region, run_in_region.Opener._leave_region, run_in_region.Opener.__exit__),
+    *(run_in_region.run_at, disable_casts.__enter__, enable_casts.__enter__, casts.__enter__),
 )

@@ -12,7 +12,7 @@ import torch
 
 import hmpx
 from hmpx.base.files import WriteError, write
-from hmpx.shell.outputs import save
+from hmpx.shell.options import save
 
 
 @contextlib.contextmanager

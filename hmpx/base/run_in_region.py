@@ -52,6 +52,9 @@ class Opener:
         if is_dynamo_compiling():
             self._traced = (region, *self._traced)
 
+    def __exit__(self, *exception: object) -> None:
+        self._leave_region()
+
     def _leave_region(self) -> None:
         """Leave the innermost region that this object has entered here."""
         if is_dynamo_compiling():

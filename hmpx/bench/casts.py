@@ -1,12 +1,15 @@
-"""``bench casts``: what one call of one op costs, beside plain torch and `torch.autocast` with the same lists.
+"""``bench casts`` and ``bench train``: one call of an op, and whole models, beside torch and `torch.autocast`.
 
-The ways of casting that other tables set side by side stand here, too.
+The lists are those of autocast for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hmpx.bench import measure
+from hmpx.bench.models import MODELS
 from hmpx.converting import convert
 from hmpx.errors import HmpxError
+from hmpx.insight.recording.record import record
 from hmpx.ops.policies.lists import shipped
-from hmpx.regions import cached_weights
+from hmpx.regions import cached_weights, disable_casts
 
 _CALLS = 100  # of each op in a row
 _SIDE, _BATCH = 512, 8  # of a layer whose weight is cast once
@@ -36,6 +41,13 @@ def converted(device: torch.device) -> AbstractContextManager:
         raise HmpxError(f"device {device.type!r}: autocast's lists are there for cpu and cuda")
     bf16, fp32, promote = (folder / f"{side}.txt" for side in ("bf16", "fp32", "promote"))
     return convert(bf16_file_path=bf16, fp32_file_path=fp32, promote_file_path=promote)
+
+
+@contextlib.contextmanager
+def cached(device: torch.device) -> Iterator[None]:
+    """Convert torch, and open `cached_weights()`."""
+    with converted(device), cached_weights():
+        yield
 
 
 def run(repeat: int, device: torch.device) -> measure.Bench:
@@ -66,17 +78,12 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
     x = torch.randn(_BATCH, _SIDE, device=device)
     x16 = x.bfloat16()
 
-    @contextlib.contextmanager
-    def kept() -> Iterator[None]:
-        with converted(device), cached_weights():
-            yield
-
     ways: dict[str, measure.Way] = {
         "torch, FP32": (contextlib.nullcontext, {"": lambda: layer(x)}),
         "torch, BF16 model": (contextlib.nullcontext, {"": lambda: low(x16)}),
         "autocast, the weight in its cache": (lambda: autocast(device), {"": lambda: layer(x)}),
         "hmpx": (lambda: converted(device), {"": lambda: layer(x)}),
-        "hmpx, in cached_weights()": (kept, {"": lambda: layer(x)}),
+        "hmpx, in cached_weights()": (lambda: cached(device), {"": lambda: layer(x)}),
     }
     with torch.no_grad():
         times = measure.times_in(ways, repeat, device, min, _CALLS // 10)
@@ -116,3 +123,114 @@ def _ops(device: torch.device) -> dict[str, Callable[[], Any]]:
         "gelu, in no list": lambda: F.gelu(x16),
         "x + y, in no list": lambda: x16 + weight16,
     }
+
+
+# Whole models, eager and compiled
+
+
+_STEP = "step"
+_ACCUMULATED = 4  # forward and backward passes of one step
+_CACHED, _RECORDED = "hmpx cached", "hmpx record"
+Work = Callable[[], object]
+
+
+def run_models(repeat: int, device: torch.device, models: Sequence[str], compiled: bool) -> measure.Bench:
+    """Measure milliseconds of a training step (FP32 weights, AdamW), of one with four batches, of an inference.
+
+    ``hmpx cached``: inference inside `cached_weights()`. ``hmpx record``: a step that `hmpx.record` looks at.
+    """
+    rows = []
+    for model in models:
+        rows += _eager(model, repeat, device)
+        if compiled:
+            rows += _compiled(model, repeat, device)
+    return measure.Bench(f"Whole models, autocast's lists, {measure.where(device)}", rows)
+
+
+def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
+    subject = Training(model, device)
+    # A forward enters autocast, as it does in users' code; a conversion stands around everything.
+    ways: dict[str, measure.Way] = {
+        "torch": (contextlib.nullcontext, subject.works()),
+        "autocast": (contextlib.nullcontext, subject.works(functools.partial(autocast, device))),
+        "hmpx": (functools.partial(converted, device), subject.works()),
+        _CACHED: (functools.partial(cached, device), subject.inferences()),
+        _RECORDED: (functools.partial(_recorded, device), {_STEP: subject.works()[_STEP]}),
+    }
+    return _rows(f"{model}, eager", measure.times_in(ways, repeat, device))
+
+
+def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
+    """Measure under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
+    print(f"compiling {model}", file=sys.stderr)
+    subject = Training(model, device, compiled=True)
+    with converted(device):
+        ways: dict[str, measure.Way] = {
+            "torch": (disable_casts, subject.works()),
+            "autocast": (disable_casts, subject.works(functools.partial(autocast, device))),
+            "hmpx": (contextlib.nullcontext, subject.works()),
+        }
+        return _rows(f"{model}, compiled", measure.times_in(ways, repeat, device))
+
+
+@contextlib.contextmanager
+def _recorded(device: torch.device) -> Iterator[None]:
+    with converted(device), record():
+        yield
+
+
+def loss_of(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs), targets)
+
+
+class Training:
+    """One model, its optimizer and a batch, for all ways: where tensors lie in memory makes a difference."""
+
+    def __init__(self, model: str, device: torch.device, compiled: bool = False) -> None:
+        torch.manual_seed(0)
+        self._compile: Callable = torch.compile if compiled else lambda function: function
+        made, inputs = MODELS[model]()
+        self.model, self.inputs = made.to(device), inputs.to(device)
+        self.targets = torch.randint(10, (len(self.inputs),), device=device)
+        self._frozen = copy.deepcopy(self.model).eval()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
+        """Return what is measured, by name. `forward()` is entered around every forward."""
+        loss = self._compile(loss_of)  # once a way, so that none has the guards of another
+
+        def step(batches: int) -> None:
+            for _ in range(batches):
+                with forward():
+                    found = loss(self.model, self.inputs, self.targets)
+                found.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        steps = {_STEP: lambda: step(1), f"step of {_ACCUMULATED} batches": lambda: step(_ACCUMULATED)}
+        return steps | self.inferences(forward)
+
+    def inferences(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
+        frozen = self._compile(self._frozen)
+
+        def inference(inputs: Tensor) -> None:
+            with torch.no_grad(), forward():
+                frozen(inputs)
+
+        return {
+            "inference": lambda: inference(self.inputs),
+            "inference of one": lambda: inference(self.inputs[:1]),
+        }
+
+
+def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Line]:
+    rows = []
+    for work in times["torch"]:
+        taken = {way: works[work] for way, works in times.items() if work in works}
+        figures = {f"{way} ms": 1e3 * seconds for way, seconds in taken.items()}
+        ratios = {f"{way}/autocast": taken[way] / taken["autocast"] for way in ("hmpx", _CACHED) if way in taken}
+        ratios["hmpx/torch"] = taken["hmpx"] / taken["torch"]
+        if _RECORDED in taken:
+            ratios[f"{_RECORDED}/hmpx"] = taken[_RECORDED] / taken["hmpx"]
+        rows.append(measure.Line(f"{title}, {work}", figures | ratios))
+    return rows

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.bench import fp8, gpt, host, updates
+from hmpx.bench import gpt, host, updates
 from hmpx.bench.measure import Bench, Line
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
@@ -90,7 +90,7 @@ PARTS = {
     "host": Part(70, lambda repeat, device: host.run(repeat, device)),
     "train": Part(80, lambda repeat, device: gpt.run(repeat, device)),
 }
-ALONE = PARTS | {"fp8": Part(300, lambda repeat, device: fp8.run(repeat, device))}  # run where it is asked for
+ALONE = PARTS | {"fp8": Part(300, lambda repeat, device: gpt.run_fp8(repeat, device))}  # run where it is asked for
 
 
 def run(parts: Sequence[str], folder: Path, repeat: int, say: Say) -> list[str]:

@@ -112,7 +112,7 @@ def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, onl
                 rows.append(_row(way, count, repeat, device, told))
                 print(f"{rows[-1].name}: {rows[-1].figures['us']:.0f} us", file=sys.stderr, flush=True)
             except Exception as error:
-                notes.append(f"{_name(way, count)}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                notes.append(f"{_name(way, count)}: {measure.in_a_line(error)}")
             gc.collect()
     there = "a CPU taken for a GPU: nothing is launched" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return measure.Bench(f"the host's microseconds a step of AdamW, torch {torch.__version__}, {there}", rows, notes)
@@ -219,8 +219,8 @@ class Stepped:
 def gpt_of(count: int) -> list[Shape]:
     """Return the shapes of the first tensors of a GPT of 293 (406 M parameters); of a deeper, narrower one for more."""
     if count <= 293:
-        return list(gpt())[:count]
-    shapes = list(gpt(512, math.ceil((count - 5) / 12)))
+        return gpt()[:count]
+    shapes = gpt(512, math.ceil((count - 5) / 12))
     return [*shapes[: count - 1], shapes[-1]]
 
 

@@ -100,11 +100,12 @@ def times_in(
                     in_a_row = calls or 1
                     if taken and not calls:  # as often as takes 20 ms, which is well above the clock's own noise
                         in_a_row = max(1, min(100, round(0.02 / taken[-1])))
-                    taken.append(min(_seconds(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
+                    taken.append(min(seconds_of(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
     return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
 
 
-def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Return the seconds of a call, of so many in a row."""
     _wait(device)
     started = time.perf_counter()
     for _ in range(calls):
@@ -166,3 +167,8 @@ def rows(times: dict[str, float], more: dict[str, dict[str, float]]) -> list[Lin
     return [
         Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **more[name]}) for name, seconds in times.items()
     ]
+
+
+def in_a_line(error: Exception) -> str:
+    """Return an error as a note has it."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -21,6 +21,7 @@ import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,58 +36,28 @@ from hmpx.updates.stepping import batching, released
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
 
-class _Utils:
-    """What Triton asks the driver of an H100 for."""
+def _driver(told: Counter[str]) -> Any:
+    """Return a driver of Triton that says it drives an H100, and launches nothing."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, told: Counter[str]) -> None:
-        self._told = told
+    def launch(*_: Any) -> None:
+        told["launches"] += 1
 
-    def load_binary(self, *_: Any) -> tuple[object, int, int, int, int]:
-        return object(), 1, 32, 0, 1024
-
-    def unload_module(self, module: object) -> None:
-        pass
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
-
-    def launch(self, *_: Any) -> None:
-        self._told["launches"] += 1
-
-
-class _Driver:
-    """A driver of Triton that launches nothing."""
-
-    def __init__(self, told: Counter[str]) -> None:
-        self.utils = utils = _Utils(told)
-
-        class Launcher:
-            """Takes the arguments apart as the one for CUDA does."""
-
-            def __init__(self, source: object, metadata: object) -> None:
-                pass
-
-            def __call__(self, x: int, y: int, z: int, *args: Any) -> None:
-                utils.launch(x, y, z, args)
-
-        self.launcher_cls = Launcher
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_capability(self, device: int) -> tuple[int, int]:
-        return 9, 0
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (object(), 1, 32, 0, 1024),
+        unload_module=lambda module: None,
+        get_device_properties=lambda _: {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32},
+        launch=launch,
+    )
+    return SimpleNamespace(
+        utils=utils,
+        launcher_cls=lambda source, metadata: launch,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        set_current_device=lambda device: None,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_device_capability=lambda device: (9, 0),
+    )
 
 
 def _can_read(*tensors: torch.Tensor) -> bool:
@@ -143,7 +114,7 @@ def no_gpu() -> Iterator[Counter[str]]:
             add(tensors, *args, **kwargs)
 
     replaced = [
-        (driver, "_active", _Driver(told)),
+        (driver, "_active", _driver(told)),
         (native, "can_read", lambda *tensors: False),
         (triton, "can_read", _can_read),
         (batching, "slice_size", slice_size),

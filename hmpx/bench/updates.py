@@ -180,8 +180,7 @@ def _peers() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
 def _why_not(name: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{name}: not measured, {error.name} is not installed"
-    said = (str(error).splitlines() or [""])[0]
-    return f"{name}: does not run here, {type(error).__name__}: {said}"
+    return f"{name}: does not run here, {measure.in_a_line(error)}"
 
 
 def _torch(params: Params, fused: bool = True, foreach: bool | None = None) -> torch.optim.AdamW:

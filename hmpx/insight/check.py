@@ -20,9 +20,8 @@ from hmpx.base.torch_private import FEATURES
 from hmpx.base.yaml_files import composed
 from hmpx.errors import HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.build_policy import resolve_sides
-from hmpx.ops.policies.catalog import canonical, retired
+from hmpx.ops.policies.catalog import canonical, is_op, retired, unknown_op
 from hmpx.ops.policies.lists import LIST_KEYS, SIDES, Listed, OpLists, text_of_list
-from hmpx.ops.policies.names import is_op, unknown_op
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.user_functions import shipped_names
 from hmpx.recipes.keys import EXTENDS, NXD, NXD_MASTERS

@@ -18,9 +18,8 @@ from hmpx.insight.report import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.decision_log import positions_in_words
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
+from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, unknown_op
 from hmpx.ops.policies.lists import SIDES, shipped
-from hmpx.ops.policies.names import unknown_op
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path

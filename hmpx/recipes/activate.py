@@ -18,10 +18,9 @@ from hmpx.base.installation import Installation, current
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
-from hmpx.recipes.environment import recipe_of_environment
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, facts, tell_cast
-from hmpx.recipes.reading import Stated, as_recipe
+from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.optimizer_hooks import takes_hooks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.shell.outputs import add_force, check_outputs
+from hmpx.shell.options import add_force, check_outputs, outputs_asked
 
 if TYPE_CHECKING:
     from hmpx.bench.measure import Bench
@@ -29,10 +29,13 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
         made = memory.run(options.params, options.ranks, options.recipe, options.states)
         return [lambda table=table: table for table in made]  # type: ignore[misc]
     with _in_a_checkout(options.what):
-        from hmpx.bench import casts, launches, train, updates
+        from hmpx.bench import casts, host, launches, updates
     if options.what == "launches":
         return [lambda: launches.run(options.params)]
-    device, repeat = _device(options.device), options.repeat
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device, repeat = _device(name), options.repeat
+    if options.what == "host":
+        return [lambda: host.run(repeat, device, options.tensors, options.only)]
     if options.threads:
         torch.set_num_threads(options.threads)
     return {
@@ -42,13 +45,12 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
             lambda: updates.steps_of_models(options.models, repeat, device),
         ],
         "casts": [lambda: casts.run(repeat, device), lambda: casts.run_kept(repeat, device)],
-        "train": [lambda: train.run(repeat, device, options.models, not options.eager)],
+        "train": [lambda: casts.run_models(repeat, device, options.models, not options.eager)],
     }[options.what]
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.json:
-        check_outputs(options, {"json": options.json})
+    outputs_asked(options, "json")
     benches = []
     for table in _tables(options):
         benches.append(table())
@@ -57,20 +59,11 @@ def _bench(options: argparse.Namespace) -> int:
         from hmpx.bench import measure
 
         measure.save(benches, options.json)
-    return 0
+    if options.what != "host":
+        return 0
+    from hmpx.bench import host
 
-
-def _host(options: argparse.Namespace) -> int:
-    if options.json:
-        check_outputs(options, {"json": options.json})
-    with _in_a_checkout(options.what):
-        from hmpx.bench import host, measure
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    table = host.run(options.repeat, _device(name), options.tensors, options.only)
-    print(table)
-    if options.json:
-        measure.save([table], options.json)
-    return _tell_short(host.exceeded(table))
+    return _tell_short(host.exceeded(benches[0]))
 
 
 def _gpu(options: argparse.Namespace) -> int:
@@ -80,8 +73,7 @@ def _gpu(options: argparse.Namespace) -> int:
         raise HmpxError(f"bench gpu {unknown[0]}: there is no such part; there are {', '.join(gpu.ALONE)}")
     say = functools.partial(print, flush=True)
     if len(options.parts) == 1:
-        if options.json:
-            check_outputs(options, {"json": options.json})
+        outputs_asked(options, "json")
         short = gpu.run_one(options.parts[0], options.repeat, options.json, say)
     else:
         if not options.folder.is_dir():
@@ -191,14 +183,12 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "step, in turns. Without a GPU nothing is launched, and the rest runs as it does on one (Triton is needed).\n"
         "`ratio` is to torch's step. Exit status 1: a row exceeds its limit.",
         "--tensors 293 --only fused",
-        _host,
     )
     _add_repeat(command, 7)
     words = "of the model, default 20 293 1000"
     command.add_argument("--tensors", type=_count, nargs="+", default=[20, 293, 1000], metavar="N", help=words)
     command.add_argument("--only", default="", metavar="TEXT", help="rows with this in their names")
     command.add_argument("--device", help="of torch; default a GPU, or cpu where there is none")
-    command.add_argument("--json", type=Path, metavar="FILE", help="the figures as JSON too")
 
     command = add_one(
         "gpu",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hmpx import converting
 from hmpx.base import forks
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
@@ -20,9 +19,8 @@ from hmpx.insight.doctor.examination import Examination
 from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
-from hmpx.shell.options import keys_asked
-from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
-from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
+from hmpx.shell.options import add_force, keys_asked, outputs_asked, save
+from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, started_processes
 from hmpx.shell.watching import Watcher, end_in_time, put_bars_away, terminal
 
 _STEPS = 50
@@ -86,8 +84,7 @@ def _of_files(options: argparse.Namespace) -> int:
         raise HmpxError("--fix needs a script: doctor --fix recipe.yaml train.py")
     if options.lr < 0 or options.trained_steps < 0:
         raise HmpxError("--lr and --trained-steps take no negative numbers")
-    outputs = {kind: Path(path).absolute() for kind in ("html", "json") if (path := getattr(options, kind))}
-    check_outputs(options, outputs)
+    outputs = outputs_asked(options, "html", "json")
     before, after = [*options.files, None][:2]
     found = checkup(before, after, options.lr, options.trained_steps)
     written, are_all = save(found, outputs)
@@ -100,10 +97,8 @@ def _doctor(options: argparse.Namespace) -> int:
         return _of_files(options)
     if options.lr or options.trained_steps:
         raise HmpxError("--lr and --trained-steps go with --files; a script's own options stand behind its name")
-    outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
-    outputs |= {"fix": Path(options.fix).absolute()} if options.fix else {}  # which the first rank writes
-    check_outputs(options, outputs)
-    run_script.found(options.script, options.as_module)  # or else nothing is to be shown
+    outputs = outputs_asked(options, "html", "json", "fix", of_all="fix")  # which the first rank writes
+    run_script.spec_of(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
     named, base = options.recipe or os.environ.get(VARIABLE), None
     if recipe and named:
@@ -125,10 +120,7 @@ def _doctor(options: argparse.Namespace) -> int:
             started_processes() as report.started,
             examined(options.steps or None, options.at, base, report.heard) as report.found,
         ):
-            try:
-                run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
-            finally:
-                converting.restore()  # the recipe's patches stand upon the doctor's
+            run_script.run_to_the_end(options, recipe, restores=True)  # the recipe's patches stand upon the doctor's
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)

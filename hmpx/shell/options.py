@@ -1,11 +1,14 @@
-"""Options that several commands share: the recipe, its lists, and `--set` for any key."""
+"""Options that several commands share: the recipe, its lists, `--set` for any key, and the files that they write."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hmpx.base.files import WriteError
 from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
@@ -14,8 +17,6 @@ from hmpx.ops.policies.lists import LOW_DTYPES, SIDES
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.reading import as_recipe, checked, laid_over
 from hmpx.recipes.recipe import Recipe
-
-_LOW_PRECISIONS = [*LOW_DTYPES]
 
 
 def add_recipe_options(command: argparse.ArgumentParser, default: str = "the default lists") -> None:
@@ -30,7 +31,7 @@ def add_recipe_options(command: argparse.ArgumentParser, default: str = "the def
         group.add_argument(*flags, metavar="FILE", help=f"the {side} list in place of the recipe's, as text{more}")
     group.add_argument("--opt-level", choices=OPT_LEVELS, help="O1: the lists decide; O2: matrix products in BF16")
     group.add_argument(
-        "--low-precision", choices=_LOW_PRECISIONS, metavar="DTYPE", help="what the bf16 list runs in: bf16 or fp16"
+        "--low-precision", choices=[*LOW_DTYPES], metavar="DTYPE", help="what the bf16 list runs in: bf16 or fp16"
     )
     group.add_argument("--kernels", choices=KERNELS, help="what computes those ops on a CPU, see hmpx.convert")
     group.add_argument(
@@ -90,3 +91,59 @@ def says_a_policy(options: argparse.Namespace) -> bool:
     """Return whether the options say how ops are cast."""
     own = (options.opt_level, options.low_precision, options.kernels, options.set)
     return bool(options.recipe or lists_asked(options) or any(own))
+
+
+def add_force(command: Any) -> None:
+    """Add, to a command or to a group of its options, the one that lets `check_outputs` pass."""
+    command.add_argument("--force", action="store_true", help="write over files that are there")
+
+
+def outputs_asked(options: argparse.Namespace, *kinds: str, of_all: str = "") -> dict[str, Path]:
+    """Return the absolute paths of the files that these options name, by option.
+
+    Of many ranks, each has a path of its own, ``log.3.json`` for rank 3. of_all: the option whose file they share.
+
+    Raises:
+        HmpxError: as `check_outputs`.
+    """
+    outputs = {kind: Path(os.path.abspath(path)) for kind in kinds if (path := getattr(options, kind))}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        rank = os.environ.get("RANK", "0")
+        own = {kind: path.with_name(f"{path.stem}.{rank}{path.suffix}") for kind, path in outputs.items()}
+        outputs = {kind: outputs[kind] if kind == of_all else path for kind, path in own.items()}
+    check_outputs(options, outputs)
+    return outputs
+
+
+def save(found: Any, outputs: Mapping[str, Path]) -> tuple[list[str], bool]:
+    """Write files by the methods of their names; return a line for each, and whether all were written.
+
+    Whoever has run a script gets what was found, even if the disk is full.
+    """
+    lines, are_all = [], True
+    for kind, path in outputs.items():
+        try:
+            getattr(found, kind)(path)
+            use = f"; next: python -m hmpx run --recipe {path} SCRIPT" if kind == "fix" else ""
+            lines.append(f"hmpx: wrote {path}{use}")
+        except WriteError as error:
+            lines.append(f"hmpx: {error}")
+            are_all = False
+    return lines, are_all
+
+
+def check_outputs(options: argparse.Namespace, outputs: Mapping[str, Path]) -> None:
+    """Check that the files of some options can be written, and that they replace no file, unless `--force` is given.
+
+    Raises:
+        HmpxError: there is no such folder; the file is there already, and not empty; or two options name one file.
+    """
+    for number, (kind, path) in enumerate(outputs.items()):
+        if not path.parent.is_dir():
+            raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise HmpxError(f"--{kind} {path}: is a folder, not a file")
+        if path in [*outputs.values()][:number]:
+            raise HmpxError(f"--{kind} {path}: another option names this file, too")
+        if path.is_file() and path.stat().st_size and not options.force:
+            raise HmpxError(f"--{kind} {path}: is there already; name another file, or write over it with --force")

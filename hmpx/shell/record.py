@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from hmpx import converting
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.hashes import Hashes
@@ -18,8 +17,8 @@ from hmpx.insight.recording.parting import parting
 from hmpx.insight.recording.record import record
 from hmpx.recipes.recipe import Recipe
 from hmpx.shell import run_script
-from hmpx.shell.outputs import add_force, check_outputs, of_rank, save
-from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
+from hmpx.shell.options import add_force, outputs_asked, save
+from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, started_processes
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -63,18 +62,17 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _record(options: argparse.Namespace) -> int:
-    outputs = {kind: of_rank(path) for kind in ("html", "json", "hash") if (path := getattr(options, kind))}
-    check_outputs(options, outputs)
+    outputs = outputs_asked(options, "html", "json", "hash")
     if (options.hash and len(outputs) > 1) or (options.at and not options.hash):
         raise HmpxError("--hash goes without --html and --json" if options.hash else "--at N goes with --hash FILE")
-    run_script.found(options.script, options.as_module)  # or else nothing is to be shown
+    run_script.spec_of(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
     if options.hash:
         return _hash(options, recipe, outputs["hash"])
     log, started, are_all = Log(), Counter[str](), True
     try:
         with started_processes() as started, record() as log:
-            run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
+            run_script.run_to_the_end(options, recipe)
     finally:
         if log.about:  # the record was opened
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
@@ -89,10 +87,7 @@ def _hash(options: argparse.Namespace, recipe: Recipe | None, path: Path) -> int
     capture, started = Capture([hashes], at, only_at=True), Counter[str]()
     try:
         with started_processes() as started, capture.hooks():
-            try:
-                run_script.run_to_the_end(recipe, options.script, options.arguments, as_module=options.as_module)
-            finally:
-                converting.restore()  # the recipe's patches stand upon the capture's
+            run_script.run_to_the_end(options, recipe, restores=True)  # the recipe's patches stand upon the capture's
     finally:
         capture.close()
         hashes.named(capture.names, capture.compiles)
@@ -125,8 +120,7 @@ def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: st
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.html:
-        check_outputs(options, {"html": Path(options.html)})
+    outputs_asked(options, "html")
     if is_hashes(options.file):
         if not options.diff:
             raise HmpxError(f"{options.file}: hashes of a run: compare them with those of another, by --diff OTHER")

@@ -7,7 +7,9 @@ module by its name, and that name is `hmpx.shell.spawned`.
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -17,16 +19,21 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.abc import InspectLoader
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
+from hmpx import converting
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.activate import activate
-from hmpx.recipes.reading import as_recipe
-from hmpx.recipes.recipe import Recipe, noted
+from hmpx.ops.computing.kernels import choose
+from hmpx.recipes.activate import VARIABLE, activate
+from hmpx.recipes.reading import as_recipe, recipe_of_environment
+from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
+from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -42,7 +49,7 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     """
     if not as_module and Path(script).is_dir():
         script = str(Path(script) / "__main__.py")
-    spec = found(script, as_module)
+    spec = spec_of(script, as_module)
     keys = None
     if recipe is not None:
         activate(recipe)
@@ -65,10 +72,11 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
         raise
 
 
-def run_to_the_end(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: bool = False) -> None:
+def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restores: bool = False) -> None:
     """Do what `run` does, and print and do what the interpreter would at its end, so that a report can follow it.
 
-    That is: the traceback of what the script raises, and what it has registered with `atexit`.
+    That is: the traceback of what the script raises, and what it has registered with `atexit`. restores: torch is not
+    converted afterwards.
 
     Raises:
         HmpxError: there is no such script or module, or the recipe is wrong.
@@ -87,7 +95,7 @@ def run_to_the_end(recipe: Recipe | None, script: str, arguments: list[str], *, 
 
     atexit.register, atexit.unregister = keep, drop  # type: ignore[assignment]
     try:
-        run(recipe, script, arguments, as_module=as_module)
+        run(recipe, options.script, options.arguments, as_module=options.as_module)
     except HmpxError:
         raise
     except Exception as error:
@@ -102,9 +110,11 @@ def run_to_the_end(recipe: Recipe | None, script: str, arguments: list[str], *, 
                     traceback.print_exc()
         finally:
             atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
+            if restores:
+                converting.restore()
 
 
-def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
+def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
     """Return how to load a script or a module.
 
     Raises:
@@ -152,3 +162,89 @@ def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:
     if spec is None or not hasattr(spec.loader, "get_code"):
         raise HmpxError(f"-m {name}: no such module")
     return spec
+
+
+# The commands that run a script: which one, and under which recipe
+
+
+def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Action:
+    """Add the options of a recipe, and the script, which is returned, with its own arguments.
+
+    default: what is done without --recipe.
+    """
+    add_recipe_options(command, default)
+    command.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
+    command.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    script = command.add_argument(
+        "script", metavar="SCRIPT", help="a Python file, a folder with a __main__.py, or a module's name"
+    )
+    # What follows the script is the script's own, and may be nothing.
+    own = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    own.required = False
+    return script
+
+
+def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
+    """Return the recipe to run a script under, and announce it.
+
+    Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
+    environment say anything.
+    """
+    of_environment = recipe_of_environment()
+    named = options.recipe or os.environ.get(VARIABLE)
+    if named:
+        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
+        recipe, said = as_recipe(named), f"recipe {named}{aside}"
+    elif of_environment is not None:
+        recipe, said = of_environment
+    elif says_a_policy(options):
+        recipe, said = DEFAULT, "the default lists, FP32 weights"
+    else:
+        return None
+    recipe = with_options(recipe, options)
+    if options.verbose:
+        recipe = changed(recipe, verbose=True)
+    if is_first_rank():
+        asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
+        asked += [f"opt level {options.opt_level}"] if options.opt_level else []
+        asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
+        asked += options.set
+        policy, kernels = recipe.policy(), choose(recipe.kernels)
+        asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
+        print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
+    return recipe
+
+
+def is_first_rank() -> bool:
+    """Return whether this process speaks for all processes that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def started_processes() -> Iterator[Counter[str]]:
+    """Count the Python processes that a script starts inside, which nobody looks at: by their function or command."""
+    found: Counter[str] = Counter()
+    start, inside = BaseProcess.start, True
+
+    def counted(process: BaseProcess) -> None:
+        target = getattr(process, "_target", None)
+        if not str(getattr(target, "__module__", "")).startswith("torch.utils.data."):  # DataLoader's own workers
+            found[str(getattr(target, "__name__", type(process).__name__))] += 1
+        start(process)
+
+    def heard(event: str, values: tuple[Any, ...]) -> None:
+        # The hook stays, as audit hooks do, until this process ends.
+        if inside and event == "subprocess.Popen" and _is_python(values[0]):
+            found[os.path.basename(os.fsdecode(values[0]))] += 1
+
+    sys.addaudithook(heard)
+    BaseProcess.start = counted  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        BaseProcess.start, inside = start, False  # type: ignore[method-assign]
+
+
+def _is_python(command: Any) -> bool:
+    name = os.path.basename(os.fsdecode(command)) if isinstance(command, str | bytes | os.PathLike) else ""
+    return name.startswith(("python", "torchrun", "accelerate")) or command == sys.executable

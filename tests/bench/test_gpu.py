@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hmpx.bench import fp8, gpt, gpu, updates
+from hmpx.bench import gpt, gpu, updates
 from hmpx.bench.measure import Bench, Line
 from hmpx.shell.main import main
 
@@ -39,10 +39,12 @@ def test_a_part_that_is_not_there_is_an_error_that_names_those_that_are(capsys):
 def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
     """On a CPU, where nothing is compiled; a way that fails is a note."""
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    ways = fp8.ways()
+    ways = gpt.fp8_ways()
     broken = contextlib.nullcontext, lambda model: 1 / 0
-    monkeypatch.setattr(fp8, "ways", lambda: {"BF16": ways["BF16"], "hmpx rowwise": ways["hmpx rowwise"], "x": broken})
-    found = fp8.run(1, torch.device("cpu"), (64,), 32, 2)
+    monkeypatch.setattr(
+        gpt, "fp8_ways", lambda: {"BF16": ways["BF16"], "hmpx rowwise": ways["hmpx rowwise"], "x": broken}
+    )
+    found = gpt.run_fp8(1, torch.device("cpu"), (64,), 32, 2)
     whats = "2 blocks eager", "one block compiled"
     names = [f"64 wide, {what}, {way}" for what in whats for way in ("BF16", "hmpx rowwise")]
     assert [row.name for row in found.rows] == names and all(row.figures["ratio"] > 0 for row in found.rows)

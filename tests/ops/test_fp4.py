@@ -14,9 +14,10 @@ import hmpx
 from hmpx.base import process_state
 from hmpx.insight.run_state import kept
 from hmpx.ops.computing.four_bits import mixed, to_e2m1
-from hmpx.ops.computing.fp8_casts import in_parts, quantize
+from hmpx.ops.computing.fp8_casts import in_parts
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from hmpx.rounding.keys import derive_key
+from tests.support.numbers import quantize
 
 NVFP4 = FORMATS["nvfp4"]
 

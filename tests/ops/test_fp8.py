@@ -17,11 +17,11 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.fsdp import fully_shard
 
 import hmpx
-from hmpx.ops.computing.fp8_casts import quantize
 from hmpx.ops.computing.fp8_product import Cast, How, coded, product
 from hmpx.ops.computing.fp8_product import multiply as multiply_codes
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
+from tests.support.numbers import quantize
 from tests.support.planted import gradient_error, gradients
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),

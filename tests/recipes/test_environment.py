@@ -8,8 +8,7 @@ import pytest
 
 import hmpx
 from hmpx.errors import HmpxError
-from hmpx.recipes.environment import recipe_of
-from hmpx.recipes.reading import read_recipe
+from hmpx.recipes.reading import read_recipe, recipe_of
 
 EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 LOW, FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 import hmpx
-from hmpx.ops.computing import fp8_gpu, fp8_kernels, matrix_products
-from hmpx.ops.computing.fp8_casts import quantize
+from hmpx.ops.computing import fp8_gpu, matrix_products
 from hmpx.ops.computing.fp8_product import How, product
 from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.wrapping.weight_cache import cast_weight
 from tests.support.fresh_python import print_checks
+from tests.support.numbers import quantize
 
 HELD = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
@@ -51,7 +51,7 @@ def alike(found, wanted):
 
 
 def assert_cast(x, form, name="e4m3", square=False):
-    last, first = fp8_kernels.cast_both(x, name, form, form.scaling, square, True, True)
+    last, first = fp8_gpu.cast_both(x, name, form, form.scaling, square, True, True)
     for lines, dim in ((last, -1), (first, -2)):
         codes, scale = quantize(x, name, form, dim, form.scaling, square)
         if dim == -2:
@@ -186,7 +186,7 @@ def check_launches_of_a_layer():
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_on_a_gpu())
             for owner, what, stub in (
-                (fp8_kernels, "_launch", lambda kernel, *rest, launched=launched: launched.append(kernel)),
+                (fp8_gpu, "_launch", lambda kernel, *rest, launched=launched: launched.append(kernel)),
                 (fp8_gpu, "times", lambda a, b, dtype, fast=False: torch.empty(len(a[0]), len(b[0]), dtype=dtype)),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, what, stub))

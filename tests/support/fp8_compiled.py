@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hmpx.ops.computing import fp8_triton as kernels
-from hmpx.ops.computing.fp8_kernels import _WARPS
+from hmpx.ops.computing.fp8_gpu import _WARPS
 from tests.support.triton_compiled import in_ptx
 
 SCALINGS = ("whole", "lines", "blocks", "squares")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hmpx.ops.computing.fp8_casts import in_parts
+
 BF16 = torch.bfloat16
 
 
@@ -42,3 +44,9 @@ def nearly_equal(one, other, differ, by=1):
     """Whether no more than `differ` elements of two BF16 tensors are different, and none by more than `by` steps."""
     apart = steps_apart(one.detach(), other.detach())
     return bool((apart > 0).sum() <= differ and apart.max() <= by)
+
+
+def quantize(x, name, form, dim, scaling, weight=False, site=""):
+    """Codes of FP8, and the scale: ``codes.float() * scale`` are the numbers that `x` becomes: `fp8_casts`."""
+    codes, scale, whole = in_parts(x, name, form, dim, scaling, weight, site)
+    return codes, scale if whole is None else torch.ops.aten.mul(scale, whole)  # which no list names

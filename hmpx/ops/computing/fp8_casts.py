@@ -29,10 +29,10 @@ def spills_of(name: str) -> float:
     return {"e4m3": 464.0, "e5m2": 61439.996, "e2m1": 6.9999995}[name]
 
 
-def quantize(
+def in_parts(
     x: Tensor, name: str, form: Format, dim: int, scaling: str, weight: bool = False, site: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return codes and their scale: ``codes.float() * scale`` are the numbers that `x` becomes.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the codes of `x`, and the one or two scales that decode them.
 
     Args:
         x: (..., M, K), floating.
@@ -42,16 +42,9 @@ def quantize(
         site: of what is rounded stochastically, see `four_bits`.
 
     Returns:
-        FP8 of the shape of `x`, and FP32 of a shape that broadcasts to it.
+        FP8 of the shape of `x`; FP32 of a shape that broadcasts to it; and where the tensor has a scale beside those of
+        its blocks that one, else None.
     """
-    codes, scale, whole = in_parts(x, name, form, dim, scaling, weight, site)
-    return codes, scale if whole is None else aten.mul(scale, whole)
-
-
-def in_parts(
-    x: Tensor, name: str, form: Format, dim: int, scaling: str, weight: bool = False, site: str = ""
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes, the scale, and where the tensor has one beside those of its blocks that one, else None."""
     wide = aten.to.dtype(x, torch.float32)
     dims, whole = _dims(form, scaling, weight, dim), None
     largest = aten.to.dtype(_largest(aten.abs(x), scaling, dims), torch.float32)

@@ -1,9 +1,14 @@
 """The product of two matrices in FP8 on a GPU with FP8 tensor cores, and its gradients: each operand is cast once.
 
 The three products of a layer take each of three matrices twice, summing along another dimension each time. A matrix is
-cast in both directions at once (`fp8_kernels`), and what the backward pass wants waits there as codes: one byte for the
+cast in both directions at once (`cast_both`), and what the backward pass wants waits there as codes: one byte for the
 two of an input, and one more for a weight while its layer waits for its backward pass. FSDP2 gathers BF16 weights and
 they are cast after that; the codes of a whole weight wait on each rank, unless its layer is checkpointed.
+
+`cast_both` runs kernels in Triton (`fp8_triton`). It reads a matrix twice (once where blocks share scales), and writes
+both codings, laid out as the products want them. In launches: the largest magnitude and the codes, with one fill of
+zeros in front where lines share scales; blocks need one. `fp8_casts` computes the same codes in aten ops, which
+compilers see into; that is what runs elsewhere.
 
 Sums are taken as torchao and TransformerEngine take them: of the output with fast accumulation, of gradients without.
 """
@@ -12,15 +17,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
-from hmpx.base.torch_private import base_of
-from hmpx.ops.computing.fp8_kernels import CodedLines, can_cast, cast_both
+from hmpx.base.torch_private import FP8_KERNELS, base_of, in_torch_func, private
 from hmpx.ops.policies.fp8_format import CODES, Format
+from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
 Tensor = torch.Tensor
@@ -117,16 +124,13 @@ def times(a: CodedLines, b: CodedLines, dtype: torch.dtype, fast: bool = False) 
     """Return ``a @ b.t()`` of the numbers that (I, S) and (J, S) stand for. fast: with sums of fewer bits."""
     scale_a, scale_b = a.scale, b.scale
     if scale_a.dim() == 2:
-        types = [_BLOCKS if len(each.scale) == len(each.codes) else _SQUARES for each in (a, b)]
-        scale_b = scale_b if types[1] == _BLOCKS else scale_b.t()
-        kinds = [getattr(F.ScalingType, each) for each in types]
+        rows = F.ScalingType.BlockWise1x128
+        kinds = [rows if len(each.scale) == len(each.codes) else F.ScalingType.BlockWise128x128 for each in (a, b)]
+        scale_b = scale_b if kinds[1] == rows else scale_b.t()
         return F.scaled_mm(a.codes, b.codes.t(), scale_a, kinds[0], scale_b, kinds[1], output_dtype=dtype)
     if scale_a.dim():
         scale_a, scale_b = scale_a[:, None], scale_b.expand(len(b.codes))[None].contiguous()
     return aten._scaled_mm(a.codes, b.codes.t(), scale_a, scale_b, None, None, dtype, fast)
-
-
-_BLOCKS, _SQUARES = "BlockWise1x128", "BlockWise128x128"  # of torch.nn.functional.ScalingType
 
 
 @functools.cache
@@ -146,3 +150,101 @@ def multiplies_blocks(device: torch.device) -> bool:
             why = str(error).splitlines()[0]
     logger.info("hmpx: blocks of 128 are decoded and multiplied in FP32 on %s: %s", device, why)
     return False
+
+
+# The casts in both directions at once
+
+_SIDE, _MATRIX = 128, 1024  # as in fp8_triton.py: of a tile, the most programs that look for the largest magnitude
+_WHOLE, _LINES, _BLOCKS, _SQUARES = range(4)
+_WARPS = 8
+_mode, _PROXY = private("torch._C._get_dispatch_mode"), private("torch._C._TorchDispatchModeKey.PROXY")
+
+
+class CodedLines(NamedTuple):
+    """Codes (I, S) of a matrix, row by row, for a product that sums along S, and what decodes them.
+
+    scale: in FP32, of the shape (), (I,), or of blocks (I, S / 128) with neighbours along I, or (I / 128, S / 128).
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Import the kernels when they are first asked for; None if there is no Triton."""
+    try:
+        from hmpx.ops.computing import fp8_triton
+    except ImportError:
+        return None
+    return fp8_triton
+
+
+def can_cast(*matrices: Tensor) -> bool:
+    """Return whether the kernels exist here, and can read these matrices."""
+    if is_compiling() or not FP8_KERNELS.is_on() or in_torch_func() is not None:
+        return False
+    if _mode(_PROXY) is not None:  # which sees no kernel of ours
+        return False
+    return all(x.is_cuda and x.dim() == 2 and type(x) in PLAIN for x in matrices) and _kernels() is not None
+
+
+def cast_both(
+    x: Tensor, name: str, form: Format, scaling: str, square: bool, last: bool, first: bool
+) -> tuple[CodedLines | None, CodedLines | None]:
+    """Return `x` in FP8 for a sum along its last dimension, and transposed for one along its first; None if not asked.
+
+    Args:
+        x: BF16 (M, N) that `can_cast` agrees to. N is a multiple of 16, and M is 1 at least.
+        name: "e4m3" or "e5m2".
+        scaling: "tensorwise", "rowwise" or "blockwise", which may be another one than the format's.
+        square: whether blocks are 128 x 128.
+    """
+    turned = x.stride(0) == 1 and x.stride(1) != 1 and not x.shape[0] % 16
+    if turned:
+        x, last, first = x.t(), first, last
+    rows, columns = x.shape
+    if x.stride(1) != 1 or rows == 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format).as_strided(x.shape, (columns, 1))
+    held, made = -(-rows // 16) * 16, functools.partial(torch.empty, device=x.device)
+    kind = {"tensorwise": _WHOLE, "rowwise": _LINES, "blockwise": _SQUARES if square else _BLOCKS}[scaling]
+    blocks, tiles = (-(-rows // _SIDE), -(-columns // _SIDE)), -(-rows // _SIDE) * -(-columns // _SIDE)
+    where = rows, columns, x.stride(0)
+    found, programs = x, min(tiles, _MATRIX)
+    if kind == _WHOLE:
+        found = made(programs, dtype=torch.int32)
+        _launch("largest_of_matrix", programs, (x, found, *where))
+    elif kind == _LINES:
+        found = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+        _launch("largest_of_lines", tiles, (x, found, *where), last, first)
+    of_last = made((rows, columns), dtype=CODES[name]) if last else x
+    of_first = made((columns, held), dtype=CODES[name]) if first else x
+    shapes: dict[int, list[tuple[int, ...]]] = {
+        _WHOLE: [(), ()], _LINES: [(rows,), (columns,)], _SQUARES: [blocks, blocks[::-1]],
+        _BLOCKS: [(blocks[1], rows), (blocks[0], columns)],
+    }  # fmt: skip
+    scales = [made(shape, dtype=torch.float32) for shape in shapes[kind]]
+    constants = kind, torch.finfo(CODES[name]).max, form.power_of_two, last, first
+    _launch("encode", tiles, (x, found, of_last, of_first, *scales, *where, held, programs), *constants)
+    if kind == _WHOLE:
+        scales[1] = scales[0]
+    if kind == _BLOCKS:
+        scales = [scale.t() for scale in scales]
+    both = CodedLines(of_last, scales[0]) if last else None, CodedLines(of_first, scales[1]) if first else None
+    return both[::-1] if turned else both
+
+
+# Triton looks at each argument of a call to find what it has compiled, which takes longer than the launch. The kernels
+# are compiled for their constants alone, so what it has compiled is launched itself.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: str, programs: int, args: tuple[Any, ...], *constants: Any) -> None:
+    key = kernel, args[0].device.index, constants
+    compiled = _compiled.get(key)
+    with torch.cuda.device_of(args[0]):  # Triton launches on the current device, which may be another one
+        if compiled is None:
+            function = getattr(_kernels(), kernel)
+            _compiled[key] = function[programs, 1, 1](*args, *constants, num_warps=_WARPS, enable_fp_fusion=False)
+        else:
+            compiled[programs, 1, 1](*args, *constants)

@@ -1,4 +1,4 @@
-"""The Triton kernels that cast a matrix to FP8 in both directions, as `fp8_kernels` launches them.
+"""The Triton kernels that cast a matrix to FP8 in both directions, as `fp8_gpu` launches them.
 
 A matrix is read as (M, N) with neighbours along N. `last` are its codes for a product that sums along N, row by row;
 `first` are those for a sum along M, of the transposed matrix, whose rows are padded with zeros to `HELD` codes, as

@@ -1,7 +1,7 @@
 """Which kernels compute an op that runs in BF16 or FP16: torch's for that dtype, FP32 kernels, or products of hmpx.
 
 A `Kernel` stands between the casts of a rule and torch's function. A caller does not see it: inputs and results have
-the dtypes that the rule says. It says what its `inputs` are and how its `backward` computes, and prints in words.
+the dtypes that the rule says.
 
 FP32 kernels are for BF16 on a CPU without BF16 instructions, at the speed of FP32.
 
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
@@ -41,15 +41,28 @@ from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
-if TYPE_CHECKING:
-    from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel
-
 _is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
 _set_enabled, _set_dtype = private("torch._C.set_autocast_enabled"), private("torch._C.set_autocast_dtype")
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # an environment variable that says what "auto" means
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes an op in the place of torch's own function; it prints in words.
+
+    backward: how the backward pass computes, in words. wrap: takes an op's name and torch's own function for it, and
+    returns the function that computes the op, with this kernel where it fits.
+    """
+
+    words: str
+    backward: str
+    wrap: Callable[[str, Callable], Callable] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -66,20 +79,20 @@ class Kernels:
 
     def __str__(self) -> str:
         """Describe the kernels as part of a sentence."""
-        return str(Fp32Kernel(self.widened)) if self.widened else "native kernels"
+        return str(_fp32_kernel(self.widened)) if self.widened else "native kernels"
 
     def kernel(self, op: str, case: Case) -> Kernel | None:
         """Return the kernel of an op in one of its cases; None for torch's own."""
         if case.rule in (Rule.FP8, Rule.BF16_TO_FP32):
-            from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel  # which most programs never need
+            from hmpx.ops.computing.matrix_products import fp8_kernel, wide_kernel  # which most programs never need
 
-            return WideKernel() if case.format is None else Fp8Kernel(case.format, self.of_codes)
+            return wide_kernel() if case.format is None else fp8_kernel(case.format, self.of_codes)
         if case.low is not None:
-            return InsideKernel(case.low)
+            return _kernel_inside(case.low)
         if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
             return None
         inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
-        return Fp32Kernel(inputs) if inputs else None
+        return _fp32_kernel(inputs) if inputs else None
 
     def of(self, op: str, cases: Iterable[Case]) -> list[Kernel]:
         """Return the kernels of all cases, each once."""
@@ -133,48 +146,23 @@ Tensor = torch.Tensor
 _to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
 
 
-@dataclass(frozen=True)
-class Fp32Kernel:
-    """FP32 kernels for ops whose inputs are of these dtypes."""
-
-    inputs: frozenset[torch.dtype]
-
-    def __str__(self) -> str:
-        names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in self.inputs)
-        return f"FP32 kernels for {names} on CPU"
-
-    @property
-    def backward(self) -> str:
-        """How the backward pass computes, in words."""
-        return "too"
-
-    def wrap(self, op: str, function: Callable) -> Callable:
-        """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
-        return _computing(function, self.inputs)
+def _fp32_kernel(inputs: frozenset[torch.dtype]) -> Kernel:
+    """Return the FP32 kernels for ops whose inputs are of these dtypes."""
+    names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in inputs)
+    return Kernel(f"FP32 kernels for {names} on CPU", "too", lambda op, function: _computing(function, inputs))
 
 
-@dataclass(frozen=True)
-class InsideKernel:
-    """torch's own op, with torch's own autocast on inside: it reaches the products of an op that is written in C++."""
+def _kernel_inside(low: torch.dtype) -> Kernel:
+    """Return torch's own op, with torch's own autocast on inside: it reaches the products of an op written in C++."""
 
-    low: torch.dtype
-
-    def __str__(self) -> str:
-        return f"products inside in {dtype_name(self.low)}"
-
-    @property
-    def backward(self) -> str:
-        """How the backward pass computes, in words."""
-        return "too"
-
-    def wrap(self, op: str, function: Callable) -> Callable:
-        """Return `function`, which is torch's own for the op, with its products in `low`."""
-
+    def wrap(op: str, function: Callable) -> Callable:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            return _autocast_inside(self.low, function, args, kwargs)
+            return _autocast_inside(low, function, args, kwargs)
 
         vars(inside)["hands_on"] = function
         return inside
+
+    return Kernel(f"products inside in {dtype_name(low)}", "too", wrap)
 
 
 def _autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
@@ -308,6 +296,3 @@ if not hasattr(torch.ops.hmpx, "widen"):  # an earlier import of hmpx has made t
 _any = _computing(torch.matmul, frozenset())
 COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)
-
-if TYPE_CHECKING:
-    Kernel: TypeAlias = Fp32Kernel | InsideKernel | Fp8Kernel | WideKernel

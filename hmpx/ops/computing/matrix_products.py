@@ -2,12 +2,12 @@
 
 Each op that is a matrix product is taken apart into ``finish(a @ b)`` (`OPERANDS`); a kernel computes ``a @ b``.
 
-**FP8**, and FP4 (`Fp8Kernel`). One sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
+**FP8**, and FP4 (`fp8_kernel`). One sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
 torch's own kernel, and `record` is told why: sizes that FP8 hardware does not take, vectors, tensor subclasses, sparse
 and nested tensors, forward-mode AD, ``out=``. In-place ops and calls in `disable_casts()` never come here.
 
-**BF16 with results in FP32** (`WideKernel`), for a module that is under "bf16-to-fp32". The product of two BF16 numbers
-is exact in FP32. A GPU's BF16 product sums in FP32 and rounds at the end; with ``out_dtype=torch.float32`` it leaves
+**BF16 with results in FP32** (`wide_kernel`), for a module under "bf16-to-fp32". The product of two BF16 numbers is
+exact in FP32. A GPU's BF16 product sums in FP32 and rounds at the end; with ``out_dtype=torch.float32`` it leaves
 that rounding out, at the speed of BF16. Elsewhere the FP32 product of the same numbers is the same except for the order
 of the sum, and slower. The gradient of the result is rounded to BF16, and the gradients of the inputs are BF16 products
 of it, as of a BF16 product whose result somebody casts up.
@@ -19,7 +19,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +30,10 @@ from hmpx.base import run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.base.torch_private import FakeTensor, private
 from hmpx.ops.computing import fp8_gpu
-from hmpx.ops.computing.fp8_grouped import GroupedProduct, why_not_grouped
-from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
+from hmpx.ops.computing.fp8_product import GroupedProduct, How, product, watching, why_not_grouped, wide_product
+from hmpx.ops.computing.kernels import Kernel
 from hmpx.ops.policies.composition import einsum_labels
-from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
+from hmpx.ops.policies.fp8_format import BLOCK, PRODUCTS, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import cast, is_stated
 
@@ -208,52 +207,40 @@ def _why_not(operands: Operands | str) -> str:
 # FP8
 
 
-@dataclass(frozen=True)
-class Fp8Kernel:
-    """FP8 products of one format.
+def fp8_kernel(form: Format, on_cpu: str = "bfloat16") -> Kernel:
+    """Return the FP8 products of one format.
 
-    by: how codes are multiplied on a CPU: "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8
+    on_cpu: how codes are multiplied there, "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8
     tensor cores uses them, through kernels that cast (`fp8_gpu`); an older one multiplies codes in BF16, and says so.
     """
+    kept = [each.replace("_", " of the ") for each in PRODUCTS[1:] if each not in form.products]
+    backward = f"{form.bits} too{', but for ' + ' and '.join(kept) if kept else ''}"
+    if on_cpu == "scaled_mm" and form.scaling not in BLOCK:
+        multiplied = "scaled_mm"
+    else:
+        in_bf16 = on_cpu != "float32" and (form.scaling == "tensorwise" or form.exact_scales)
+        multiplied = f"on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
 
-    format: Format
-    by: str = "bfloat16"
-    inputs = frozenset({torch.bfloat16})
+    def refuse(operands: Operands | str) -> str:
+        why_not = _why_not_fp8(operands, form)
+        if (watcher := watching()) is not None:
+            watcher.note(why_not)
+        return why_not
 
-    @property
-    def backward(self) -> str:
-        """How the backward pass computes, in words."""
-        low = [name.replace("_", " of the ") for name in ("input_gradient", "weight_gradient")
-               if name not in self.format.products]  # fmt: skip
-        return f"{self.format.bits} too{', but for ' + ' and '.join(low) if low else ''}"
+    def multiply(a: Tensor, b: Tensor, offs: Tensor | None = None) -> Tensor:
+        by, weight = on_cpu, b.dim() == 2
+        if a.is_cuda:
+            by = "scaled_mm" if _has_scaled_mm(a.device) else "bfloat16"
+        if offs is not None:
+            return GroupedProduct.apply(a, b, offs, How(form, "bfloat16", weight=True))
+        if a.is_cuda and weight and by == "scaled_mm" and watching() is None and fp8_gpu.fits(a, b, form):
+            return fp8_gpu.product_of_both(a, b, form, weight)
+        return product(a, b, How(form, by, weight))
 
-    def __str__(self) -> str:
-        if self.by == "scaled_mm" and self.format.scaling not in BLOCK:
-            return f"{self.format.bits} {self.format}, scaled_mm"
-        in_bf16 = self.by != "float32" and (self.format.scaling == "tensorwise" or self.format.exact_scales)
-        return f"{self.format.bits} {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
-
-    def wrap(self, op: str, function: Callable) -> Callable:
-        """Return `function`, which is torch's own for the op, in FP8 where that fits."""
-        form, on_cpu = self.format, self.by
-
-        def refuse(operands: Operands | str) -> str:
-            why_not = _why_not_fp8(operands, form)
-            if (watcher := watching()) is not None:
-                watcher.note(why_not)
-            return why_not
-
-        def multiply(a: Tensor, b: Tensor, offs: Tensor | None = None) -> Tensor:
-            by, weight = on_cpu, b.dim() == 2
-            if a.is_cuda:
-                by = "scaled_mm" if _has_scaled_mm(a.device) else "bfloat16"
-            if offs is not None:
-                return GroupedProduct.apply(a, b, offs, How(form, "bfloat16", weight=True))
-            if a.is_cuda and weight and by == "scaled_mm" and watching() is None and fp8_gpu.fits(a, b, form):
-                return fp8_gpu.product_of_both(a, b, form, weight)
-            return product(a, b, How(form, by, weight))
-
+    def wrap(op: str, function: Callable) -> Callable:
         return _computing(op, function, refuse, multiply, lambda args, kwargs: call(function, args, kwargs))
+
+    return Kernel(f"{form.bits} {form}, {multiplied}", backward, wrap)
 
 
 def _why_not_fp8(operands: Operands | str, form: Format) -> str:
@@ -293,28 +280,21 @@ ask_once(_has_scaled_mm)
 # BF16 with results in FP32
 
 
-@dataclass(frozen=True)
-class WideKernel:
-    """BF16 products with FP32 results. A call that does not fit is an FP32 product of the same BF16 inputs."""
+def wide_kernel() -> Kernel:
+    """Return BF16 products with FP32 results. A call that does not fit is an FP32 product of the same BF16 inputs."""
 
-    inputs = frozenset({torch.bfloat16})
-    backward = "BF16 products"
+    def refuse(operands: Operands | str) -> str:
+        return _why_not(operands) or ("" if operands[3] is None else "a grouped product")
 
-    def __str__(self) -> str:
-        return "BF16 products with FP32 results"
-
-    def wrap(self, op: str, function: Callable) -> Callable:
-        """Return `function`, which is torch's own for the op, with its result in FP32."""
-
+    def wrap(op: str, function: Callable) -> Callable:
         def instead(args: tuple, kwargs: dict) -> Any:
             if is_stated(kwargs):
                 return call(function, args, kwargs)
             return call(function, cast(args, torch.float32), cast(kwargs, torch.float32))
 
-        def refuse(operands: Operands | str) -> str:
-            return _why_not(operands) or ("" if operands[3] is None else "a grouped product")
-
         return _computing(op, function, refuse, _WideProduct.apply, instead)
+
+    return Kernel("BF16 products with FP32 results", "BF16 products", wrap)
 
 
 class _WideProduct(torch.autograd.Function):
@@ -340,6 +320,6 @@ class _WideProduct(torch.autograd.Function):
         return of_a, of_b
 
 
-_any = WideKernel().wrap("matmul", torch.matmul)
+_any = wide_kernel().wrap("matmul", torch.matmul)
 COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)

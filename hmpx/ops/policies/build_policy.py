@@ -11,9 +11,8 @@ import torch
 from hmpx.base.dtype_names import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.catalog import canonical, catalog, retired
+from hmpx.ops.policies.catalog import canonical, catalog, is_op, may_be_user_function, retired, unknown_op
 from hmpx.ops.policies.lists import SIDES, Listed, OpLists, default_lists, shipped
-from hmpx.ops.policies.names import is_op, may_be_user_function, unknown_op
 from hmpx.ops.policies.policy import OptLevel, Policy
 
 logger = logging.getLogger("hmpx")

@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 
 from hmpx.errors import HmpxError, UnknownOpError
-from hmpx.ops.policies.catalog import Op, canonical, catalog
+from hmpx.ops.policies.catalog import Op, canonical, catalog, is_op, may_be_user_function, unknown_op
 from hmpx.ops.policies.composition import ARITHMETIC, ONLY_FP32, SPARSE_GRADIENTS, Composition
 from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.policies.lists import SIDES
-from hmpx.ops.policies.names import is_op, may_be_user_function, unknown_op
 
 OptLevel = Literal["O1", "O2"]
 Where = Literal["model", "everywhere"]
