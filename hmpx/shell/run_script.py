@@ -109,7 +109,7 @@ def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restor
                 except Exception:
                     traceback.print_exc()
         finally:
-            atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
+            atexit.register, atexit.unregister = register, unregister
             if restores:
                 converting.restore()
 
