@@ -292,8 +292,8 @@ DISPATCH = Feature(
     Name("torch._dynamo.utils.counters", "how often it compiled", collections.defaultdict(collections.Counter)),
 )
 LINES = Feature(
-    "lines of what doctor finds in backward passes",
-    "doctor names none",
+    "lines of ops in backward passes",
+    "doctor and record --hash name the line that calls backward()",
     Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
     Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
 )
