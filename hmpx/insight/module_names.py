@@ -1,20 +1,25 @@
-"""Names of modules and of their tensors, found from the frames in which they run; and FP32 results nobody asked for."""
+"""Places of calls, and names of modules and their tensors, found from the frames in which they run."""
 
 from __future__ import annotations
 
+import os
 import re
 import types
 import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import base_of
+from hmpx.insight.report import PACKAGES, short_place
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.ops.wrapping.callers import modules
+from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
 MIXING = frozenset("add sub mul div where addcmul addcdiv lerp maximum minimum".split())  # ops that take two dtypes
+_LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
 
 
@@ -61,6 +66,58 @@ class ModuleNames:
                         whole = prefix == type(owner).__name__
                         return f"{kind} {name if whole else f'{prefix}.{name}'}"
         return ""
+
+
+class Place(NamedTuple):
+    """Where an op was called.
+
+    Attributes:
+        where: the line, as file:line. script: the same, or the line of the script that called a library's line.
+        module: the name of the module that ran. is_inside: whether that is not the outermost one.
+    """
+
+    where: str
+    script: str
+    module: str
+    is_inside: bool
+
+    @property
+    def within(self) -> str:
+        """The library's line, behind a comma; "" if it is the script's."""
+        return "" if self.where == self.script else f", in {short_place(self.where)}"
+
+
+class Places:
+    """The places of calls; each line of each module is looked up once.
+
+    names: of modules and parameters.
+    """
+
+    def __init__(self) -> None:
+        self.names = ModuleNames()
+        self._known: dict[tuple[int, int, int], tuple[Place, types.CodeType | None, Callable[[], Any]]] = {}
+
+    def of(self, frame: types.FrameType) -> Place:
+        """Return the place that runs in a frame."""
+        user, module = users_frame(frame), next(modules(frame), None)
+        code, line = (user.f_code, user.f_lineno) if user is not None else (None, 0)
+        known = self._known.get((id(code), line, id(module)))
+        if known is None or known[2]() is not module:  # or another one lies where it was
+            script = next((each for each in frames(user) if not _is_of_library(each.f_code.co_filename)), user)
+            where, editable = (f"{each.f_code.co_filename}:{each.f_lineno}" if each else "" for each in (user, script))
+            name = self.names.of_module(module, frame)
+            place = Place(where, editable, name, name not in ("", type(module).__name__))
+            known = place, code, weakref.ref(module) if module is not None else _nothing
+            self._known[id(code), line, id(module)] = known
+        return known[0]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(f"{os.sep}{each}-packages{os.sep}" in file for each in ("site", "dist"))
 
 
 def unchosen(names: ModuleNames, frame: types.FrameType, given: list[Tensor], result: list[Tensor]) -> str:

@@ -17,10 +17,10 @@ import re
 import shutil
 import site
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from html import escape
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -113,6 +113,12 @@ def dtype_steps(*steps: Iterable[str]) -> str:
     """Join the dtypes of an op's arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
     words = [" and ".join(dict.fromkeys(step)) for step in steps]
     return " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
+
+
+def at_place(where: str, op: str, module: str) -> str:
+    """Return line, op and module of a call as one text."""
+    inside = f"{op} in {module}" if module else op
+    return f"{where}: {inside}" if where else inside
 
 
 def short_place(where: str) -> str:
@@ -274,11 +280,14 @@ class Lines:
 
 
 class Report:
-    """What a call of insight has found: `as_json` says all of it, `json` and `html` save it."""
+    """What a call of insight has found, a dataclass: `as_json` says all of it, `json` and `html` save it."""
+
+    _schema: ClassVar[int] = 0  # of the JSON; it grows when a name changes its meaning or goes
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as objects of JSON."""
-        raise NotImplementedError
+        """Return the attributes as objects of JSON, by their names; null for NaN."""
+        found = plain({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+        return {"schema": self._schema, **found} if self._schema else found
 
     def _title(self) -> tuple[str, str]:
         """Return the name of the command, and the heading of the page."""

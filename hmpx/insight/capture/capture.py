@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import graph_task, private
-from hmpx.insight.capture.dispatch import ITERATION, Look, OpWatch, aside, of_stage
+from hmpx.insight.capture.dispatch import ITERATION, Look, OpWatch, aside
 from hmpx.insight.capture.iterations import Iterations
 from hmpx.insight.capture.places import Notes
 from hmpx.ops.wrapping.callers import frames
@@ -45,8 +45,11 @@ class Capture:
         looks: what is looked for; each is called for the optimizers, the steps and the ops that it asks for.
         at: iterations, from 1, whose ops are looked at in any case.
         is_enough: is told how many steps an optimizer has done, and may raise to end the program.
-        only_at: look at ops of no other iterations than `at`, and at those of compiled code, too. Only the step of an
-            optimizer ends an iteration then.
+        only_at: look at ops of no other iterations than `at`, and at those of compiled code, too, but not at those of
+            steps. Only the step of an optimizer ends an iteration then.
+        most: ops of one iteration that are looked at.
+
+    Ops of backward passes are left alone where no look asks for them: torch calls into Python at each op meanwhile.
 
     Attributes:
         notes: what the ops have told. iterations: which were looked at.
@@ -61,15 +64,17 @@ class Capture:
         at: Collection[int] = (),
         is_enough: Callable[[int], None] = lambda steps: None,
         only_at: bool = False,
+        most: float = ITERATION,
     ) -> None:
-        self.looks, self._is_enough, self._only_at = looks, is_enough, only_at
+        self.looks, self._is_enough, self._only_at, self._most = looks, is_enough, only_at, most
+        self._hides_backward = not any("backward" in each.stages for each in looks)
         self.notes, self.iterations, self.trouble = Notes(), Iterations(at, only_at), list[str]()
         self.optimizers: list[Optimizer] = []
         self.steps: Counter[int] = Counter()
         self.names: dict[Parameter, str] = {}
         self.models: dict[int, list[torch.nn.Module]] = {}
         self.elsewhere: dict[str, None] = {}
-        self._watch = OpWatch(self.notes, of_stage(looks), self.trouble)
+        self._watch = OpWatch(self.notes, looks, self.trouble)
         self._leader: Optimizer | None = None  # whose steps end the iterations
         self._since: Counter[int] = Counter()  # the steps of the iteration that runs, by optimizer
         self._passes = 0  # backward passes
@@ -96,10 +101,11 @@ class Capture:
             changes.callback(lambda: self._last_hook and self._last_hook.remove())
             backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
             changes.put(backward, self._backward(torch.autograd.backward))
-            place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
-            changes.put(place, self._scaled(torch.amp.GradScaler.step))
+            if not self._only_at:
+                place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
+                changes.put(place, self._scaled(torch.amp.GradScaler.step))
             if self.iterations.first_is_due or not self._only_at:
-                most = ITERATION if self._only_at else math.inf
+                most = self._most if self._only_at else math.inf
                 self._watch.look_at(most, setting_up=not self.iterations.first_is_due)
             yield
 
@@ -162,7 +168,7 @@ class Capture:
         self._await_forward(self._watch.is_open and not self._watch.is_looking)  # below another mode it waits
         if self.iterations.is_due and (self._only_at or not self.compiles):  # compiled code hides its ops
             self.iterations.is_due = False
-            self._watch.look_at(ITERATION)
+            self._watch.look_at(self._most)
 
     def _backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
@@ -182,9 +188,19 @@ class Capture:
                     self._iterated()
                     if self.notes.are_steps:
                         self._is_enough(self.iterations.count - 1)
-            backward(tensors, grad_tensors, *args, **kwargs)
+                if self._hides_backward and graph_task() == -1:
+                    self._watch.suspend()
+            try:
+                backward(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._resume()
 
         return begins
+
+    def _resume(self) -> None:
+        """Look on where steps or backward passes are left alone; the outermost backward pass does so at its end."""
+        if threading.get_ident() == self._thread and (graph_task() == -1 or not self._hides_backward):
+            self._watch.resume()
 
     def _scaled(self, step: Callable) -> Callable:
         @functools.wraps(step)
@@ -261,7 +277,7 @@ class Capture:
         if self._running is not sys._getframe(1) or not any(each is optimizer for each in self.optimizers):
             return
         self._watch.stepping, self._running = False, None
-        self._watch.resume()
+        self._resume()
         with self._watch.paused(), aside(self.trouble, is_whole=True):
             for each in self.looks:
                 each.end(optimizer, self._evaluations)

@@ -23,7 +23,7 @@ class Iterations:
     """
 
     def __init__(self, at: Collection[int], only: bool = False) -> None:
-        self._at, self._only = frozenset(at), only  # in any case, or only these
+        self._at, self._only = at, only  # in any case, or only these
         self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
         self.is_due = False

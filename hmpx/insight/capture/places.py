@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.torch_private import LINES, private
-from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.module_names import Place, Places
 from hmpx.insight.observed import OF_STEPS
-from hmpx.insight.report import PACKAGES, short_place
 from hmpx.insight.tensors import LOW, Tensor, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
@@ -29,26 +28,6 @@ _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for
 
 
 _OF_LIBRARY = "the line is a library's, so change what you call it with"
-_LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
-
-
-class Place(NamedTuple):
-    """Where an op was called.
-
-    Attributes:
-        where: the line, as file:line. script: the same, or the line of the script that called a library's line.
-        module: the name of the module that ran. is_inside: whether that is not the outermost one.
-    """
-
-    where: str
-    script: str
-    module: str
-    is_inside: bool
-
-    @property
-    def within(self) -> str:
-        """The library's line, behind a comma; "" if it is the script's."""
-        return "" if self.where == self.script else f", in {short_place(self.where)}"
 
 
 @dataclass
@@ -180,7 +159,8 @@ class Notes:
     _MOST = 4096
 
     def __init__(self) -> None:
-        self.names = ModuleNames()
+        self._places = Places()
+        self.names = self._places.names
         self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
         self.iteration = 1
         self.born: set[int] = set()
@@ -191,22 +171,13 @@ class Notes:
         self.scale = 0.0
         self.unseen: Counter[str] = Counter()
         self._spots: dict[tuple, Spot] = {}
-        self._places: dict[tuple, Place] = {}
         self._nodes: dict[int, Place] = {}  # by the number that autograd gives to the node of an op
         self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
         self._of_memory: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}
 
     def place(self, frame: python_types.FrameType) -> Place:
         """Return the place that runs in a frame."""
-        user, module = users_frame(frame), next(modules(frame), None)
-        key = user and user.f_code, user and user.f_lineno, module
-        if key not in self._places:
-            script = next((each for each in frames(user) if not _is_of_library(each.f_code.co_filename)), user)
-            where, editable = (f"{each.f_code.co_filename}:{each.f_lineno}" if each else "" for each in (user, script))
-            name = self.names.of_module(module, frame)
-            inside = name not in ("", type(module).__name__)
-            self._places[key] = Place(where, editable, name, inside)
-        return self._places[key]
+        return self._places.of(frame)
 
     def note_node(self, frame: python_types.FrameType) -> None:
         """Note which line calls an op whose node autograd has just made."""
@@ -289,7 +260,3 @@ class Notes:
 
 def _key(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.dtype
-
-
-def _is_of_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or any(f"{os.sep}{each}-packages{os.sep}" in file for each in ("site", "dist"))

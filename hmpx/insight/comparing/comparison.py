@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.module_names import numberless
-from hmpx.insight.report import Bars, Field, Grid, Lines, Report, plain, short_dtypes, short_places
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report, at_place, short_dtypes, short_places
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import CallSite
 
@@ -64,8 +63,7 @@ class Row:
     @property
     def place(self) -> str:
         """Its line, op and module, as one text."""
-        inside = f" in {self.module}" if self.module else ""
-        return f"{self.where}: {self.op}{inside}" if self.where else f"{self.op}{inside}"
+        return at_place(self.where, self.op, self.module)
 
     def __str__(self) -> str:
         if self.raised:
@@ -129,7 +127,6 @@ def _mask_note(site: CallSite) -> str:
     return ""
 
 
-SCHEMA = 3
 _LINES = 8  # of ops that are to be in FP32
 _LIMIT = f"another training begins at {BROKEN:g}"
 _BARS = 20  # of the picture in the page
@@ -163,6 +160,7 @@ class Comparison(Report):
     page.
     """
 
+    _schema = 3
     rows: tuple[Row, ...]
     broken: tuple[Row, ...] = ()
     advised: float = math.nan
@@ -194,9 +192,8 @@ class Comparison(Report):
         return bool(self.stopped) or raised or self.first_nonfinite is not None or self.gradient_error >= BROKEN
 
     def as_json(self) -> dict[str, Any]:
-        """Return the attributes as objects; NaN is null."""
-        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return plain({"schema": SCHEMA, **found, "is_broken": self.is_broken})
+        """Return the attributes as objects of JSON, by their names; null for NaN."""
+        return {**super().as_json(), "is_broken": self.is_broken}
 
     def _title(self) -> tuple[str, str]:
         return "compare", "Op lists beside FP32"

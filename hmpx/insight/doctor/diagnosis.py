@@ -14,8 +14,6 @@ from hmpx.insight.finding import Problem
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.recipes.recipe import Recipe
 
-SCHEMA = 1  # of the JSON
-
 
 @dataclass
 class Diagnosis(Report):
@@ -32,6 +30,7 @@ class Diagnosis(Report):
     `html(path)` writes a page, `json(path)` saves `as_json()`, `fix(path)` writes `recipe_text`.
     """
 
+    _schema = 1
     findings: list[Problem] = field(default_factory=list)
     looked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
@@ -73,7 +72,7 @@ class Diagnosis(Report):
     def as_json(self) -> dict[str, Any]:
         """All of it as dicts, lists and strings. "schema" is 1; it grows when a name changes its meaning or goes."""
         return {
-            "schema": SCHEMA,
+            "schema": self._schema,
             "wrong": self.wrong,
             "looked": self.looked,
             "not_checked": self.not_checked,

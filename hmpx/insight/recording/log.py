@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,7 +37,6 @@ from hmpx.insight.report import (
     times,
 )
 
-SCHEMA = 1  # of the JSON
 _BARS = 20  # of the picture in the page
 _AS_ASKED = "Cast there and back, as the lists ask"
 NOTHING_CONVERTED = (
@@ -71,6 +70,7 @@ class Log(Report):
     `diff(other)` compares it with another. It may be read while it records.
     """
 
+    _schema = 1
     sites: list[Site] = field(default_factory=list)
     round_trips: list[RoundTrip] = field(default_factory=list)
     unmatched: tuple[str, ...] = ()
@@ -99,11 +99,8 @@ class Log(Report):
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("sites", "round_trips"):
-            values[name] = [asdict(each) for each in values[name]]
-        return {"schema": SCHEMA, **values, "totals": self.totals}
+        """Return the attributes as objects of JSON, by their names, and `totals`."""
+        return {**super().as_json(), "totals": self.totals}
 
     if not TYPE_CHECKING:  # which would take every name for one that is there
 
@@ -163,8 +160,10 @@ class Log(Report):
             raise HmpxError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (ValueError, RecursionError) as error:
             raise HmpxError(f"{path}: no JSON: {error}") from None
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
+        if not isinstance(found, dict) or found.get("schema") != cls._schema:
+            raise HmpxError(
+                f"{path}: no record of schema {cls._schema}, as hmpx.record and `python -m hmpx record` save it"
+            )
         try:
             values = _values(cls, found)
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,7 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, hashes, read, site
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
-from hmpx.insight.report import Field, Grid, Report, number, plain, short_dtypes, short_places
+from hmpx.insight.report import Field, Grid, Report, at_place, number, short_dtypes, short_places
 
 _DIGITS = {True: 2, False: 32}  # last digits of the largest number that another order of sums changes, in low precision
 _SITES = 5  # rows of a terminal
@@ -52,10 +51,6 @@ class Parting(Report):
 
     def __bool__(self) -> bool:
         return bool(self.parts or self.gradients or self.losses or self.is_another)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the attributes as objects."""
-        return plain(asdict(self))
 
     def _title(self) -> tuple[str, str]:
         return "diff", "Where two runs part"
@@ -151,8 +146,7 @@ def _kind(part: CallPair) -> str:
 
 
 def _at(call: HashedCall) -> str:
-    inside = f" in {call.module}" if call.module else ""
-    return f"{short_places(call.where)}: {call.op}{inside}" if call.where else f"{call.op}{inside}"
+    return at_place(short_places(call.where), call.op, call.module)
 
 
 def _dtypes(call: HashedCall) -> str:

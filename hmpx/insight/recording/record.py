@@ -7,7 +7,9 @@ shapes in words are worked out once, when a site is new.
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
+import sys
 import types
 from collections.abc import Iterator
 from time import perf_counter
@@ -22,8 +24,9 @@ from hmpx.base.process_state import observers
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
-from hmpx.insight.escaped import ForwardWatch
-from hmpx.insight.module_names import ModuleNames, unchosen
+from hmpx.insight.capture.capture import Capture
+from hmpx.insight.looks.escaped import Escaped
+from hmpx.insight.module_names import Place, Places, unchosen
 from hmpx.insight.observed import OF_STEPS, observing
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
@@ -35,7 +38,7 @@ from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_read
 from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
+from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
@@ -70,7 +73,8 @@ def record() -> Iterator[Log]:
         raise HmpxError("hmpx.record is open already: leave its `with` block before you open another")
     versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
     log = Log(about={**versions, "cpu": capability()})
-    recorder, watch = Recorder(log), ForwardWatch()
+    recorder, escaped = Recorder(log), Escaped()
+    capture = Capture([escaped], range(1, sys.maxsize), only_at=True, most=math.inf)
 
     def stepped(*_: object) -> None:
         log.steps += 1
@@ -78,12 +82,12 @@ def record() -> Iterator[Log]:
     counter = register_optimizer_step_post_hook(stepped)
     replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
     try:
-        with eager(), observing(recorder), watch.looking():
+        with eager(), observing(recorder), capture.hooks():
             yield log
     finally:
         counter.remove()
         recorder.finish()
-        log.escaped += (*(line for line in replaced if line not in log.escaped), *watch.findings())
+        log.escaped += (*(line for line in replaced if line not in log.escaped), *escaped.sentences())
 
 
 class _Tensors(NamedTuple):
@@ -104,7 +108,7 @@ class Recorder:
         self._sites: dict[tuple, Site | None] = {}
         self._used: dict[int, set[str]] = {}  # by scope: ops that were called, and names in lists that they follow
         self._conversion: Conversion | None = None  # the last that was in force
-        self._names = ModuleNames()
+        self._places = Places()
         self._device = DeviceSide()
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
@@ -152,23 +156,22 @@ class Recorder:
             return None
         if point.op == "to" and not (given and result and given[0].dtype is not result[0].dtype):
             return None
-        user, module = users_frame(frame), next(modules(frame), None)
+        place = self._places.of(frame)
         key = (
-            *((id(user.f_code), user.f_lineno) if user is not None else (0, 0)),
-            *(id(point), id(module), seen.casting),
+            *(place, id(point), seen.casting),
             *(tuple([tensor.dtype for tensor in each]) for each in (given, inside, result)),
         )
         if key not in self._sites:
             with _lock:
                 if key not in self._sites:  # another thread may have been first
-                    made = self._new_site(point, seen, frame, module, tensors)
+                    made = self._new_site(point, seen, frame, place, tensors)
                     if made is not None:
                         self._log.sites.append(made)
                     self._sites[key] = made
         return self._sites[key]
 
     def _new_site(
-        self, point: Point, seen: Seen, frame: types.FrameType, module: torch.nn.Module | None, tensors: _Tensors
+        self, point: Point, seen: Seen, frame: types.FrameType, place: Place, tensors: _Tensors
     ) -> Site | None:
         if any(each.f_code.co_filename.startswith(OF_STEPS) for each in frames(frame)):
             return None
@@ -182,14 +185,14 @@ class Recorder:
         return Site(
             op=point.op,
             entry=point.label,
-            where=users_line(frame),
-            module=self._names.of_module(module, frame),
+            where=place.where or "?",
+            module=place.module,
             rule=str(rule or (overlay and overlay.rule) or ""),
             reason=reason_of_call(point, seen, policy, frame),
             given=dtypes[0],
             seen=dtypes[1],
             result=dtypes[2],
-            unchosen="" if rule in TARGETS else unchosen(self._names, frame, tensors.given, tensors.result),
+            unchosen="" if rule in TARGETS else unchosen(self._places.names, frame, tensors.given, tensors.result),
         )
 
     def _add(self, site: Site, seen: Seen, entered: float | None, tensors: _Tensors) -> None:

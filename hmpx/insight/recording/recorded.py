@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.report import Field, Grid, Report, dtype_steps, number, plain, short_dtypes, size, times
+from hmpx.insight.report import Field, Grid, Report, at_place, dtype_steps, number, short_dtypes, size, times
 
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
@@ -79,7 +79,7 @@ class Site:
     @property
     def place(self) -> str:
         """Return its line, op and module, as one text."""
-        return f"{self.where}: {self.op}{f' in {self.module}' if self.module else ''}"
+        return at_place(self.where, self.op, self.module)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -207,10 +207,6 @@ class LogDiff(Report):
 
     def __bool__(self) -> bool:
         return bool(self.new or self.gone or self.changed)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the attributes as objects."""
-        return plain(asdict(self))
 
     def _title(self) -> tuple[str, str]:
         return "diff", "Two records"

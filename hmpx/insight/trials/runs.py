@@ -23,12 +23,11 @@ from time import perf_counter
 import torch
 
 from hmpx.insight import run_state
-from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.module_names import Places
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
 from hmpx.insight.trials.subject import Subject
-from hmpx.ops.wrapping.callers import modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
 
 _ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
@@ -101,7 +100,7 @@ class Runs:
         self.gradients: list[list[Tensor]] = []
         self.noise = self.loss_noise = math.nan
         self._sites: dict[tuple, CallSite] = {}
-        self._names = ModuleNames()
+        self._places = Places()
         self._now: Compute | None = None
         self._batch, self._is_exact = 0, False
         self._calls: Counter[CallSite] = Counter()
@@ -120,13 +119,10 @@ class Runs:
         """Find the site of a call, and let the current run compute it, with the random numbers of FP32."""
         if self._now is None:
             return run(*args, **kwargs)
-        user, module = users_frame(frame), next(modules(frame), None)
-        line = (id(user.f_code), user.f_lineno) if user is not None else (0, 0)
-        key = (*line, point.op, point.label, id(module))
-        site = self._sites.get(key)
+        place = self._places.of(frame)
+        site = self._sites.get((place, point.op, point.label))
         if site is None:
-            site = CallSite(point.op, users_line(frame), self._names.of_module(module, frame))
-            self._sites[key] = site
+            site = self._sites[place, point.op, point.label] = CallSite(point.op, place.where or "?", place.module)
         if is_recomputing():
             return self._now(Asked(site, None, point, run, args, kwargs))
         self._calls[site] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -11,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base.files import write
-from hmpx.insight.report import Field, Grid, Lines, Report, plain, short_dtypes
+from hmpx.insight.report import Field, Grid, Lines, Report, short_dtypes
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low, words_of
 from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
-
-SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,7 @@ class Tuned(Report):
     gained.
     """
 
+    _schema = 3
     policy: Policy
     recipe: Recipe
     met: bool
@@ -92,8 +90,7 @@ class Tuned(Report):
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
-        found = dataclasses.asdict(self) | {"policy": str(self.policy), "recipe": str(self.recipe)}
-        return plain({"schema": SCHEMA, **found})
+        return {**super().as_json(), "policy": str(self.policy), "recipe": str(self.recipe)}
 
     def _verdict(self) -> list[str]:
         loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""

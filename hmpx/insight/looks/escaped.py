@@ -1,27 +1,20 @@
-"""Finds listed ops that run without a wrapper: `ForwardWatch`, for `record`.
+"""Listed ops that run without a wrapper.
 
 Listed ops that other ops call in C++, `torch.ops.aten`, scripted modules and captured names that could not be changed
-pass no wrapper. They do pass torch's dispatcher, where a `TorchDispatchMode` sees every aten op with its tensors.
+pass no wrapper. They do pass torch's dispatcher, as every aten op does with its tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from hmpx.base import process_state, region_state
-from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
-from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_leaves
+from hmpx.base.torch_private import autograd_node, private, tree_leaves
 from hmpx.conversion import Conversion
+from hmpx.insight.capture.dispatch import Look
 from hmpx.ops.computing.kernels import is_computing
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import callers
@@ -30,98 +23,18 @@ from hmpx.ops.wrapping.callers import frames, rule_of, users_line
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
 _OpOverload = private("torch._ops.OpOverload")
-_INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
 
 
-class DispatchWatch(TorchDispatchMode):
-    """Sees each op at torch's dispatcher while it is open, in the thread that opens it."""
-
-    supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
-    is_open = False
+class Escaped(Look):
+    """Collects the ops of forward passes that ran in another dtype than the policy says."""
 
     def __init__(self) -> None:
-        DISPATCH.require()
-        super().__init__()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile to compile while this mode is open."""
-        return True
-
-    def open(self) -> None:
-        if not self.is_open:
-            self.__enter__()
-            self.is_open = True
-
-    def close(self) -> None:
-        """Close it if it is the innermost mode; below another mode it stays open."""
-        if self.is_open and private(_INNERMOST)() is self:
-            self.is_open = False
-            self.__exit__(None, None, None)
-
-
-class ForwardWatch(DispatchWatch):
-    """Collects the ops of forward passes of the thread that looks that ran in another dtype than the policy says.
-
-    It is closed in backward passes and optimizer steps. While it is open, torch calls into Python at each op. A step of
-    a small model has ten times as many ops there as in its forward pass, and a watch has nothing to say of those.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
         self._seen: Counter[tuple[str, str]] = Counter()
         self._conversion: Conversion | None = None
         # By scope and identity, as operators have a hash in Python: the operator, what may have called it.
         self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Look at the forward passes that run inside."""
-        backward, changes = torch.autograd.backward, Changes()
-
-        @functools.wraps(backward)
-        def unwatched(*args: Any, **kwargs: Any) -> None:
-            self._pause()
-            try:
-                backward(*args, **kwargs)
-            finally:
-                self._resume()
-
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._leave)
-            stack.callback(changes.close)
-            self._resume()
-            changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), unwatched)
-            changes.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            changes.callback(register_optimizer_step_post_hook(self._resume).remove)
-            yield
-
-    def _leave(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.__exit__(None, None, None)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if len(args) < 2 and not kwargs:  # no closure, in which a forward pass would run
-            self._pause()
-
-    def _pause(self) -> None:
-        """Close. After a step that raises, it stays closed until the next backward pass."""
-        if self._is_here():
-            self.close()
-
-    def _resume(self, *_: Any) -> None:
-        if self._is_here():
-            self.open()
-
-    def _is_here(self) -> bool:
-        """Return whether this is the watched thread, outside of a backward pass, at whose end torch resets modes."""
-        return threading.get_ident() == self._thread and graph_task() == -1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if kwargs is None:
-            kwargs = {}
+    def called(self, func: Any, args: tuple, kwargs: dict) -> None:
         conversion = process_state.installed.get(Conversion)
         if conversion is not None:
             if conversion is not self._conversion:
@@ -133,7 +46,6 @@ class ForwardWatch(DispatchWatch):
             # Left out, as no part of the model's forward: backward passes, and regions without casts.
             if known[2] and autograd_node() is None and region_state.casts_on():
                 self._look(*known, args, kwargs)
-        return func(*args, **kwargs)
 
     def _look(self, func: Any, ops: list[Op], rules: dict[str, Rule], args: tuple, kwargs: dict) -> None:
         if kwargs.get("dtype") is not None:
@@ -144,7 +56,7 @@ class ForwardWatch(DispatchWatch):
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
         if len(wrong) < len(rules):
             return  # right for at least one of the ops that may have called it
-        caller = sys._getframe(2)
+        caller = sys._getframe(3)
         if any(map(is_computing, frames(caller))):
             return  # FP32 kernels compute an op whose inputs and results are in low precision
         deciding = (rule_of(frame) for frame in frames(caller))
@@ -155,7 +67,7 @@ class ForwardWatch(DispatchWatch):
         ran = f"{op} is in the {rule} list{listed} and ran in {' and '.join(map(dtype_name, dtypes))}"
         self._seen[f"{users_line(caller)}: {ran}", str(func)] += 1
 
-    def findings(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """Return a sentence for each line and op, with the operator of torch that ran and how often."""
         return [f"{said} ({aten}{f', {n} times' if n > 1 else ''})" for (said, aten), n in self._seen.items()]
 
