@@ -148,6 +148,17 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def amount(value: float, unit: str = "") -> str:
+    """Format seconds ("s") in ms, and other units with a prefix."""
+    if unit == "s":
+        return f"{float(f'{1e3 * value:.2g}'):g} ms"  # 480 ms, and not 4.8e+02
+    for prefix in ("", "k", "M", "G"):
+        if value < 999.5:
+            return f"{value:.3g} {prefix}{unit}".rstrip()
+        value /= 1000
+    return f"{value:.3g} T{unit}"
+
+
 def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 

@@ -132,7 +132,7 @@ class OpWatch(TorchDispatchMode):
                 stage = "set up" if self.setting_up else stage
                 frame = sys._getframe(1)
                 if stage == "forward" and graphed and any(each.requires_grad for each in given):
-                    self._notes.note_node(frame)
+                    self._notes.note_node(name, frame)
                 op = OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed, result)
                 self._trace(op)
                 self._look(op)

@@ -36,7 +36,7 @@ class Spot:
 
     said: what was found there the first time. mended_by: what puts the op into FP32, if one of `checks` has looked for
     that. numbers: sums over the calls. places: where the memory of the tensors begins that it writes to. made_by: ops
-    that have rounded its input to low precision.
+    that have rounded its input to low precision. forward: the op whose backward pass it is part of.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Spot:
     numbers: Counter[str] = field(default_factory=Counter)
     places: set[int] = field(default_factory=set)
     made_by: set[tuple[str, Place]] = field(default_factory=set)
+    forward: str = ""
 
     @property
     def where(self) -> str:
@@ -171,7 +172,7 @@ class Notes:
         self.scale = 0.0
         self.unseen: Counter[str] = Counter()
         self._spots: dict[tuple, Spot] = {}
-        self._nodes: dict[int, Place] = {}  # by the number that autograd gives to the node of an op
+        self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
         self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
         self._of_memory: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}
 
@@ -179,15 +180,20 @@ class Notes:
         """Return the place that runs in a frame."""
         return self._places.of(frame)
 
-    def note_node(self, frame: python_types.FrameType) -> None:
+    def note_node(self, name: str, frame: python_types.FrameType) -> None:
         """Note which line calls an op whose node autograd has just made."""
         number = private("torch.autograd._get_sequence_nr")() - 1 if LINES.is_on() else None
         if number is not None and number not in self._nodes:
-            self._nodes[number] = self.place(frame)
+            self._nodes[number] = self.place(frame), name
+
+    def forward_of(self, node: Any) -> tuple[Place | None, str]:
+        """Return place and name of the op that a node of autograd belongs to; None and "" if that was not looked at."""
+        unknown = None, ""
+        return unknown if node is None or LINES.missing else self._nodes.get(node._sequence_nr(), unknown)
 
     def place_of(self, node: Any) -> Place | None:
-        """Return the place of the op that a node of autograd belongs to; None if that was not looked at."""
-        return None if node is None or LINES.missing else self._nodes.get(node._sequence_nr())
+        """Return that place alone."""
+        return self.forward_of(node)[0]
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line; a line is kept once for a kind, an op and a module."""

@@ -16,7 +16,7 @@ from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
 from hmpx.insight.checkpoints.tensors import FEWEST, Bar, FileTensor, seen
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.finding import Problem, percent, some
-from hmpx.insight.report import Bars, Field, Grid, Lines, number, plain
+from hmpx.insight.report import Bars, Field, Grid, Lines, amount, number, plain
 from hmpx.insight.tensors import LOW
 
 LOST = "lost updates"
@@ -251,7 +251,7 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
         found.findings += problems
         found.not_checked += unclear
         if not math.isnan(found.kept) and not any(each.kind == LOST for each in problems):
-            judged = _many(sum(each.count for each in found.tensors if each.tells))
+            judged = amount(sum(each.count for each in found.tensors if each.tells))
             said = f"{100 * min(found.kept, 1):.0f} % as far as float32 weights would have"
             found.looked.append(f"{judged} weights, in matrices, moved {said}")
     problems, told = of_steps(found.tensors, rate, steps, found.kept)
@@ -271,16 +271,9 @@ def _said(path: str, found: Checkpoint) -> str:
     counts: Counter[str] = Counter()
     for each in found.weights.values():
         counts[dtype_name(each.dtype)] += each.shape.numel()
-    told = ", ".join(f"{_many(count)} {name}" for name, count in counts.most_common())
+    told = ", ".join(f"{amount(count)} {name}" for name, count in counts.most_common())
     state = {name.rpartition(".")[2] for name, each in found.state.items() if each.shape.numel() > 1}
     masters = sorted(each for each in state if "master" in each or each.startswith("fp32"))
     told += f"; state of an optimizer ({', '.join(sorted(state))})" if state else ""
     told += ", with FP32 master weights" if masters else ""
     return f"{path}: {number(len(found.weights), 'tensor')}, {told}"
-
-
-def _many(count: int) -> str:
-    for unit, one in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= one:
-            return f"{count / one:.3g} {unit}"
-    return str(count)

@@ -1,10 +1,9 @@
-"""What the lists do at each call site of a batch, beside FP32, and the first op that makes inf or NaN."""
+"""What the lists do at each call site of a batch, beside FP32."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,16 +11,14 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.conversion import installed
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.report import dtype_steps
-from hmpx.insight.tensors import LOW, Tensor, floating, is_masked
+from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import (
     Asked,
     CallSite,
-    Compute,
     as_listed,
     decisions_in,
     differing,
     exactly,
-    is_recomputing,
     is_transformed,
 )
 from hmpx.insight.trials.runs import dtypes
@@ -111,51 +108,6 @@ def _readable(result: object) -> list[Tensor]:
     if is_transformed():
         return []
     return [tensor.detach() for tensor in floating((result,)) if tensor.numel() and tensor.layout is torch.strided]
-
-
-class FirstNonfinite:
-    """Computes calls as another function does, and finds the first site that makes inf or NaN of finite numbers.
-
-    forward: the first site that does so in the forward pass, not counting the -inf of a mask. backward: the site of the
-    first node of autograd's graph that turns finite gradients into inf or NaN. The nodes of a call are those between
-    its results and its inputs.
-    """
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self.forward: CallSite | None = None
-        self.backward: CallSite | None = None
-        self._known: dict[Any, None] = {}  # nodes that have an owner; kept alive, so that none takes another's place
-
-    def __call__(self, asked: Asked) -> Seen:
-        if is_recomputing() or is_transformed():
-            return self._compute(asked)
-        with unobserved():
-            inputs = floating((asked.args, asked.kwargs))
-            nodes, looks = [tensor.grad_fn for tensor in inputs], self.forward is None and all_finite(inputs)
-        seen = self._compute(asked)
-        with unobserved():
-            results = floating((seen.result,))
-            odd = next((each for each in results if not all_finite([each])), None) if looks else None
-            if odd is not None and not is_masked(asked.point.op, inputs, odd):
-                self.forward = asked.site
-            self._known |= dict.fromkeys(nodes)
-            self._watch(asked.site, [result.grad_fn for result in results])
-        return seen
-
-    def _watch(self, site: CallSite, nodes: list[Any]) -> None:
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in self._known or hasattr(node, "variable"):  # a leaf's
-                continue
-            self._known[node] = None
-            node.register_hook(functools.partial(self._look, site))
-            nodes += [following for following, _ in node.next_functions]
-
-    def _look(self, site: CallSite, into: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
-        with unobserved():
-            if self.backward is None and all_finite(out) and not all_finite(into):
-                self.backward = site
 
 
 def all_finite(tensors: Sequence[Tensor | None]) -> bool:

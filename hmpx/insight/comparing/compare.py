@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,15 +18,19 @@ from typing import Any
 import torch
 
 from hmpx.insight import observed
-from hmpx.insight.comparing.both_ways import BothWays, FirstNonfinite
+from hmpx.insight.capture.dispatch import OpWatch
+from hmpx.insight.capture.places import Notes
+from hmpx.insight.comparing.both_ways import BothWays
 from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
+from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
 from hmpx.insight.trials.search import PARTS, Search, largest
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
+from hmpx.ops.policies.catalog import canonical
+from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.recipe import Recipe
@@ -81,16 +84,11 @@ def compare(
         (False, 'linear', True)
     """
     policy, recipe, kernels = lists_meant(lists)
-    subject, counted = Subject(model, batches, loss, recipe), Progress("compare", progress)
-    runs = Runs(subject, counted, loss_counts=False)
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(subject.gradients_kept())
-            undo.enter_context(eager())
-            undo.enter_context(observed.observed(policy, kernels, runs, rules_meant(lists, recipe, model)))
+    subject = Subject(model, batches, loss, recipe)
+    with subject.opened(), Progress("compare", progress) as counted:
+        runs = Runs(subject, counted, loss_counts=False)
+        with observed.observed(policy, kernels, runs, rules_meant(lists, recipe, model)):
             return _Comparing(runs, counted, str(policy), scores).run()
-    finally:
-        counted.end()
 
 
 class _Comparing:
@@ -192,9 +190,21 @@ class _Comparing:
 
     def _first_nonfinite(self, number: int, compute: Compute, work: Callable) -> tuple[CallSite | None, str]:
         """Run a batch again; return the first site that makes inf or NaN of finite numbers, and in which pass."""
-        search = FirstNonfinite(compute)
-        self._runs.run(search, work, number, "searching inf or NaN")
-        return (search.forward, "forward") if search.forward else (search.backward, "backward")
+        notes, look = Notes(), Nonfinite()
+        watch = OpWatch(notes, [look], [])
+        watch.look_at(math.inf)
+        try:
+            self._runs.run(compute, work, number, "searching inf or NaN")
+        finally:
+            watch.close()
+        found = look.first
+        if found is None:
+            return None, ""
+        place, ran = found.place, found.forward or found.op
+        names = (canonical(ran.strip("_")), *callers(ran))
+        here = [site for site in self._runs.sites if (site.where, site.module) == (place.where, place.module)]
+        first = next((site for site in here if site.op in names), next(iter(here), None))
+        return first, "backward" if found.numbers["backward"] else "forward"
 
     def _first_wrong(self, whole: Effect) -> tuple[CallSite | None, str]:
         """Return the site where something first is not finite that is finite in FP32, and in which pass."""

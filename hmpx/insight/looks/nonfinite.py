@@ -15,7 +15,7 @@ from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import VIEWS, Look
 from hmpx.insight.capture.places import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem
-from hmpx.insight.looks.checks import overflow
+from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked, sample
 from hmpx.ops.policies.catalog import catalog
 from hmpx.updates.stepping.names import parameters
@@ -90,8 +90,9 @@ class Nonfinite(Look):
         said = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
         numbers = {"nan": is_nan, "backward": op.stage == "backward", "low": op.out.dtype in LOW}
         numbers["of_inf"] = of_inf
-        place = notes.place_of(op.node)
+        place, forward = notes.forward_of(op.node)
         spot = notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
+        spot.forward = forward
         spot.made_by.update(made for each in op.given if (made := notes.facts(each).get("rounded")))
         return spot
 
@@ -119,6 +120,11 @@ class Nonfinite(Look):
         of_model, beside = self._paths[True], self._paths[False]
         is_of_model = of_model.maker or of_model.nan or not beside.nan or (self._reached and not of_model.given)
         return of_model if is_of_model else beside
+
+    @property
+    def first(self) -> Spot | None:
+        """The op that makes the first inf or NaN of finite numbers."""
+        return self._path.maker or self._path.nan
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
         what, iteration, where = self._reached or ("", 0, "")

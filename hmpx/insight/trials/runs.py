@@ -76,7 +76,10 @@ class Progress:
             line = f"\r{self._name}: {words}, step {self.done}{self.most}, {perf_counter() - self._began:.0f} s"
             print(f"{line:100}", end="", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Print how many passes there were."""
         if self.done and self._shown:
             line = f"{self._name}: {self.done} steps in {perf_counter() - self._began:.0f} s"

@@ -14,7 +14,7 @@ import torch
 from hmpx.base.torch_private import private, tree_leaves, tree_map
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, kind_of
-from hmpx.insight.run_state import kept
+from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor, differentiable
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
@@ -70,13 +70,14 @@ class Subject:
         _check_arguments(model, self.batches[0], loss, asked)
 
     @contextlib.contextmanager
-    def gradients_kept(self) -> Iterator[None]:
-        """Take the gradients that the parameters hold aside, and put them back at the end."""
+    def opened(self) -> Iterator[None]:
+        """Run compiled functions eagerly, and take the gradients that the parameters hold aside until the end."""
         held = [(p, p.grad) for p in self.model.parameters()]
         for p, _ in held:
             p.grad = None
         try:
-            yield
+            with eager():
+                yield
         finally:
             for p, gradient in held:
                 p.grad = gradient

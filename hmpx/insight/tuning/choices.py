@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hmpx.insight.report import short_places
+from hmpx.insight.report import amount, short_places
 from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import SLACK, Search
 from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule, Unit, Worths
@@ -179,14 +179,3 @@ def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
 def percent(share: float) -> str:
     """Return a share with two digits."""
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %" if share else "0 %"
-
-
-def amount(value: float, unit: str) -> str:
-    """Return seconds ("s") in ms, other units with a prefix."""
-    if unit == "s":
-        return f"{float(f'{1e3 * value:.2g}'):g} ms"  # 480 ms, and not 4.8e+02
-    for prefix in ("", "k", "M", "G"):
-        if value < 999.5:
-            return f"{value:.3g} {prefix}{unit}"
-        value /= 1000
-    return f"{value:.3g} T{unit}"

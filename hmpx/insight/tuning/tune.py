@@ -16,7 +16,6 @@ from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight import observed
-from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
 from hmpx.insight.trials.runs import Effect, Progress, Runs
@@ -106,14 +105,8 @@ def tune(
             "of every error, and takes two to tune on and two to verify on; give four or more that differ"
         )
     _check_in_fp32(model)
-    counted = Progress("tune", progress)
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(subject.gradients_kept())
-            undo.enter_context(eager())
-            return Tuning(subject, tuning, counted, policy, recipe, kernels, side, float(tolerance)).run()
-    finally:
-        counted.end()
+    with subject.opened(), Progress("tune", progress) as counted:
+        return Tuning(subject, tuning, counted, policy, recipe, kernels, side, float(tolerance)).run()
 
 
 def _check_in_fp32(model: torch.nn.Module) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base.files import write
-from hmpx.insight.report import Field, Grid, Lines, Report, short_dtypes
-from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
+from hmpx.insight.report import Field, Grid, Lines, Report, amount, short_dtypes
+from hmpx.insight.tuning.choices import DTYPES, Choice, percent, policy_of
 from hmpx.insight.tuning.worth import WIDE, Low, words_of
 from hmpx.ops.policies.lists import SIDES
 from hmpx.ops.policies.policy import Policy
