@@ -23,14 +23,14 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight.comparing.compare import compare
     from hmpx.insight.comparing.comparison import Comparison as Comparison
     from hmpx.insight.comparing.comparison import Row as Row
-    from hmpx.insight.doctor.diagnosis import Diagnosis as Diagnosis
+    from hmpx.insight.doctor.doctor import Diagnosis as Diagnosis
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
     from hmpx.insight.finding import Problem as Problem
     from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
-    from hmpx.insight.tuning.choices import Choice as Choice
     from hmpx.insight.tuning.tune import tune
+    from hmpx.insight.tuning.tuned import Choice as Choice
     from hmpx.insight.tuning.tuned import Tuned as Tuned
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
     from hmpx.ops.policies.policy import Rule as Rule
@@ -89,9 +89,9 @@ _LATER = {
     "OptLevelError": "hmpx.errors",
     "Rule": "hmpx.ops.policies.policy",
     "UnknownOpError": "hmpx.errors",
-    "Choice": "hmpx.insight.tuning.choices",
+    "Choice": "hmpx.insight.tuning.tuned",
     "Comparison": "hmpx.insight.comparing.comparison",
-    "Diagnosis": "hmpx.insight.doctor.diagnosis",
+    "Diagnosis": "hmpx.insight.doctor.doctor",
     "Log": "hmpx.insight.recording.log",
     "Problem": "hmpx.insight.finding",
     "Row": "hmpx.insight.comparing.comparison",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.insight.report import short_places
+from hmpx.insight.places import short_places
 
 Names = Mapping[torch.nn.Parameter, str]
 

@@ -15,26 +15,13 @@ import math
 import os
 import re
 import shutil
-import site
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from hmpx.base.files import write
-
-# The folders of packages: of this interpreter, of its user, and the one that torch is in.
-PACKAGES = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-    )
-)
 
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
@@ -113,26 +100,6 @@ def dtype_steps(*steps: Iterable[str]) -> str:
     """Join the dtypes of an op's arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
     words = [" and ".join(dict.fromkeys(step)) for step in steps]
     return " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
-
-
-def at_place(where: str, op: str, module: str) -> str:
-    """Return line, op and module of a call as one text."""
-    inside = f"{op} in {module}" if module else op
-    return f"{where}: {inside}" if where else inside
-
-
-def short_place(where: str) -> str:
-    """Shorten file:line to the path from the folder of the program or of its packages, or else to the file's name."""
-    path, _, line = where.rpartition(":")
-    inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
-    inside = next((path.removeprefix(folder) for folder in PACKAGES if path.startswith(folder)), inside)
-    return f"{inside}:{line}" if path else where
-
-
-def short_places(text: str) -> str:
-    """Shorten each path in a sentence as `short_place` does."""
-    text = text.replace(os.path.join(os.getcwd(), ""), "")  # which may have a space in it
-    return re.sub(r"(?<![\w.])/[^\s:]+:\d+", lambda found: short_place(found[0]), text)
 
 
 def milliseconds(seconds: float) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from hmpx.base import forks
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.diagnosis import Diagnosis
-from hmpx.insight.doctor.doctor import Examination, examined
+from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
 from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script

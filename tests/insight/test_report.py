@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.insight.places import short_places
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.insight.report import Column, short_places, table
+from hmpx.insight.report import Column, table
 from tests.support import browser, python
 
 

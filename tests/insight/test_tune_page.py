@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.insight.tuning.choices import amount
+from hmpx.insight.tuning.tuned import amount
 from tests.support import browser
 
 

@@ -25,7 +25,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.capture.dispatch import ITERATION, Look, OpWatch, aside
 from hmpx.insight.capture.iterations import Iterations
-from hmpx.insight.capture.places import Notes
+from hmpx.insight.capture.notes import Notes
 from hmpx.ops.wrapping.callers import frames
 from hmpx.updates.stepping.names import inside_zero, names_in, parameters
 from hmpx.updates.stepping.step_call import StepCall

@@ -17,7 +17,7 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private
-from hmpx.insight.capture.places import Notes, OpCall
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.tensors import LOW, Tensor, floating, sample
 from hmpx.ops.wrapping.observing import unobserved

@@ -19,7 +19,7 @@ import torch
 
 from hmpx.insight import observed
 from hmpx.insight.capture.dispatch import OpWatch
-from hmpx.insight.capture.places import Notes
+from hmpx.insight.capture.notes import Notes
 from hmpx.insight.comparing.both_ways import BothWays
 from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.looks.nonfinite import Nonfinite

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.module_names import numberless
-from hmpx.insight.report import Bars, Field, Grid, Lines, Report, at_place, short_dtypes, short_places
+from hmpx.insight.places import at_place, numberless, short_places
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report, short_dtypes
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import CallSite
 

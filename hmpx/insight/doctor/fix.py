@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,14 +10,14 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.finding import Problem
 from hmpx.insight.looks import products
 from hmpx.insight.looks.checks import LISTED
-from hmpx.insight.module_names import numberless
-from hmpx.insight.report import short_places
+from hmpx.insight.places import numberless, short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.lists import MORE
@@ -244,11 +245,8 @@ def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterabl
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    said = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return said.removesuffix("...\n").strip()
 
 
 def _comment(text: str) -> list[str]:

@@ -10,9 +10,10 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import VIEWS, Look, OpLook, in_autocast
-from hmpx.insight.capture.places import Notes, OpCall, Spot
+from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
-from hmpx.insight.report import PACKAGES, number
+from hmpx.insight.places import PACKAGES
+from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.updates.stepping.names import parameters
 

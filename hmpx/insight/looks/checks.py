@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.insight.capture.dispatch import OpLook
-from hmpx.insight.capture.places import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
-from hmpx.insight.module_names import MIXING
-from hmpx.insight.report import number, short_places
+from hmpx.insight.places import MIXING, short_places
+from hmpx.insight.report import number
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of
 

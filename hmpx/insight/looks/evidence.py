@@ -7,8 +7,8 @@ import math
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.places import Notes, OpCall, Place
-from hmpx.insight.module_names import unchosen as unchosen_dtype
+from hmpx.insight.capture.notes import Notes, OpCall, Place
+from hmpx.insight.places import unchosen as unchosen_dtype
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
 
 _MANY = 64  # if so many integers are all even, that is no accident

@@ -26,7 +26,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
 from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import NORMS, Look, memory
-from hmpx.insight.capture.places import Notes, OpCall
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.report import plain
 from hmpx.ops.wrapping.callers import frames, users_frame
 from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets

@@ -13,7 +13,7 @@ import torch
 
 from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import VIEWS, Look
-from hmpx.insight.capture.places import Notes, OpCall, Spot
+from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked, sample

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from hmpx.insight.capture.dispatch import FEW, OpLook, in_autocast
-from hmpx.insight.capture.places import Notes, OpCall
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, percent, some
-from hmpx.insight.report import short_place
+from hmpx.insight.places import short_place
 from hmpx.insight.tensors import LOW, sample
 
 _WIDE = torch.float32

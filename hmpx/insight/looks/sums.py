@@ -9,7 +9,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look, few
-from hmpx.insight.capture.places import Notes, OpCall
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.tensors import Tensor
 from hmpx.updates.stepping.names import parameters

@@ -14,10 +14,10 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look, memory
-from hmpx.insight.capture.places import Notes
+from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
-from hmpx.insight.module_names import numberless
+from hmpx.insight.places import numberless
 from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe

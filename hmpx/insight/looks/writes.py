@@ -14,7 +14,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import tree_map_only
 from hmpx.insight.capture.dispatch import INDEXED, NORMS, OpLook, few, memory
-from hmpx.insight.capture.places import Notes, OpCall, Place, Spot
+from hmpx.insight.capture.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.tensors import LOW, Tensor

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hmpx.errors import HmpxError
+from hmpx.insight.places import short_place, short_places
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.recorded import (
     SUMS,
@@ -22,20 +23,7 @@ from hmpx.insight.recording.recorded import (
     fp8_in_words,
     trips_in_words,
 )
-from hmpx.insight.report import (
-    Bars,
-    Field,
-    Grid,
-    Lines,
-    Report,
-    milliseconds,
-    number,
-    short_dtypes,
-    short_place,
-    short_places,
-    size,
-    times,
-)
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report, milliseconds, number, short_dtypes, size, times
 
 _BARS = 20  # of the picture in the page
 _AS_ASKED = "Cast there and back, as the lists ask"

@@ -11,9 +11,10 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.looks.hashes import HashedCall
+from hmpx.insight.places import at_place, short_places
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, hashes, read, site
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
-from hmpx.insight.report import Field, Grid, Report, at_place, number, short_dtypes, short_places
+from hmpx.insight.report import Field, Grid, Report, number, short_dtypes
 
 _DIGITS = {True: 2, False: 32}  # last digits of the largest number that another order of sums changes, in low precision
 _SITES = 5  # rows of a terminal

@@ -26,8 +26,8 @@ from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
-from hmpx.insight.module_names import Place, Places, unchosen
 from hmpx.insight.observed import OF_STEPS, observing
+from hmpx.insight.places import Place, Places, unchosen
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from hmpx.insight.module_names import numberless
-from hmpx.insight.report import Field, Grid, Report, at_place, dtype_steps, number, short_dtypes, size, times
+from hmpx.insight.places import at_place, numberless
+from hmpx.insight.report import Field, Grid, Report, dtype_steps, number, short_dtypes, size, times
 
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")

@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 
 from hmpx.insight import run_state
-from hmpx.insight.module_names import Places
+from hmpx.insight.places import Places
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing

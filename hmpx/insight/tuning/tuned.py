@@ -1,21 +1,188 @@
-"""`Tuned`: what `tune` found, to be used, printed and saved."""
+"""`Tuned`: what `tune` found, and its `Choice`s: what was decided about a list name, and why."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hmpx.base.files import write
+from hmpx.insight.places import short_places
 from hmpx.insight.report import Field, Grid, Lines, Report, amount, short_dtypes
-from hmpx.insight.tuning.choices import DTYPES, Choice, percent, policy_of
-from hmpx.insight.tuning.worth import WIDE, Low, words_of
-from hmpx.ops.policies.lists import SIDES
+from hmpx.insight.trials.runs import Effect
+from hmpx.insight.trials.search import SLACK, Search
+from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule, Unit, Worths, words_of
+from hmpx.ops.policies.lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
+
+DTYPES = {"FP4": "float4", "FP8": "float8", "BF16": "bfloat16", "FP32": "float32"}  # what `Choice.dtype` says
+Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `tune` decided about a list name, everywhere or in one module, and why.
+
+    Attributes:
+        name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 or FP4 "float8", "float4" or
+            "bfloat16". module: where that holds; "" where no other choice of this name does.
+        gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
+            between batches. loss_change: the same of the loss. loss_error: that in units of the noise between losses.
+            All three are NaN where it was not run alone, as everything that saves something holds together. Where only
+            parts of it were run alone, the figures are those of the worst part.
+        gain: the FLOPs of its matrix products in one batch, forward; 0 for other ops.
+        calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
+        why: what decided, in words. low: what is chosen beside that, "BF16", "FP8" or "FP4".
+        reason: all of that as a comment of a list.
+    """
+
+    name: str
+    dtype: str
+    module: str = ""
+    gradient_error: float = math.nan
+    loss_change: float = math.nan
+    loss_error: float = math.nan
+    gain: float = 0.0
+    calls: int = 0
+    where: str = ""
+    why: str = ""
+    low: str = "BF16"
+
+    @property
+    def reason(self) -> str:
+        """Return all of it as a comment of a list."""
+        said = [self.why]
+        if not math.isnan(self.gradient_error):
+            loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
+            said.append(f"alone: gradient error {self.gradient_error:.2g}, loss change {self.loss_change:.2g}{loss}")
+        if self.gain:
+            said.append(f"{amount(self.gain, 'FLOP')} of products")
+        return "; ".join(filter(None, [*said, self.where and f"at {self.where}"]))
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.name}{place}: {self.dtype}  # {self.reason}"
+
+
+def choices_of(
+    worths: Worths,
+    search: Search,
+    tolerance: float,
+    failed: Mapping[Chosen, Effect],
+    chosen: Chosen,
+    low: Collection[str],
+) -> list[Choice]:
+    """Return a choice for each name, and for each module in which it is otherwise: the worst of the wide list first.
+
+    failed: the choices that did not hold on the held-out batches. low: the names that the low list has.
+    """
+
+    def choice(name: str, module: str, places: list[NameInModule]) -> Choice:
+        unit, found = frozenset(places), [worths.of_place[place] for place in places]
+        alone, gain = _alone(unit, search.alone), worths.gain(unit)
+        lines = [(place.module, line) for place, worth in zip(places, found, strict=True) for line in worth.lines]
+        where = short_places(", ".join(filter(None, lines[0])))
+        pinned, free = next((worth.pinned for worth in found if worth.pinned), ""), unit & worths.free
+        why = why_of(free, alone, gain) if free else pinned
+        return Choice(
+            name=name,
+            module=module,
+            dtype=DTYPES[worths.words if unit & chosen else worths.wide.upper()],
+            gradient_error=alone.gradient_error,
+            loss_change=alone.loss_change,
+            loss_error=alone.loss_error,
+            gain=gain,
+            calls=sum(worth.calls for worth in found),
+            where=where if len(lines) == 1 else f"{where} and {len(lines) - 1} more",
+            why=f"{why}; elsewhere {pinned}" if free and pinned else why,
+            low=worths.words,
+        )
+
+    def why_of(free: Unit, alone: Effect, gain: float) -> str:
+        """Say what decided."""
+        if free & chosen:
+            return "fits"
+        words = worths.words
+        fell = [effect for tried, effect in failed.items() if tried & free]
+        is_left = free <= Chosen().union(*search.left)
+        if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
+            return f"with it in {words} the program raises {raised}"
+        if alone.size > tolerance and not math.isnan(alone.gradient_error):
+            return "breaks the tolerance by itself"
+        if not gain:
+            return f"has no products, so {words} would save no time"
+        if is_left and fell:
+            return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
+        if is_left:
+            return "fits by itself, but not with the others"
+        return f"has under {percent(SLACK)} of the product FLOPs, and would add to the error"
+
+    def order(each: Choice) -> tuple:
+        """Return a key: by the error, and for names that were not run alone by what they save."""
+        error = max(each.gradient_error, each.loss_error)
+        wide = each.dtype == DTYPES[worths.wide.upper()]
+        return not wide, math.inf if math.isnan(error) else -error, -each.gain, each.name, each.module
+
+    choices = []
+    for name in {place.name: None for place in worths.of_place}:
+        places = [place for place in worths.of_place if place.name == name]
+        usual = [place for place in places if (place in chosen) is (name in low)]
+        choices.append(choice(name, "", usual))
+        choices += [choice(name, place.module, [place]) for place in places if place not in usual]
+    return sorted(choices, key=order)
+
+
+def _alone(unit: Unit, alone: Mapping[Unit, Effect]) -> Effect:
+    """Return what a unit does alone; where it was not run as one, what the worst of its parts does."""
+    parts = [other for other in alone if other & unit]
+    least = [alone[part] for part in parts if not any(other < part for other in parts)]
+    return alone.get(unit) or max(least, key=lambda effect: effect.size, default=Effect(*(math.nan,) * 4))
+
+
+def lists_and_rules(places: Collection[NameInModule], chosen: Chosen, low: Low) -> tuple[list[str], list[str], Rules]:
+    """Return the names for the low list, those for the wide one, and rules for the modules that differ.
+
+    A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.
+    """
+    names: dict[bool, list[str]] = {True: [], False: []}
+    rules: Rules = {}
+    for name in sorted({place.name for place in places}):
+        modules = {place.module: place in chosen for place in places if place.name == name}
+        said = {"": modules.get("", 2 * sum(modules.values()) > len(modules))}
+        names[said[""]].append(name)
+        for module in sorted(modules, key=lambda module: (module.count("."), module)):
+            around = max((outer for outer in said if not outer or f"{module}.".startswith(f"{outer}.")), key=len)
+            if modules[module] is not said[around]:
+                said[module] = modules[module]
+                rules.setdefault(module, {}).setdefault(low if modules[module] else WIDE[low], []).append(name)
+    return names[True], names[False], rules
+
+
+def policy_of(base: Policy, low: Low, names: Collection[str], wide: Collection[str]) -> Policy:
+    """Return `base` with these names in the low list, and those in the wide one."""
+    decided = {*names, *wide}
+    lists = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
+    lists[low] += names
+    lists[WIDE[low]] += wide
+    bf16, fp32, promote, fp8 = (tuple(sorted(lists[side])) for side in SIDES)
+    return Policy(bf16, fp32, promote, fp8=fp8, fp8_format=base.fp8_format)
+
+
+def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
+    """Return `base` with other lists and rules for modules; without a base, FP32 weights."""
+    keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES} | {"fp8": policy.fp8 or None}
+    in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
+    keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
+    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **keys)
+
+
+def percent(share: float) -> str:
+    """Return a share with two digits."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %" if share else "0 %"
 
 
 @dataclass(frozen=True)

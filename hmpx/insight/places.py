@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import site
 import types
 import weakref
 from collections.abc import Callable
@@ -13,12 +14,20 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import base_of
-from hmpx.insight.report import PACKAGES, short_place
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
 MIXING = frozenset("add sub mul div where addcmul addcdiv lerp maximum minimum".split())  # ops that take two dtypes
+# The folders of packages: of this interpreter, of its user, and the one that torch is in.
+PACKAGES = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+    )
+)
 _LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
 
@@ -137,3 +146,23 @@ def unchosen(names: ModuleNames, frame: types.FrameType, given: list[Tensor], re
     shapes = ["x".join(map(str, tensor.shape)) for tensor in wide]
     said = [each or f"a tensor of {shape}" for each, shape in zip(named, shapes, strict=True)]
     return f"float32 comes out, as {' and '.join(said)} in float32 met {dtype_name(low[0].dtype)}"
+
+
+def at_place(where: str, op: str, module: str) -> str:
+    """Return line, op and module of a call as one text."""
+    inside = f"{op} in {module}" if module else op
+    return f"{where}: {inside}" if where else inside
+
+
+def short_place(where: str) -> str:
+    """Shorten file:line to the path from the folder of the program or of its packages, or else to the file's name."""
+    path, _, line = where.rpartition(":")
+    inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
+    inside = next((path.removeprefix(folder) for folder in PACKAGES if path.startswith(folder)), inside)
+    return f"{inside}:{line}" if path else where
+
+
+def short_places(text: str) -> str:
+    """Shorten each path in a sentence as `short_place` does."""
+    text = text.replace(os.path.join(os.getcwd(), ""), "")  # which may have a space in it
+    return re.sub(r"(?<![\w.])/[^\s:]+:\d+", lambda found: short_place(found[0]), text)

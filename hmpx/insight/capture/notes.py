@@ -16,8 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.torch_private import LINES, private
-from hmpx.insight.module_names import Place, Places
 from hmpx.insight.observed import OF_STEPS
+from hmpx.insight.places import Place, Places
 from hmpx.insight.tensors import LOW, Tensor, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
