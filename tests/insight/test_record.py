@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import weakref
 from collections import Counter
 
 import pytest
@@ -96,3 +98,16 @@ def test_the_dtypes_are_those_that_the_dispatcher_sees(name, lists):
     recorded, dispatched = compared(log, seen)
     assert recorded == dispatched and len(recorded) >= 3
     assert casts(log, "casts") == seen.casts and casts(log, "bytes_cast") == seen.bytes
+
+
+def test_a_model_that_is_done_with_goes_while_a_record_is_open():
+    with hmpx.convert(), hmpx.record() as log:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+        left = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert [each() for each in left] == [None, None] and log.steps == 2

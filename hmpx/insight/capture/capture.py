@@ -68,6 +68,7 @@ class Capture:
     ) -> None:
         self.looks, self._is_enough, self._only_at, self._most = looks, is_enough, only_at, most
         self._hides_backward = not any("backward" in each.stages for each in looks)
+        self._follows_steps = any(each.follows_steps for each in looks)
         self.notes, self.iterations, self.trouble = Notes(), Iterations(at, only_at), list[str]()
         self.optimizers: list[Optimizer] = []
         self.steps: Counter[int] = Counter()
@@ -227,7 +228,7 @@ class Capture:
         self._model_is_made()
         self._watch.stepping = True
         with aside(self.trouble):
-            if not any(each is optimizer for each in self.optimizers):
+            if self._follows_steps and not any(each is optimizer for each in self.optimizers):
                 self._meet(optimizer, caller)
         self._evaluations = 0
         call = StepCall(optimizer, type(optimizer).step, args[1:], kwargs).with_functions(
@@ -237,7 +238,7 @@ class Capture:
             return (optimizer, *call.args), dict(call.kwargs)
         if self._last_hook is not None:
             self._last_hook.remove()
-        self._last_hook = optimizer.register_step_pre_hook(lambda *_: self._begin(optimizer, self._only_at))
+        self._last_hook = optimizer.register_step_pre_hook(lambda each, *_: self._begin(each, self._only_at))
         return None
 
     def _meet(self, optimizer: Optimizer, caller: FrameType) -> None:
@@ -274,10 +275,12 @@ class Capture:
         return evaluated
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self._running is not sys._getframe(1) or not any(each is optimizer for each in self.optimizers):
+        if self._running is not sys._getframe(1):
             return
         self._watch.stepping, self._running = False, None
         self._resume()
+        if not any(each is optimizer for each in self.optimizers):
+            return
         with self._watch.paused(), aside(self.trouble, is_whole=True):
             for each in self.looks:
                 each.end(optimizer, self._evaluations)

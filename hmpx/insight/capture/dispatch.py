@@ -219,12 +219,13 @@ class Look:
     An error in a look reaches no program: it is told among what was not checked.
 
     Attributes:
-        kind: of the findings, in a word or two.
         stages: the stages of an iteration whose ops `see` gets: "set up" before the first forward pass, "forward",
             "backward", "step".
+        follows_steps: whether it is told of optimizers, which then live as long as the capture, with their models.
     """
 
     stages: Collection[str] = ()
+    follows_steps = True
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
         """An op is about to run, as torch's dispatcher has it; that costs a tenth of what `see` does."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
@@ -245,8 +243,11 @@ def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterabl
 
 
 def _yaml(value: Any) -> str:
-    said = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
-    return said.removesuffix("...\n").strip()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _comment(text: str) -> list[str]:

@@ -28,6 +28,8 @@ _OpOverload = private("torch._ops.OpOverload")
 class Escaped(Look):
     """Collects the ops of forward passes that ran in another dtype than the policy says."""
 
+    follows_steps = False
+
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._conversion: Conversion | None = None
