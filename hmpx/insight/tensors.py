@@ -36,6 +36,11 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def dtypes(value: object) -> set[torch.dtype]:
+    """Return the dtypes of the floating tensors in `value`."""
+    return {tensor.dtype for tensor in floating((value,))}
+
+
 def sample(tensor: Tensor, most: int = 1024) -> Tensor:
     """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
     flat = local(tensor.detach()).reshape(-1)

@@ -44,7 +44,6 @@ class Capture:
     Args:
         looks: what is looked for; each is called for the optimizers, the steps and the ops that it asks for.
         at: iterations, from 1, whose ops are looked at in any case.
-        is_enough: is told how many steps an optimizer has done, and may raise to end the program.
         only_at: look at ops of no other iterations than `at`, and at those of compiled code, too, but not at those of
             steps. Only the step of an optimizer ends an iteration then.
         most: ops of one iteration that are looked at.
@@ -62,11 +61,10 @@ class Capture:
         self,
         looks: Sequence[Look],
         at: Collection[int] = (),
-        is_enough: Callable[[int], None] = lambda steps: None,
         only_at: bool = False,
         most: float = ITERATION,
     ) -> None:
-        self.looks, self._is_enough, self._only_at, self._most = looks, is_enough, only_at, most
+        self.looks, self._only_at, self._most = looks, only_at, most
         self._hides_backward = not any("backward" in each.stages for each in looks)
         self._follows_steps = any(each.follows_steps for each in looks)
         self.notes, self.iterations, self.trouble = Notes(), Iterations(at, only_at), list[str]()
@@ -115,6 +113,9 @@ class Capture:
         for each in self.looks:
             with aside(self.trouble, is_whole=True):
                 each.close(self.optimizers)
+
+    def is_enough(self, steps: int) -> None:
+        """Hear how many steps an optimizer has done; whoever overrides it may raise to end the program."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Look at no ops that run inside."""
@@ -188,7 +189,7 @@ class Capture:
                 if not self.optimizers and graph_task() == -1 and not is_first:
                     self._iterated()
                     if self.notes.are_steps:
-                        self._is_enough(self.iterations.count - 1)
+                        self.is_enough(self.iterations.count - 1)
                 if self._hides_backward and graph_task() == -1:
                     self._watch.suspend()
             try:
@@ -213,7 +214,7 @@ class Capture:
                 self.notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
                 self.notes.scale = scaler.get_scale()
             if is_skipped:
-                self._is_enough(len(self.notes.skipped))
+                self.is_enough(len(self.notes.skipped))
             return result
 
         return scaled
@@ -291,7 +292,7 @@ class Capture:
             self.iterations.begin_stage()
         if optimizer is self._leader:
             self._iterated()
-        self._is_enough(self.steps[id(optimizer)])
+        self.is_enough(self.steps[id(optimizer)])
 
     def _iterated(self) -> None:
         """An iteration is over, and the next one begins."""

@@ -21,7 +21,6 @@ from hmpx.insight.places import Place, Places
 from hmpx.insight.tensors import LOW, Tensor, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
-from hmpx.ops.wrapping.overriding import PLAIN
 
 BACKWARD = "backward"
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
@@ -173,8 +172,7 @@ class Notes:
         self.unseen: Counter[str] = Counter()
         self._spots: dict[tuple, Spot] = {}
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
-        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
-        self._of_memory: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}
+        self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: classes come by an alias
 
     def place(self, frame: python_types.FrameType) -> Place:
         """Return the place that runs in a frame."""
@@ -238,26 +236,19 @@ class Notes:
 
     def facts(self, tensor: Any) -> dict[str, Any]:
         """Return the facts of a tensor, to be read."""
-        ref, facts = self._facts.get(id(tensor), (None, {}))
-        if ref is not None and ref() is tensor:
-            return facts
-        if not isinstance(tensor, Tensor) or type(tensor) in PLAIN:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return {}
-        storage, facts = self._of_memory.get(_key(tensor), (None, {}))  # torch gives results a class by an alias
+        storage, facts = self._facts.get(_key(tensor), (None, {}))
         return facts if storage is not None and not storage.expired() else {}
 
     def add(self, tensor: Tensor, **facts: Any) -> None:
         """Note more facts of a tensor."""
         if len(self._facts) > self._MOST:
             self._facts.clear()
-            self._of_memory.clear()
-        facts = {**self.facts(tensor), **facts}
-        self._facts[id(tensor)] = weakref.ref(tensor), facts
-        self._of_memory[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), facts
+        self._facts[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), {**self.facts(tensor), **facts}
 
     def forget_facts(self) -> None:
         self._facts.clear()
-        self._of_memory.clear()
         self._nodes.clear()
         self.rewritten.clear()
         self.last_cast = None

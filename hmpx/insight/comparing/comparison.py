@@ -72,7 +72,7 @@ class Row:
             return short_places(f"{self.place}, in the {self.phase} pass")
         if math.isnan(self.gradient_error):
             return short_places(f"{self.place}: {self.dtypes}; {self.reason}")
-        alone = "inf or NaN" if self.gradient_error == math.inf else f"gradient error {number(self.gradient_error)}"
+        alone = "inf or NaN" if self.gradient_error == math.inf else f"gradient error {two_digits(self.gradient_error)}"
         return short_places(f"{self.place}: by itself {alone}; in {self.dtypes}, {self.reason.removeprefix('none: ')}")
 
 
@@ -88,7 +88,7 @@ def row_of(sites: Sequence[CallSite], is_op: bool = False) -> Row:
     )
 
 
-def number(value: float) -> str:
+def two_digits(value: float) -> str:
     """Format a number with two figures; "-" for NaN."""
     if math.isnan(value):
         return "-"
@@ -208,14 +208,14 @@ class Comparison(Report):
         yield Grid(_FIELDS, rows, more=lambda rest: f"{len(rest)} rows that do less")
         yield Grid(_FIELDS, self.broken, shown=(), notes=_notes, page="To be in FP32")
         about = "All calls of an op alone in low precision, in one batch, in units of the noise between batches."
-        errors = [(row.op, row.gradient_error, number(row.gradient_error)) for row in self.by_op()[:_BARS]]
+        errors = [(row.op, row.gradient_error, two_digits(row.gradient_error)) for row in self.by_op()[:_BARS]]
         yield Bars("Gradient error by op", about, [each for each in errors if not math.isnan(each[1])], FELT)
         yield Grid(_FIELDS, self.rows, shown=(), notes=_notes, page="Every site")
         yield Lines("The lists, as one file that hmpx reads", self.policy.splitlines(), closed=True)
 
 
 def _figure(title: str, figure: Callable[[Row], float], rank: int = 0) -> Field:
-    return Field(title, lambda row: number(figure(row)), "figure", figure, rank=rank)
+    return Field(title, lambda row: two_digits(figure(row)), "figure", figure, rank=rank)
 
 
 _FIELDS = (
@@ -250,7 +250,7 @@ def _verdict(found: Comparison) -> Iterator[str]:
     elif not math.isnan(error):
         said, bias = "BROKEN" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
         at = "" if found.is_broken else " at these weights"  # a training may break later
-        yield f"{said}{at}: gradient error {number(error)}, bias {number(bias)} ({_LIMIT})"
+        yield f"{said}{at}: gradient error {two_digits(error)}, bias {two_digits(bias)} ({_LIMIT})"
     else:
         yield "gradient errors have no unit, which is the noise between batches: give two batches or more that differ"
     yield from _labelled(label, _symptoms(found))
@@ -273,7 +273,7 @@ def _symptoms(found: Comparison) -> Iterator[str]:
     change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
     yield f"the loss is {found.loss:.6g} in FP32; {change}"
     if not math.isnan(found.log_prob_change):
-        yield f"the lists change log-probs by {number(found.log_prob_change)} in the mean"
+        yield f"the lists change log-probs by {two_digits(found.log_prob_change)} in the mean"
     if (first := found.first_nonfinite) is not None:
         victim = found.broken and not any((row.op, row.module) == (first.op, first.module) for row in found.broken)
         why = "; its inputs are wrong: with the fix it is finite" if victim else ""
@@ -288,14 +288,14 @@ def _causes(found: Comparison) -> Iterator[str]:
     if rows and not any(row.gradient_error >= FELT for row in rows):
         yield "none of these breaks the training by itself: their errors add up"
     if not rows and not math.isnan(found.advised):
-        said = f"with every op in FP32 the gradient error is {number(found.advised)} already"
+        said = f"with every op in FP32 the gradient error is {two_digits(found.advised)} already"
         yield f"{said}, because of the weights, or of casts that no wrapper reaches"
 
 
 def _fixes(found: Comparison) -> Iterator[str]:
     """Yield what is to be in FP32, and what that brings."""
     if any(not row.raised for row in found.broken):
-        then = f" (measured: gradient error {number(found.advised)}; {_LIMIT})" if found.advised >= 0 else ""
+        then = f" (measured: gradient error {two_digits(found.advised)}; {_LIMIT})" if found.advised >= 0 else ""
         yield f"keep in FP32: {_in_fp32(found.broken, found.names)}{then}; or let hmpx.tune find the lists"
     if found.is_cut_short:
         yield f"the search has ended after {found.passes} runs: fewer ops may be enough"

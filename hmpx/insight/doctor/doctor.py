@@ -141,8 +141,8 @@ def end() -> NoReturn:
     raise Enough
 
 
-class Examination:
-    """A `doctor` that is open.
+class Examination(Capture):
+    """A `doctor` that is open: a capture with all looks.
 
     Attributes:
         found: what it writes to. is_ending: whether it has ended the program.
@@ -157,19 +157,13 @@ class Examination:
         heard: Callable[[Examination], None],
     ) -> None:
         self.found, self.is_ending, self._heard = found, False, heard
-        self._steps, self._at, self._base = steps and max(steps, *at, 0), at, base
+        self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._updates, self._replicas = Updates(), Replicas()
         looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES]
-        self.capture = Capture(
-            [*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], at, self._is_enough
-        )
+        super().__init__([*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], at)
 
-    def hooks(self) -> contextlib.AbstractContextManager[None]:
-        """Look at what runs inside."""
-        return self.capture.hooks()
-
-    def _is_enough(self, steps: int) -> None:
-        if self._steps is not None and steps >= self._steps:
+    def is_enough(self, steps: int) -> None:
+        if self._enough is not None and steps >= self._enough:
             if self.is_ending:  # a script that goes on has caught it
                 raise Enough
             self.is_ending = True
@@ -181,65 +175,64 @@ class Examination:
     def so_far(self) -> Diagnosis:
         """Return what was found by now on this rank."""
         found, self.found = self.found, Diagnosis()
-        with self.capture.paused():
+        with self.paused():
             self.finish(alone=True)
         now, self.found = self.found, found
         return now
 
     def finish(self, alone: bool = False) -> None:
         """Write what was found. alone: leave the other ranks out."""
-        capture, found = self.capture, self.found
-        capture.close()
-        trained = capture.trained
-        names = {p: capture.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
+        self.close()
+        found, trained = self.found, self.trained
+        names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
         problems, unchecked = list[Problem](), [*self._not_checked()]
-        for look in capture.looks:
-            with aside(capture.trouble, is_whole=True):
-                problems += [*look.findings(capture.notes, names)]
-                unchecked += [*look.unchecked(capture.notes, names)]
+        for look in self.looks:
+            with aside(self.trouble, is_whole=True):
+                problems += [*look.findings(self.notes, names)]
+                unchecked += [*look.unchecked(self.notes, names)]
         if not alone:
-            with aside(capture.trouble, is_whole=True):
+            with aside(self.trouble, is_whole=True):
                 problems, unchecked = self._replicas.gathered(problems, unchecked, names)
         found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
-        with aside(capture.trouble, is_whole=True):
-            script = Script(capture)
+        with aside(self.trouble, is_whole=True):
+            script = Script(self)
             found.findings[:] = [legal(each, script) for each in found.findings]
             found.recipe, found.reasons, found.recipe_text = recipe_for(found.findings, script, self._base)
         found.looked[:] = self._looked()
         found.not_checked[:] = dict.fromkeys(unchecked)
-        found.not_checked += [f"what raised when it was looked at: {each}" for each in capture.trouble[:1]]
+        found.not_checked += [f"what raised when it was looked at: {each}" for each in self.trouble[:1]]
 
     def _looked(self) -> list[str]:
-        optimizers, steps = self.capture.optimizers, max(self.capture.steps.values(), default=0)
+        optimizers, steps = self.optimizers, max(self.steps.values(), default=0)
         classes = ", ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
         dtypes: Counter[str] = Counter()
-        for p in self.capture.trained:
+        for p in self.trained:
             dtypes[dtype_name(p.dtype)] += p.numel()
         held = " and ".join(f"{count:,} in {name}" for name, count in dtypes.items())
         looked = self._updates.looked
         lines = [f"{number(steps, 'step')} of {classes}; parameters: {held}"] if steps else []
         lines += [f"beside {number(looked, 'step')} of them, float32 copies took the same step"] if looked else []
-        if watched := self.capture.iterations.watched:
+        if watched := self.iterations.watched:
             lines += [f"looked at ops in iterations {', '.join(map(str, watched[:9]))}"]
             lines[-1] += " and so on" if len(watched) > 9 else ""
-            if left := self.capture.iterations.passed_over:
+            if left := self.iterations.passed_over:
                 lines[-1] += f"; {number(left, 'other')} would have taken over a twentieth of the time"
         return lines or ["nothing was looked at"]
 
     def _not_checked(self) -> Iterator[str]:
-        capture, done = self.capture, self.capture.iterations.count
-        yield from (f"what another thread did: {each}" for each in capture.elsewhere)
-        if not capture.optimizers and not capture.notes.are_steps and not capture.elsewhere:
+        done = self.iterations.count
+        yield from (f"what another thread did: {each}" for each in self.elsewhere)
+        if not self.optimizers and not self.notes.are_steps and not self.elsewhere:
             yield "updates: no torch.optim.Optimizer has stepped"
-        if capture.compiles:
+        if self.compiles:
             yield "ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"
-        elif not capture.iterations.watched:
+        elif not self.iterations.watched:
             yield f"ops: the script ended after {number(done, 'iteration')}, the third is looked at"
-        for step in sorted({*self._at} - {*capture.iterations.watched}) if not capture.compiles else ():
+        for step in sorted({*self._at} - {*self.iterations.watched}) if not self.compiles else ():
             yield f"step {step}: " + (
                 f"the script ended after {number(done, 'iteration')}" if step > done else "its ops"
             )
-        yield from (f"{each} ({number(n, 'time')})" for each, n in capture.notes.unseen.items() if n)
+        yield from (f"{each} ({number(n, 'time')})" for each, n in self.notes.unseen.items() if n)
 
 
 def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.AbstractContextManager[Diagnosis]:

@@ -25,7 +25,7 @@ import torch
 from hmpx.insight import run_state
 from hmpx.insight.places import Places
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.tensors import LOW, Tensor, dtypes
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
 from hmpx.insight.trials.subject import Subject
 from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
@@ -236,11 +236,6 @@ class Difference:
         by_batch = {i: math.sqrt(max(self._sizes(self._squares[i], self._losses[i]))) for i in self._squares}
         error, bias, change, loss_error = map(math.sqrt, (squares / n, shared, losses / n, loss_error / n))
         return Effect(error, bias, change, loss_error, by_batch=by_batch)
-
-
-def dtypes(value: object) -> set[torch.dtype]:
-    """Return the dtypes of the floating tensors in `value`."""
-    return {tensor.dtype for tensor in floating((value,))}
 
 
 def noise_of(gradients: Sequence[Sequence[Tensor]]) -> float:
