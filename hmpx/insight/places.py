@@ -1,4 +1,4 @@
-"""Places of calls, and names of modules and their tensors, found from the frames in which they run."""
+"""CallPlaces of calls, and names of modules and their tensors, found from the frames in which they run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Place(NamedTuple):
         return "" if self.where == self.script else f", in {short_place(self.where)}"
 
 
-class Places:
+class CallPlaces:
     """The places of calls; each line of each module is looked up once.
 
     names: of modules and parameters.

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.torch_private import LINES, private
 from hmpx.insight.observed import OF_STEPS
-from hmpx.insight.places import Place, Places
+from hmpx.insight.places import CallPlaces, Place
 from hmpx.insight.tensors import LOW, Tensor, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
@@ -159,7 +159,7 @@ class Notes:
     _MOST = 4096
 
     def __init__(self) -> None:
-        self._places = Places()
+        self._places = CallPlaces()
         self.names = self._places.names
         self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
         self.iteration = 1

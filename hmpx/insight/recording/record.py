@@ -27,7 +27,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.observed import OF_STEPS, observing
-from hmpx.insight.places import Place, Places, unchosen
+from hmpx.insight.places import CallPlaces, Place, unchosen
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched
@@ -108,7 +108,7 @@ class Recorder:
         self._sites: dict[tuple, Site | None] = {}
         self._used: dict[int, set[str]] = {}  # by scope: ops that were called, and names in lists that they follow
         self._conversion: Conversion | None = None  # the last that was in force
-        self._places = Places()
+        self._places = CallPlaces()
         self._device = DeviceSide()
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step

@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 
 from hmpx.insight import run_state
-from hmpx.insight.places import Places
+from hmpx.insight.places import CallPlaces
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
@@ -103,7 +103,7 @@ class Runs:
         self.gradients: list[list[Tensor]] = []
         self.noise = self.loss_noise = math.nan
         self._sites: dict[tuple, CallSite] = {}
-        self._places = Places()
+        self._places = CallPlaces()
         self._now: Compute | None = None
         self._batch, self._is_exact = 0, False
         self._calls: Counter[CallSite] = Counter()
