@@ -1,4 +1,4 @@
-"""CallPlaces of calls, and names of modules and their tensors, found from the frames in which they run."""
+"""Places of calls, and names of modules and their tensors, found from the frames in which they run."""
 
 from __future__ import annotations
 
