@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import signal
+import weakref
+
 import pytest
 import torch
 from torch import nn, optim
@@ -39,6 +44,35 @@ def test_an_error_is_told_where_a_mode_hides_the_writes_of_foreach_kernels():
         optimizer.step()
     with pytest.raises(hmpx.HmpxError, match="step 1 of SGD was interrupted by OutOfMemoryError"):
         optimizer.state_dict()
+
+
+class Interrupts(optim.SGD):
+    """Ctrl-C comes while it steps."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_has_waited_for_the_end_of_a_step_keeps_nothing_of_its_callers():
+    """They may hold a loss, and with it activations."""
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer, held = Interrupts([("w", p)], lr=0.1), []
+    hmpx.attach(optimizer)
+
+    def trained():
+        p.grad = torch.ones_like(p)
+        loss = torch.zeros(())
+        held.append(weakref.ref(loss))
+        optimizer.step()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            trained()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_lack_of_memory_for_wider_state_leaves_what_there_is(monkeypatch):

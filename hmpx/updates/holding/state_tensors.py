@@ -189,7 +189,7 @@ class HeldCodes(HeldState):
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         if self._layout.cut or self._layout.is_scattered:  # other ranks have a say in the scales
             return None
-        codes, scales = local(self.tensor), local(self.scales)
+        codes, scales = local(self.tensor), local(self.scales).detach()  # which keeps the memory that a plan writes to
         return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:

@@ -141,7 +141,10 @@ class DeferredSignals:
             except BaseException as error:  # a handler has raised, perhaps of a signal that came just now
                 error.__context__, raised = error.__context__ or raised, error
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # or its traceback, and all that the frames in it hold, would wait for the garbage collector
 
     def forget(self) -> None:
         """Put the handlers back in a forked child; signals that wait are its parent's."""
