@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,20 +29,23 @@ def _of_all() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
-def refuse_lookups(optimizer: Optimizer) -> None:
+def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> None:
     """Refuse an optimizer of which an attribute, or an option of a group, holds its parameters or their ids.
+
+    Args:
+        shown: the FP32 copies of a step that is over: by then a class has made what it makes in its first step.
 
     Raises:
         HmpxError: with the name of the attribute.
     """
     lists = [group["params"] for group in optimizer.param_groups]
-    params = {id(p): p for params in lists for p in params}
-    shown = {id(each) for each in lists}
+    params = {id(p): p for params in (*lists, shown) for p in params}
+    own_lists = {id(each) for each in lists}
     own = {name: value for name, value in vars(optimizer).items() if name not in _of_all()}
     groups = enumerate(optimizer.param_groups)
     options = {f"param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
     for name, value in {**own, **options}.items():
-        if id(value) not in shown and any(_is_one(each, params) for each in _inside(value, _SEARCHED, shown)):
+        if id(value) not in own_lists and any(_is_one(each, params) for each in _inside(value, _SEARCHED, own_lists)):
             raise HmpxError(
                 f"{type(optimizer).__name__} knows parameters by {name}, a {type(value).__name__}, and would not find "
                 "the FP32 copies there that hmpx steps in their place: keep its weights in FP32, without hmpx.attach, "
@@ -55,17 +58,17 @@ def _is_one(value: Any, params: Mapping[int, Parameter]) -> bool:
     return found or (type(value) is int and value in params)
 
 
-def _inside(value: Any, depth: int, shown: set[int]) -> Iterator[Any]:
+def _inside(value: Any, depth: int, own_lists: set[int]) -> Iterator[Any]:
     """Yield what a container holds, keys of dicts and containers inside included; lists of `param_groups` aside."""
-    if id(value) in shown or depth < 0:
+    if id(value) in own_lists or depth < 0:
         return
     if isinstance(value, Mapping):
         for key in value:
-            yield from _inside(key, depth - 1, shown)
+            yield from _inside(key, depth - 1, own_lists)
         value = [*value.values()]
     if isinstance(value, list | tuple | set | frozenset):
         for each in value:
-            yield from _inside(each, depth - 1, shown)
+            yield from _inside(each, depth - 1, own_lists)
     else:
         yield value
 

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +28,7 @@ from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written
+from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shown import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
@@ -34,6 +36,8 @@ from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
+
+_known: WeakSet[Optimizer] = WeakSet()  # those of which a step was looked at for lookups
 
 
 class WholeBatch(Batch):
@@ -129,6 +133,9 @@ class WholeBatch(Batch):
                 f"{type(optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
                 "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
             )
+        if optimizer not in _known:
+            refuse_lookups(optimizer, [shadow.q for shadow in self._shadows])
+            _known.add(optimizer)
         for shadow in self._shadows:
             shadow.hand_back()
 
