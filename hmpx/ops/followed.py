@@ -37,7 +37,7 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     elif depth:
         if isinstance(value, dict):
             inside: Iterable = value.values()
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             inside = value
         elif dataclasses.is_dataclass(value) or isinstance(value, torch.distributions.Distribution):
             inside = vars(value).values()

@@ -73,7 +73,7 @@ def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """Return the lists (a number) of the model that a call outside of every model follows; 0: of none."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     for value in args[:1]:
-        if isinstance(value, list | tuple):  # of `cat` and `stack`
+        if isinstance(value, (list, tuple)):  # of `cat` and `stack`
             tensors += [each for each in value if isinstance(each, torch.Tensor)]
     if is_dynamo_compiling():
         return lists_of_traced(tensors)

@@ -188,7 +188,7 @@ def _device(values: Iterable[Any]) -> str:
     for value in values:
         if isinstance(value, Tensor):
             return value.device.type
-        if isinstance(value, list | tuple) and (found := _device(value)):
+        if isinstance(value, (list, tuple)) and (found := _device(value)):
             return found
     return ""
 

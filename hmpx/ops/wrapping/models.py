@@ -63,6 +63,6 @@ def _holds(values: Iterable[Any], kinds: tuple[type, ...]) -> bool:
             return True
         if isinstance(value, dict):
             value = value.values()
-        if isinstance(value, list | tuple | type({}.values())) and _holds(value, kinds):
+        if isinstance(value, (list, tuple, type({}.values()))) and _holds(value, kinds):
             return True
     return False

@@ -83,7 +83,7 @@ def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
         if isinstance(value, Tensor):
             if is_eligible(value):
                 found.append(value.dtype)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):  # Dynamo of torch 2.9 cannot trace `list | tuple`
             found += eligible_dtypes(value)
         elif type(value) is dict:
             found += eligible_dtypes(value.values())

@@ -154,7 +154,7 @@ def _first_dtype(values: Any) -> torch.dtype | None:  # this and the next make n
         if isinstance(value, torch.Tensor):
             if value.dtype in ELIGIBLE:
                 return value.dtype
-        elif isinstance(value, list | tuple) and (found := _first_dtype(value)) is not None:
+        elif isinstance(value, (list, tuple)) and (found := _first_dtype(value)) is not None:
             return found
     return None
 
@@ -164,7 +164,7 @@ def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
         if isinstance(value, torch.Tensor):
             if value.dtype is not dtype and value.dtype in ELIGIBLE:
                 return True
-        elif isinstance(value, list | tuple) and _has_other(value, dtype):
+        elif isinstance(value, (list, tuple)) and _has_other(value, dtype):
             return True
     return False
 
@@ -210,5 +210,5 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
