@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.base import installation, process_state, region_state
-from hmpx.base.changes import Attribute, Changes
+from hmpx.base.changes import Changes
 from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
-from hmpx.base.process_state import casts_regions
+from hmpx.base.process_state import casts_regions, place
 from hmpx.base.torch_private import AUTOCAST
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops import autocast_questions, autocast_traced, compilers
@@ -37,14 +37,6 @@ from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
 
-_OBSERVER = Attribute(process_state, "observer", "the observer of ops")
-_LEARN = Attribute(process_state, "learn", "what learns scopes")
-_ROUNDED = Attribute(process_state, "gradients_rounded", "the counts of rounded gradients")
-_MODELS = Attribute(process_state, "models", "the models that were called")
-_AVERAGES = Attribute(process_state, "averages", "the modules that keep an average")
-_PREPARED = Attribute(process_state, "prepared", "the models that were prepared")
-_MODEL_LISTS = Attribute(process_state, "model_lists", "the lists of models")
-_SAID = Attribute(process_state, "said", "the messages that are logged once")
 logger = logging.getLogger("hmpx")
 
 
@@ -144,7 +136,7 @@ class Conversion(Installation):
             self._learn([number_inside(0, lists) for lists in model_lists])
             self.add_rules(rules)
             self.model_lists = model_lists
-            self._changes.put(_MODEL_LISTS, model_lists)
+            self._changes.put(place("model_lists"), model_lists)
         compilers.forget_compiled()
 
     def drop_rules(self, rules: Iterable[ModuleRule]) -> None:
@@ -207,17 +199,17 @@ class Conversion(Installation):
 
     def _change(self, changes: Changes) -> None:
         """Make every change of this conversion, from torch as it is now."""
-        changes.put(_PREPARED, self.prepared)
-        changes.put(_MODEL_LISTS, self.model_lists)
+        changes.put(place("prepared"), self.prepared)
+        changes.put(place("model_lists"), self.model_lists)
         for rule in self.rules:
             rule.apply(changes)
         wrap_forwards(changes)
         self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
-        changes.put(_LEARN, self._learn)
-        changes.put(_ROUNDED, self._rounded)
-        changes.put(_SAID, self._said)
-        for noted in (_MODELS, _AVERAGES):
-            changes.put(noted, modules := dict[int, Any]())
+        changes.put(place("learn"), self._learn)
+        changes.put(place("gradients_rounded"), self._rounded)
+        changes.put(place("said"), self._said)
+        for noted in ("models", "averages"):
+            changes.put(place(noted), modules := dict[int, Any]())
             changes.callback(modules.clear)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
@@ -237,7 +229,7 @@ class Conversion(Installation):
             if AUTOCAST.is_on():
                 autocast_traced.apply(changes)
             autocast_questions.let_dynamo_fold(changes)
-        changes.put(_OBSERVER, observer)
+        changes.put(place("observer"), observer)
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)
         changes.callback(region_state.set_converted, False)

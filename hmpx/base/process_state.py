@@ -9,6 +9,7 @@ is in its handle. What can be computed again, such as the catalogue of ops, stay
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hmpx.base import forks
-from hmpx.base.changes import Changes
+from hmpx.base.changes import Attribute, Changes
 
 # What is in force (base.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
 # put in force or taken away.
@@ -77,7 +78,7 @@ observers: list[Any] = []
 # Who looks at casts to FP8, by thread (insight.recording); empty while nobody does.
 fp8_watchers: dict[int, Any] = {}
 
-# How many gradients were rounded stochastically, by their name (ops.computing.four_bits): of the conversion in force,
+# How many gradients were rounded stochastically, by their name (ops.computing.fp8_casts): of the conversion in force,
 # or of products outside of one.
 gradients_rounded: dict[str, int] = {}
 
@@ -101,6 +102,11 @@ watching_writes = Changes()
 # Each code object that a wrapper runs, with its rule, by `id` (ops.wrapping.callers): two code objects from one source
 # are equal. It grows with the wrappers that are written; these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
+
+
+def place(name: str) -> Attribute:
+    """A variable of this module, as a place that `Changes` give another object."""
+    return Attribute(sys.modules[__name__], name, f"hmpx.base.process_state.{name}")
 
 
 def in_use() -> dict[str, Any]:

@@ -75,11 +75,9 @@ class Opener:
 
 
 @contextlib.contextmanager
-def region(
-    casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None, scope: int | None = None
-) -> Iterator[None]:
+def region(casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None) -> Iterator[None]:
     """`enter` and `leave` around a block."""
-    token = enter(casting, how, maps, scope)
+    token = enter(casting, how, maps)
     try:
         try:
             yield

@@ -1,7 +1,7 @@
 """``bench gpu``: the tests and every table on a GPU, in at most six minutes, and a page to send.
 
 Each part is a process of its own with a limit of seconds: what fails or hangs there stops no other part. What is
-expected of a GPU follows from counts (`bench launches`) and bytes: rounding and steps are bound by memory.
+expected of a GPU follows from the bytes that are moved: rounding and steps are bound by memory.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 from hmpx.version import __version__
 
-COUNTS = "calls", "torch alone", "syncs", "launches", "us", "torch us"  # columns of whole numbers
+COUNTS = "launches", "us", "torch us"  # columns of whole numbers
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 import wrapt
 
 from hmpx.base import process_state
-from hmpx.base.changes import Attribute, Changes, Flag
+from hmpx.base.changes import Changes, Flag
 from hmpx.ops import autocast_questions, model_calls
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
@@ -44,7 +44,6 @@ _FAST_PATH = Flag(
     torch.backends.mha.get_fastpath_enabled,
     torch.backends.mha.set_fastpath_enabled,
 )
-_KNOWN_SCOPES = Attribute(process_state, "known_scopes", "the scopes that are known")
 
 
 class Casts:
@@ -101,7 +100,7 @@ class Casts:
         rebinding.around(changes, patches, self._functions)
         policies = self._table.policies
         self._compilers.add(patches.originals(), self._table.in_words(), changes)
-        changes.put(_KNOWN_SCOPES, frozenset(policies))
+        changes.put(process_state.place("known_scopes"), frozenset(policies))
         if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
         self._rebindings.append(rebinding)

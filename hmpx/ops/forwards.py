@@ -37,7 +37,7 @@ _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # these
 def wrap_forwards(changes: Changes) -> None:
     """Wrap the forwards of modules with rules, also of those that get one later, until `changes` are undone."""
     wrap = functools.partial(_wrap, changes)
-    changes.put(Attribute(state, "wrap_forward", "hmpx.base.process_state.wrap_forward"), wrap)
+    changes.put(state.place("wrap_forward"), wrap)
     for rule in list(state.module_rules):
         for cls in rule.classes:
             wrap(cls)

@@ -29,9 +29,7 @@ def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
         made = memory.run(options.params, options.ranks, options.recipe, options.states)
         return [lambda table=table: table for table in made]  # type: ignore[misc]
     with _in_a_checkout(options.what):
-        from hmpx.bench import casts, host, launches, updates
-    if options.what == "launches":
-        return [lambda: launches.run(options.params)]
+        from hmpx.bench import casts, host, updates
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device, repeat = _device(name), options.repeat
     if options.what == "host":
@@ -131,7 +129,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "bench",
         help="time and memory, side by side with the peers that are installed",
         description="Measure on this machine, beside torch and the libraries that are installed. Every table\n"
-        "names the device and the number of threads. `memory` and `launches` measure nothing.",
+        "names the device and the number of threads. `memory` measures nothing.",
         epilog=f"examples:\n  {prog} bench rounding --threads 1\n  {prog} bench memory --params 7e9 --recipe lean",
     )
     what = bench.add_subparsers(required=True, metavar="TABLE", dest="what", title="tables")
@@ -165,16 +163,6 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     add_measured("casts", "single ops, beside torch.autocast with the same lists")
     command = add_measured("train", "whole models, beside torch.autocast with the same lists", _MODELS)
     command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
-
-    command = add_one(
-        "launches",
-        "what a step tells an accelerator, counted without one",
-        "Calls, waits of the host and bytes of an AdamW step, for every way to hold weights and state.\n"
-        "Counted on the meta device: nothing is computed, so a model of any size takes a minute.",
-        "--params 537e6",
-    )
-    words = "default 1e6 537e6 7e9"
-    command.add_argument("--params", type=_size, nargs="+", default=[1e6, 537e6, 7e9], metavar="N", help=words)
 
     command = add_one(
         "host",

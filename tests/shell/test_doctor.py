@@ -228,7 +228,7 @@ def test_a_step_that_is_asked_for_is_gone_to_and_one_that_never_comes_is_not_che
 
 def test_the_report_is_told_of_a_script_that_leaves_hides_its_errors_or_has_a_thread_that_waits(script, tmp_path):
     leaving = "    if i == 30: import os; sys.stderr = None; os.dup2(os.open(os.devnull, 1), 2); os._exit(0)\n"
-    waiting = "import hmpx.shell.watching, queue, threading\nhmpx.shell.watching._GRACE = 1\n"
+    waiting = "import hmpx.shell.doctor, queue, threading\nhmpx.shell.doctor._GRACE = 1\n"
     waiting += "threading.Thread(target=queue.Queue().get).start()\n"
     for source in (SCRIPT.replace("print(", f"{leaving}print("), waiting + SCRIPT):
         done = doctor(tmp_path, script(source=source))

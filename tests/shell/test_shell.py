@@ -186,7 +186,7 @@ COMMANDS = ["doctor", "run", "recipes", "explain", "check", "record", "report", 
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
-    "rounding", "step", "casts", "train", "memory", "launches", "host", "gpu"))], ids=" ".join)  # fmt: skip
+    "rounding", "step", "casts", "train", "memory", "host", "gpu"))], ids=" ".join)  # fmt: skip
 def test_every_command_has_a_description_an_example_and_its_arguments_explained(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])

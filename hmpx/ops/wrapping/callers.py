@@ -73,15 +73,23 @@ def users_line(frame: types.FrameType) -> str:
     return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
 
 
-def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
-    """Yield the modules whose methods are running, innermost first; a module may occur several times."""
+def methods(frame: types.FrameType | None) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Yield the modules whose methods are running, innermost first, each with the name of the method.
+
+    A method has a `self`, or is called `forward`; ``train(model, ...)`` is none.
+    """
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
+        if code.co_argcount and (code.co_varnames[0] == "self" or code.co_name == "forward"):
+            owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, torch.nn.Module):
-                yield owner
+                yield owner, code.co_name
         frame = frame.f_back
+
+
+def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
+    """Yield the modules whose methods are running, innermost first; a module may occur several times."""
+    return (module for module, _ in methods(frame))
 
 
 def runs_later(function: Callable) -> bool:

@@ -33,6 +33,7 @@ from hmpx.base.torch_private import autograd_node, graph_task
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.callers import methods
 from hmpx.ops.wrapping.models import is_model
 from hmpx.ops.wrapping.rules import ELIGIBLE
 
@@ -102,14 +103,11 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
     if graph_task() != -1:  # in a backward pass: forwards that are computed again have opened a region
         return _is_cast_backward() is True
     in_another = False
-    while frame is not None:
-        module = _module_of(frame)
-        if module is not None:
-            if not is_model(module):
-                in_another = True  # a metric, say, unless a model has called it
-            elif frame.f_code.co_name == "forward":
-                return True
-        frame = frame.f_back
+    for module, method in methods(frame):
+        if not is_model(module):
+            in_another = True  # a metric, say, unless a model has called it
+        elif method == "forward":
+            return True
     if in_another or not torch.is_grad_enabled():
         return False
     return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
@@ -178,32 +176,12 @@ def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) 
 
 def in_forward(frame: types.FrameType | None) -> bool:
     """Return whether the forward of a model is among the callers: one that was called by hand opens no region."""
-    while frame is not None:
-        if frame.f_code.co_name == "forward":
-            module = _module_of(frame)
-            if module is not None and is_model(module):
-                return True
-        frame = frame.f_back
-    return False
+    return any(method == "forward" and is_model(module) for module, method in methods(frame))
 
 
 def in_method(frame: types.FrameType | None) -> bool:
     """Return whether a method of a module is among the callers."""
-    while frame is not None:
-        if _module_of(frame) is not None:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _module_of(frame: types.FrameType) -> torch.nn.Module | None:
-    """Return the module whose `forward`, or another method with a `self`, runs in a frame."""
-    code = frame.f_code
-    if code.co_argcount and (code.co_name == "forward" or code.co_varnames[0] == "self"):  # no `train(model, ...)`
-        module = frame.f_locals.get(code.co_varnames[0])
-        if isinstance(module, torch.nn.Module):
-            return module
-    return None
+    return next(methods(frame), None) is not None
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What `bench launches` counts, against counts by hand; and what a step may tell an accelerator."""
+"""What a step may tell an accelerator; and what `support.launches` counts, against counts by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.bench import launches
-from hmpx.bench.launches import WAYS_OF_A_STEP, Told, minimum, step_of
+from tests.support import launches
+from tests.support.launches import WAYS_OF_A_STEP, Told, minimum, step_of
 
 BF16, META = torch.bfloat16, "meta"
 EACH = [way for way in WAYS_OF_A_STEP if way[1] is torch.float32 or way[0] == "stochastic"]  # of weights, of state

@@ -1,18 +1,8 @@
-"""``bench launches``: what a step tells an accelerator, counted on the meta device, where nothing is computed.
+"""What a step tells an accelerator, counted on the meta device, where nothing is computed.
 
 On an accelerator a call costs about as much as some hundred thousand elements, and a look at a value stops everything.
-So the table has what can be counted without one:
-
-========  ==============================================================================================
-calls     of torch's operators that compute or copy on the device, and of the Triton kernels with the copies
-          of their tables; ``torch alone``: where there is no Triton
-syncs     values that the host waits for, in either
-B/elem    bytes that the calls read and write, a parameter
-minimum   of them: each tensor that is not held in FP32 is read as it is held and written in FP32, and the
-          other way round after torch's own step, with the bytes of that on FP32 tensors; a fused kernel
-          reads and writes what is held once, and reads the gradient
-transient bytes a parameter that a step takes beside what stays, at its peak
-========  ==============================================================================================
+So what can be counted without one is: calls of torch's operators that compute or copy on the device, launches of the
+Triton kernels, values that the host waits for, bytes that are read and written, and the bytes of a step at its peak.
 
 A call on meta tensors can give no value, so a step of ours that asked for one would fail there.
 """
@@ -20,6 +10,7 @@ A call on meta tensors can give no value, so a step of ours that asked for one w
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,12 +21,11 @@ from torch import nn
 from torch.optim import adam
 
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, tree_leaves
-from hmpx.bench import measure
 from hmpx.rounding import devices, native, triton
 from hmpx.rounding.table import Launch, Table, TableRow
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
-from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
+from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
 from hmpx.updates.holding.stores import WAYS
 
 Tensor = torch.Tensor
@@ -48,8 +38,6 @@ WAYS_OF_A_STEP: list[tuple[Weights, StateDtype]] = [
     *((weights, dtype) for dtype in STATE_FORMS for weights in ("stochastic", "split8")),
     *((weights, torch.float32) for weights in ("nearest", "master", "split")),
 ]
-
-HOW = "foreach", "fused", "hmpx"
 
 
 class Told(TorchDispatchMode):
@@ -138,12 +126,17 @@ def counted(*, by_kernels: bool) -> Iterator[Told]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *args: None))
         if by_kernels:
-            patches.enter_context(mock.patch.object(devices, "lacks_data", lambda tensor: False))
+            patches.enter_context(mock.patch.object(devices, "lacks_data", _lacks_data))
             patches.enter_context(mock.patch.object(triton, "can_read", _can_read))
             patches.enter_context(mock.patch.object(native, "is_plain", Tensor.is_contiguous))
             patches.enter_context(mock.patch.object(Table, "_add", lambda *args: told.added(*args)))
             patches.enter_context(mock.patch.object(Launch, "run", lambda launch: told.launch(launch)))
         yield patches.enter_context(told)
+
+
+def _lacks_data(tensor: Tensor) -> bool:
+    """Say no to who chooses kernels alone; whoever would look at values hears the truth."""
+    return tensor.is_meta and sys._getframe(1).f_code is not devices.kernels_for.__code__
 
 
 def _can_read(*tensors: Tensor) -> bool:
@@ -182,31 +175,13 @@ def shapes(elements: int) -> Sequence[tuple[int, int]]:
     return [(max(elements // _TENSORS // row, 1), row)] * _TENSORS
 
 
-def run(sizes: Sequence[float]) -> measure.Bench:
-    """Make one row for each way to hold weights and state, each way to step, and each number of parameters."""
-    rows = [_row(int(size), how, weights, dtype) for size in sizes for how in HOW for weights, dtype in WAYS_OF_A_STEP]
-    return measure.Bench(
-        f"what an AdamW step tells an accelerator, {_TENSORS} BF16 tensors; hmpx: by the fused kernel of hmpx", rows
-    )
-
-
-def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> measure.Line:
-    alone = None if how == "hmpx" else step_of(elements, how, weights, state_dtype, by_kernels=False)
-    told = step_of(elements, how, weights, state_dtype, by_kernels=True)
-    figures = {
-        "calls": told.calls + told.launches,
-        "torch alone": None if alone is None else alone.calls,
-        "syncs": told.syncs + (0 if alone is None else alone.syncs),
-        "B/elem": told.moved / elements,
-        "minimum": minimum(elements, how, weights, state_dtype),
-        "transient": told.peak / elements,
-    }
-    name = f"{elements / 1e6:.0f} M, {how}, {weights}, {state_name(state_dtype)} state"
-    return measure.Line(name, {column: value for column, value in figures.items() if value is not None})
-
-
 def minimum(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> float:
-    """Return the least bytes an element, with two states; this module's docstring says what is counted."""
+    """Return the least bytes an element, with two states.
+
+    torch's own step moves its bytes on FP32 tensors. Before it, each tensor that is not held in FP32 is read as it is
+    held and written in FP32, and after it the other way round. A fused kernel reads and writes what is held once, and
+    reads the gradient.
+    """
     kind, state = 2 + WAYS[weights].bytes_beside, STATE_FORMS[state_dtype].bytes_each
     if how == "hmpx":
         return BF16.itemsize + 2 * kind + 4 * state
