@@ -74,8 +74,8 @@ class Fingerprint:
         self._grad_types = [type(p.grad) for p in params]
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        counts = {id(value) for value in of_states if not value.dim()}  # which lie in one way alone
-        self._laid = [each for each in self._tensors if id(each) not in counts]
+        flat = {id(value) for value in of_states if value.dim() < 2}  # state that lies in one way alone
+        self._laid = [each for each in self._tensors if id(each) not in flat]
         grads = [local(p.grad) for p in params if p.grad is not None]
         self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
