@@ -293,9 +293,9 @@ DISPATCH = Feature(
 )
 LINES = Feature(
     "lines of ops in backward passes",
-    "doctor and record --hash name the line that calls backward()",
+    "doctor, compare and record --hash name the line that calls backward()",
     Name("torch.autograd._get_sequence_nr", "which node of autograd an op of the forward pass has made"),
-    Name("torch.autograd.graph.Node._sequence_nr", "the same, of a node of the backward pass"),
+    Name("torch._C._functions.AccumulateGrad._sequence_nr", "the same, of a node of the backward pass"),
 )
 
 FEATURES = [each for each in globals().values() if isinstance(each, Feature)]

@@ -51,10 +51,6 @@ WANTED = {
             "test_fp8.py::test_the_numbers_of_torchao[",
             "test_other_optimizers.py::test_the_curve_of_torchaos_stochastic_adamw",
         ),
-        "numbers of autograd's nodes, for lines of ops in backward passes": (
-            "test_doctor_looks.py::test_what_makes_the_first_nan_of_a_gradient_is_named_by_the_line_of_its_forward_op[_root",
-            "test_parting.py::test_from_the_shell_with_what_says_no",
-        ),
     },
 }
 

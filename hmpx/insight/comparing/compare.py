@@ -129,7 +129,7 @@ class _Comparing:
         is_cut_short = is_broken and self._is_spent
         rows = {site: row_of([site]) for site in sites}
         if first is not None:
-            rows[first] = replace(rows[first], phase=phase)
+            rows[first] = replace(row_of([first]), phase=phase)
         self._move_log_probs(rows)
         raised = [row for row in rows.values() if row.raised]
         mean_loss = sum(runs.losses) / len(runs.losses)
@@ -203,6 +203,7 @@ class _Comparing:
         names = (canonical(ran.strip("_")), *callers(ran))
         here = [site for site in self._runs.sites if (site.where, site.module) == (place.where, place.module)]
         first = next((site for site in here if site.op in names), next(iter(here), None))
+        first = first or CallSite(found.name, place.where or "?", place.module)  # a line that calls backward()
         return first, "backward" if found.numbers["backward"] else "forward"
 
     def _first_wrong(self, whole: Effect) -> tuple[CallSite | None, str]:
