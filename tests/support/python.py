@@ -97,6 +97,7 @@ def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[in
 def serve() -> None:
     """Listen, and fork for each request; only what is forked returns from here, as the program that was asked for."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()  # no program looks through what all of them share, which would copy that memory for each
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(os.environ[SOCKET])
         listening.listen(64)
