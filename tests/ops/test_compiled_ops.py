@@ -78,7 +78,8 @@ ROWS |= {
     for what, (lists, *row) in ROWS.items()
     if "fp8" in lists and "fp8_format" not in lists
 }
-SLOW = {"FP8 rowwise", "FP8 mx", "FP8 blockwise"}
+SLOW = {"FP8 rowwise", "FP8 mx", "FP8 blockwise"} | {each for each in ROWS if each.endswith(", rowwise")}
+SLOW -= {"FP8 linear, rowwise", "FP8 bmm, rowwise"}
 
 
 def result_and_gradients(function, inputs, parameters):

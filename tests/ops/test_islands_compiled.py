@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -27,8 +29,15 @@ def compiled_anew():
     torch._dynamo.reset()
 
 
-@WHERE
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+PAIRS = [("eager", "everywhere"), ("aot_eager", "model")]
+PAIRS += [
+    pytest.param(backend, where, marks=pytest.mark.slow)
+    for backend, where in itertools.product(("eager", "aot_eager", "inductor"), ("everywhere", "model"))
+    if (backend, where) not in PAIRS
+]
+
+
+@pytest.mark.parametrize(("backend", "where"), PAIRS)
 def test_whole_graphs_have_the_dtypes_and_bits_of_eager(backend, where):
     for name in COMPILED:
         net = Net(BODIES[name])

@@ -14,56 +14,58 @@ def read(layer):
     return layer.weight
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_weight_is_that_of_fp32_rounded_once(kind, dtype):
+def test_the_weight_is_that_of_fp32_rounded_once(dtype):
     """The reference is the parametrization in FP32, of the same numbers, without hmpx."""
-    layer = parametrized(kind, dtype)
-    wide = parametrized(kind)
-    wide.load_state_dict(layer.state_dict())
+    layers, wides = ({kind: parametrized(kind, each) for kind in KINDS} for each in (dtype, torch.float32))
+    for kind, wide in wides.items():
+        wide.load_state_dict(layers[kind].state_dict())
     for _ in range(2):
         with hmpx.convert():
-            found = read(layer)
-            found.float().square().sum().backward()
-        exact = read(wide)
-        exact.to(dtype).float().square().sum().backward()
-        assert found.dtype is dtype and torch.equal(found, exact.to(dtype))
-        wide.load_state_dict(layer.state_dict())  # what spectral_norm iterates is rounded after each
-    for p, q in zip(layer.parameters(), wide.parameters(), strict=True):
-        if q.grad is not None:
-            assert p.grad is not None and torch.allclose(p.grad.float(), q.grad, rtol=0.02, atol=0.02)
+            found = {kind: read(layer) for kind, layer in layers.items()}
+            for each in found.values():
+                each.float().square().sum().backward()
+        for kind, wide in wides.items():
+            exact = read(wide)
+            exact.to(dtype).float().square().sum().backward()
+            assert found[kind].dtype is dtype and torch.equal(found[kind], exact.to(dtype)), kind
+            wide.load_state_dict(layers[kind].state_dict())  # what spectral_norm iterates is rounded after each
+    for kind, wide in wides.items():
+        for p, q in zip(layers[kind].parameters(), wide.parameters(), strict=True):
+            if q.grad is not None:
+                assert p.grad is not None and torch.allclose(p.grad.float(), q.grad, rtol=0.02, atol=0.02), kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same(kind):
-    layer = parametrized(kind, torch.bfloat16).eval()
+def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same():
     with hmpx.convert():
-        with torch.no_grad():
-            found = read(layer)
-        with hmpx.disable_casts(), torch.no_grad():
-            layer(torch.ones(2, 8).bfloat16())
-            assert torch.equal(layer.weight, found)
+        for kind in KINDS:
+            layer = parametrized(kind, torch.bfloat16).eval()
+            with torch.no_grad():
+                found = read(layer)
+            with hmpx.disable_casts(), torch.no_grad():
+                layer(torch.ones(2, 8).bfloat16())
+                assert torch.equal(layer.weight, found), kind
 
 
-def loss_of(kind, recipe):
-    model = torch.nn.Sequential(parametrized(kind))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def losses(recipe):
+    """One for each kind, of layers that train beside each other."""
+    models = torch.nn.ModuleDict({kind: torch.nn.Sequential(parametrized(kind)) for kind in KINDS})
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.05)
     inputs, targets = torch.randn(32, 8), torch.randn(32, 6)
     if recipe is not None:
-        hmpx.prepare(model, optimizer, recipe)
+        hmpx.prepare(models, optimizer, recipe)
     for _ in range(5):
         optimizer.zero_grad()
-        loss = (model(inputs).float() - targets).square().mean()
-        loss.backward()
+        found = {kind: (model(inputs).float() - targets).square().mean() for kind, model in models.items()}
+        sum(found.values()).backward()
         optimizer.step()
     hmpx.restore(optimizer)
-    return loss.item()
+    return {kind: loss.item() for kind, loss in found.items()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_under_every_kind_of_recipe(kind, recipe):
-    assert loss_of(kind, recipe) == pytest.approx(loss_of(kind, None), abs=0.02)
+def test_they_train_under_every_kind_of_recipe(recipe):
+    assert losses(recipe) == pytest.approx(losses(None), abs=0.02)
 
 
 def test_an_assigned_weight_is_kept():
