@@ -54,15 +54,17 @@ OFF = {
 
 @pytest.mark.parametrize("recipe", ["autocast-cuda", "bf16-sr", "hmp-o1"])
 def test_a_region_of_any_device_and_spelling_is_heard(recipe):
-    for name, region in OFF.items():
-
-        def body(net, x, region=region):
+    def in_and_out(region):
+        def body(net, x):
             with region():
                 inside = x @ net.w
             return inside.dtype, (x @ net.w).dtype
 
-        with hmpx.activate(recipe):
-            assert Net(body)(X) == (FP32, BF16), name
+        return Net(body)(X)
+
+    with hmpx.activate(recipe):
+        for name, region in OFF.items():
+            assert in_and_out(region) == (FP32, BF16), name
 
 
 @pytest.mark.parametrize("recipe", ["autocast-cpu", "bf16-sr", "hmp-o2"])
