@@ -15,12 +15,12 @@ from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
-from hmpx.updates.agreement import StepCounts
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods
+from hmpx.updates.ranks.checks import StepCounts
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates

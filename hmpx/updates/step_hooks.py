@@ -31,11 +31,12 @@ from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import has, private
 from hmpx.errors import HmpxError
-from hmpx.updates import averages, gradient_norms, optimizer_hooks
-from hmpx.updates.agreement import compare_in_region, watch_joins
+from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
+from hmpx.updates.ranks.checks import StepCounts, several_ranks
+from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.step import WeightUpdates
@@ -59,6 +60,7 @@ _HOOKED = _hooked.__code__  # of torch's wrapper around every step, and where it
 _PLACE = [cell.cell_contents for cell in _hooked.__closure__].index(_own)
 _SETTINGS = Settings()  # of regions
 _in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
+_compared: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()  # of the same, in a job of ranks
 _refusing: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
 _warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
 
@@ -106,7 +108,7 @@ def _watch() -> None:
     averages.watch(_changes)
     gradient_norms.watch(_changes)
     released.watch(_changes)
-    watch_joins(_changes)
+    gradients.watch_joins(_changes)
 
 
 def step_part(optimizer: Optimizer, updates: WeightUpdates, params: list[torch.nn.Parameter]) -> None:
@@ -182,13 +184,26 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
     if how is not None and has_bf16(optimizer):
         refuse_plain_steps(optimizer)
         updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
-        compare_in_region(optimizer, updates, call.seed)
+        _compare_in_region(optimizer, updates, call.seed)
         return updates.step(call)
     if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
         step_count.keep(optimizer)
     refuse_codes(optimizer)
     warn_of_nearest(optimizer)
     return call.run()
+
+
+def _compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
+    """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
+    if several_ranks():
+        if optimizer not in _compared:
+            reduced = replicas()
+            module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)
+            counts = None if module is None else StepCounts(module.process_group, "its first in a region")
+            _compared[optimizer] = counts
+        counts = _compared[optimizer]
+        if counts is not None:
+            counts.compare(optimizer, updates, seed)
 
 
 def _forget_casts(optimizer: Optimizer) -> None:
