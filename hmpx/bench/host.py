@@ -40,18 +40,12 @@ _NUMBERS = 293, 1000  # of tensors, for which most limits are
 _PROFILED = 293  # tensors whose kernels are timed too; a look takes the profiler half a second
 
 
-class Limit(NamedTuple):
-    """The largest figure that a row may have in a column, with so many tensors."""
-
-    column: str
-    at_most: float
-    tensors: Sequence[int]
-
-
-FP32_STATE = (Limit("ratio", 1.1, _NUMBERS), Limit("ratio", 2.0, (20,)), Limit("device ratio", 0.7, (293,)))
-FUSED = (Limit("ratio", 1.4, _NUMBERS),)
-OWN = (Limit("ratio", 4.0, (293,)),)
-RELEASED_FUSED, RELEASED = (Limit("us/tensor", 25.0, (293,)),), (Limit("us/tensor", 60.0, (293,)),)
+Limits = tuple[tuple[str, float, Sequence[int]], ...]  # column, the largest figure in it, for these numbers of tensors
+FP32_STATE: Limits = (("ratio", 1.1, _NUMBERS), ("ratio", 2.0, (20,)), ("device ratio", 0.7, (293,)))
+FUSED: Limits = (("ratio", 1.4, _NUMBERS),)
+OWN: Limits = (("ratio", 4.0, (293,)),)
+RELEASED_FUSED: Limits = (("us/tensor", 25.0, (293,)),)
+RELEASED: Limits = (("us/tensor", 60.0, (293,)),)
 
 
 class HostWay(NamedTuple):
@@ -63,7 +57,7 @@ class HostWay(NamedTuple):
 
     name: str
     options: dict[str, Any] | None
-    limits: tuple[Limit, ...] = ()
+    limits: Limits = ()
     kind: str = "plain"
 
     @property
@@ -120,14 +114,13 @@ def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, onl
 
 def exceeded(bench: measure.Bench) -> list[str]:
     """Return which rows exceed their limits, and which could not be measured."""
-    limits = {_name(way, count): (way, count) for way in ways() for count in TENSORS}
-    found = list(bench.notes)
-    for row in bench.rows:
-        way, count = limits.get(row.name, (None, 0))
-        for column, at_most, tensors in way.limits if way else ():
-            if count in tensors and row.figures.get(column, 0) > at_most:
-                found.append(f"{row.name}: {column} {row.figures[column]:.2f}, at most {at_most:.2f}")
-    return found
+    limits = (
+        measure.Limit(_name(way, count), column, at_most)
+        for way in ways()
+        for column, at_most, tensors in way.limits
+        for count in tensors
+    )
+    return [*bench.notes, *measure.exceeded(bench, limits)]
 
 
 def _name(way: HostWay, count: int) -> str:

@@ -8,10 +8,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -46,6 +47,28 @@ class Bench:
             cells = [f"{row.figures[name]:.{_digits(name)}f}" if name in row.figures else "" for row in self.rows]
             columns.append(Column(f"{name:>12}", cells, right=True))
         return "\n".join([self.title, *table(columns, sys.maxsize), *self.notes])
+
+
+class Limit(NamedTuple):
+    """The largest figure that a row may have in a column. words: what it says, of a row that has to be there."""
+
+    row: str
+    column: str
+    at_most: float
+    words: str = ""
+
+
+def exceeded(bench: Bench, limits: Iterable[Limit]) -> list[str]:
+    """Return which figures are above their limits, or missing."""
+    figures = {(row.name, column): value for row in bench.rows for column, value in row.figures.items()}
+    found = []
+    for row, column, at_most, words in limits:
+        figure = figures.get((row, column))
+        if figure is not None and figure > at_most:
+            found.append(f"{words or f'{row}: {column}'} {figure:.2f}, at most {at_most:.2f}")
+        elif figure is None and words:
+            found.append(f"{words} not measured")
+    return found
 
 
 def save(benches: list[Bench], path: Path) -> None:
