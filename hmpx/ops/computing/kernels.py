@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from hmpx.base.compiling import never_compile_alone
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.overriding import PLAIN, call
@@ -47,22 +48,6 @@ KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # an environment variable that says what "auto" means
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What computes an op in the place of torch's own function; it prints in words.
-
-    backward: how the backward pass computes, in words. wrap: takes an op's name and torch's own function for it, and
-    returns the function that computes the op, with this kernel where it fits.
-    """
-
-    words: str
-    backward: str
-    wrap: Callable[[str, Callable], Callable] = field(compare=False)
-
-    def __str__(self) -> str:
-        return self.words
 
 
 @dataclass(frozen=True)
