@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.capture.iterations import Iterations
+from hmpx.insight.capture.dispatch import Iterations
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -23,8 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import graph_task, private
-from hmpx.insight.capture.dispatch import ITERATION, Look, OpWatch, aside
-from hmpx.insight.capture.iterations import Iterations
+from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside
 from hmpx.insight.capture.notes import Notes
 from hmpx.ops.wrapping.callers import frames
 from hmpx.updates.stepping.names import inside_zero, names_in, parameters

@@ -189,10 +189,6 @@ class Notes:
         unknown = None, ""
         return unknown if node is None or LINES.missing else self._nodes.get(node._sequence_nr(), unknown)
 
-    def place_of(self, node: Any) -> Place | None:
-        """Return that place alone."""
-        return self.forward_of(node)[0]
-
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line; a line is kept once for a kind, an op and a module."""
         return self.note_line(kind, op.name, op.frame, said, None, **numbers)
@@ -218,7 +214,7 @@ class Notes:
         """Note a backward pass that begins with these scalars, each with a gradient of 1."""
         low = [each for each in losses if each.dtype in LOW]
         if low:
-            self.note_line("loss", BACKWARD, frame, place=self.place_of(low[0].grad_fn))
+            self.note_line("loss", BACKWARD, frame, place=self.forward_of(low[0].grad_fn)[0])
 
     def are_weights(self, places: set[int]) -> bool:
         """Whether the memory that begins at one of these places holds weights."""

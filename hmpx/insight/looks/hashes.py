@@ -107,7 +107,7 @@ class Hashes(Look):
         caller = users_frame(op.frame)
         if compiled := caller is not None and "extern_kernels" in caller.f_globals:  # torch.compile's, whose kernels
             self._made.clear()  # write where nobody sees it
-        place = notes.place_of(op.node) or notes.place((compiled and caller and caller.f_back) or op.frame)
+        place = notes.forward_of(op.node)[0] or notes.place((compiled and caller and caller.f_back) or op.frame)
         call = HashedCall(
             notes.iteration, op.stage, op.name, place.where, place.module, [_dtypes(read), _dtypes(results)]
         )
