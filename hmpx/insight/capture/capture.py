@@ -174,7 +174,9 @@ class Capture:
     def _backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
         def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._is_here("backward passes"):
+            is_here = self._is_here("backward passes")
+            hides = is_here and self._hides_backward and graph_task() == -1
+            if is_here:
                 seeded = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
                 losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 with aside(self.trouble):
@@ -189,19 +191,15 @@ class Capture:
                     self._iterated()
                     if self.notes.are_steps:
                         self.is_enough(self.iterations.count - 1)
-                if self._hides_backward and graph_task() == -1:
-                    self._watch.suspend()
+            if hides:
+                self._watch.suspend()
             try:
                 backward(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._resume()
+                if hides:
+                    self._watch.resume()
 
         return begins
-
-    def _resume(self) -> None:
-        """Look on where steps or backward passes are left alone; the outermost backward pass does so at its end."""
-        if threading.get_ident() == self._thread and (graph_task() == -1 or not self._hides_backward):
-            self._watch.resume()
 
     def _scaled(self, step: Callable) -> Callable:
         @functools.wraps(step)
@@ -278,7 +276,8 @@ class Capture:
         if self._running is not sys._getframe(1):
             return
         self._watch.stepping, self._running = False, None
-        self._resume()
+        if graph_task() == -1 or not self._hides_backward:  # or else the backward pass does so at its end
+            self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
         with self._watch.paused(), aside(self.trouble, is_whole=True):
