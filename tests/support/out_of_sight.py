@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import sys
 from collections.abc import Iterator
 
@@ -18,7 +17,6 @@ from hmpx.ops.captured_names import sweep
 _LIBRARIES = {"_pytest", "dill", "matplotlib", "mpmath", "numpy", "pluggy", "pygments", "scipy", "setuptools", "sympy"}
 _LIBRARIES |= {"triton", "yaml", *sys.stdlib_module_names}
 _BEFORE = sweep._OFF_LIMITS
-_tests = itertools.count()
 
 
 def hide() -> None:
@@ -29,8 +27,8 @@ def hide() -> None:
 
 
 def hide_what_has_come() -> None:
-    """After a test: looks at every third one, unless everything is shown."""
-    if sweep._OFF_LIMITS != _BEFORE and not next(_tests) % 3 and len(gc.get_objects()) > 10_000:
+    """After a test that leaves much, unless everything is shown."""
+    if sweep._OFF_LIMITS != _BEFORE and len(gc.get_objects()) > 10_000:
         hide()
 
 
