@@ -3,12 +3,12 @@
 Three things decide, the innermost first: a region that is open here (`disable_casts`, `enable_casts`, the inside of a
 listed Python function, an optimizer step), the default that `convert(enabled=..., where=...)` set, and whether torch is
 converted at all. This file keeps the first, by context (`contextvars`), that is by thread and asyncio task;
-`process_state` keeps the others. Under ``where="model"`` the default is no answer: the forward of a module opens a
-region that casts, and elsewhere each op is asked whether it is the model's (`ops.wrapping.switch`). An *island* is the
-region that code opens by ``torch.autocast(enabled=False)`` (`ops.autocast_regions`): nothing is cast in it, and what
-held around it comes back in a `torch.autocast` region that is enabled. The lists that hold are named by a *scope*, a
-number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over them
-(`ops.overlays`).
+`process_state` keeps the others. Under ``where="model"`` there is no default: the forward of a module opens a region
+that casts, and elsewhere `ops.wrapping.switch` decides whether an op is the model's. An *island* is the region that
+code opens by ``torch.autocast(enabled=False)`` (`ops.autocast_regions`): nothing is cast in it. An enabled
+`torch.autocast` region inside casts again as the code around the island does. The lists that hold are named by a
+*scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over
+them (`ops.overlays`).
 
 torch.compile guards on the region around compiled code (`ops.compilers`). A region that opens inside of compiled code
 sets the fields of `traced`. To Dynamo these are constants, and the wrappers that it traces read them. The end of the
@@ -279,9 +279,9 @@ def open_region(region: Region) -> None:
 
 
 def leave(region: Region) -> None:
-    """Take back the `enter` that returned `region`. A second call makes sure, if an interrupt has ended the first.
+    """Close a region. If an interrupt ends this call, a second call completes it.
 
-    It need not be the last one: a generator or a task may end while a younger region is open.
+    Regions inside may still be open, since a generator or a task may end before them.
     """
     if is_dynamo_compiling():
         around = region.around
@@ -308,7 +308,7 @@ def leave(region: Region) -> None:
 def _enter_in_graph(
     scope: int, casting: bool | None, maps: bool, island: bool = False, under: bool | None = None
 ) -> None:
-    """A node of a graph. Dynamo tries it, and the ops after it, as it traces, until it gives up or is done."""
+    """Open a region: a node of a graph. Dynamo also runs it while it traces; the region then ends with the trace."""
     around, trace = innermost(), traced_into()
     if trace is None:
         return open_region(Region(casting, around.rounding, maps, scope, None, island, under))

@@ -1,9 +1,9 @@
 """`torch.autocast` while op lists cast: its regions are hmpx's.
 
 Models say "FP32 here" by ``with torch.autocast(device, enabled=False):``, around rotary angles, routers, norms and
-losses. Such a region is an *island* (`base.region_state`): the lists cast nothing in it. A region that is enabled casts
-by the lists, as all around it does, and takes back the island around it, as nested regions of torch do. torch's own
-autocast stays as it was, so that no op is cast twice.
+losses. Such a region is an *island* (`base.region_state`): the lists cast nothing in it. An enabled region casts by the
+lists, as the code around it does. Inside an island it undoes the island, as nested regions of torch do. torch's own
+autocast stays as it was, so no op is cast twice.
 
 - The device of a region is not asked for: "no autocast on cuda" in the code of a model means FP32 on any device.
 - Outside of every model and of every enabled region, ``enabled=False`` is usually the switch of a training script
@@ -154,9 +154,9 @@ def _noting(init: Callable) -> Callable:
 
 
 def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
-    """Enter a region as one that is not enabled, but leave torch's own autocast as it was, so that its exit fits.
+    """Enter a region as a disabled one, so that its exit fits; then set torch's autocast back to what it was.
 
-    A decorator is one region object for all threads: its `_enabled` stays as it is.
+    All threads share the region of a decorator, so its `_enabled` stays.
     """
     other = object.__new__(type(region))
     vars(other).update(vars(region), _enabled=False)

@@ -1,10 +1,10 @@
 """Patches of functions of torch that are no ops of a model.
 
-- Casts are off in code that runs beside the model: schedulers, initialisation, clipping, data loading. It computes as
-  it does without hmpx. `op_facts.BESIDE_THE_MODEL` names it by its place in torch, and says why. A module that is not
-  imported yet is patched as soon as it is.
-- A layer's check of its input's dtype accepts an input that will be cast; activation checkpointing runs what it calls
-  later in the region of now; a function that no list names says why torch refuses BF16.
+- Casts are off in code that runs beside the model: schedulers, initialisation, clipping, data loading.
+  `op_facts.BESIDE_THE_MODEL` lists this code, and says why. Modules that are not imported yet are patched at import.
+- A layer's check of its input's dtype accepts an input that will be cast.
+- Activation checkpointing runs a stored function in the region in which it was stored.
+- A function that no list names says why torch refuses BF16.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
 
 
 def _carrying(position: int, switch: Switch, original: Any) -> Any:
-    """Return a wrapper of a torch function that stores a callback: the callback runs in the region of now."""
+    """Wrap a torch function that stores a callback. The callback will run in the region of the call."""
     function = original.__func__ if isinstance(original, staticmethod) else original
 
     @functools.wraps(function)

@@ -41,9 +41,9 @@ def prepare(
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 
     Parameters stay the same objects, so schedulers, tied weights and the optimizer go on as they are. A model that is
-    to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. What
-    Accelerate's `prepare` makes of the two may be given, or made of them later. Taken back by
-    ``hmpx.restore(optimizer)``; the parameters keep their dtype.
+    to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. The
+    `prepare` of Accelerate may run before this or after it. ``hmpx.restore(optimizer)`` undoes it; the parameters keep
+    their dtype.
 
     Several models may be prepared by different recipes: each is cast by its own lists, and an op outside of them (a
     loss) by those of the model whose output it takes. `dtype_map`, `kernels` and `verbose` hold for the process.
@@ -238,9 +238,9 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
     """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
 
-    A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost. So
-    does a frozen one that is quantized, or another shell around tensors, which cannot be cast. FP32 that stands there
-    on purpose stays, and FP64 under a recipe of FP32 weights (`kept_dtypes`).
+    A frozen parameter stays in low precision if no rule names it, because it has no updates to lose. A frozen shell
+    around tensors, such as a quantized parameter, stays because it cannot be cast. FP32 parameters that a model keeps
+    on purpose stay, and so do FP64 ones under a recipe of FP32 weights (`kept_dtypes`).
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped, on_purpose, kept, narrowed = recipe.mapped(), kept_in_fp32(model, recipe), [], []
@@ -252,14 +252,14 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
             stays = p.dtype in LOW_DTYPES.values() and dtype is torch.float32
             if not p.requires_grad and (stays or is_shell(p)):
                 dtype = p.dtype
-            whole = f"{module_name}.{name}" if module_name else name
-            stated = dtype_of(whole, recipe.parameters, recipe.module_dtypes)
+            full_name = f"{module_name}.{name}" if module_name else name
+            stated = dtype_of(full_name, recipe.parameters, recipe.module_dtypes)
             if stated is None and p.dtype is torch.float64 and dtype is torch.float32 and not mapped:
                 dtype = p.dtype
             elif stated is None and p.dtype is torch.float64 and dtype is not p.dtype:
-                narrowed.append(whole)
+                narrowed.append(full_name)
             elif stated is None and p in on_purpose and dtype in LOW_DTYPES.values() and not mapped:
-                kept.append(whole)
+                kept.append(full_name)
                 dtype = p.dtype
             found.setdefault(p, stated or dtype)
     tell_kept(kept, torch.float32, torch.bfloat16)

@@ -1,9 +1,8 @@
-"""Tables: what the kernels are told of their tensors, a row of words for each; C and Triton read the same words.
+"""Tables tell the kernels where tensors are and how they lie, in rows of words. C and Triton read the same words.
 
 A table is made once for all launches of a step on one device, and is kept from one step to the next. Before a step, the
-words that have changed are filled in (addresses of gradients, keys, scalars, the address of a room), all of one kind at
-once; on a GPU one copy takes all words there. So a step costs the host the same few calls whatever the number of
-its tensors.
+changed words are filled in, one kind at a time: addresses of gradients, keys, scalars, the address of a room. To a GPU,
+one copy sends all words. So the host makes the same few calls for any number of tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Lain(NamedTuple):
 
     @classmethod
     def alone(cls, count: int, row: int, start: int = 0, offset: int = 0) -> Lain:
-        """Lay out the elements from `start` on of a tensor, whose own begin with that element of the parameter."""
+        """Lay out the elements from `start` on of a tensor that begins at element `offset` of the parameter."""
         return cls(count, offset + start, count, 0, row, _blocks(row), start)
 
     @property
@@ -90,12 +89,12 @@ class TableRow(NamedTuple):
     """Tensors whose elements lie in one way.
 
     Attributes:
-        keys: those of the tensors' random numbers; None where none are drawn.
-        by_name: whether `keys` are the names that keys are made of in each step.
-        scalars: what a step of the optimizer is told, if they are known already.
-        grad: which of the tensors is a gradient, its index among all gradients, and how far behind the gradient's
-            address the row begins, in bytes.
-        room: which of the tensors lies in a room, and how far behind the room's address, in bytes.
+        keys: of the random numbers of each tensor; None where none are drawn.
+        by_name: whether `keys` are ids of names, of which each step makes the keys.
+        scalars: those of the optimizer's step, if they are known already.
+        grad: the index of the gradient in `tensors`, its index among all gradients, and the offset in it at which the
+            row begins, in bytes.
+        room: the index in `tensors` of the one that lies in a room, and its offset there, in bytes.
     """
 
     lain: Lain
@@ -134,7 +133,7 @@ def _addresses(held: StoredTensor) -> list[int]:
 
 
 class _Places:
-    """Where words of one kind stand, and what comes there: the address of which tensor, and how far behind it."""
+    """Places of words in a table. Each takes the address of one tensor, given by its index, plus an offset."""
 
     def __init__(self) -> None:
         self._places, self._indices, self._offsets = array("q"), array("q"), array("q")

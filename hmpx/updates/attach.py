@@ -68,13 +68,13 @@ def attach(
             rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bit_codes`). State of Muon, SOAP and
             Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
-            either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
-            is as above.
+            `weights`, `state_dtype` or both. Of several patterns that fit, the last decides; a key that it lacks
+            has the value above.
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.11 or newer).
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
-            finishes the step. Same bits. Not for accumulation, clipping, GradScaler or skipped steps, which raise.
+            finishes the step, with the same bits. Accumulation, clipping, GradScaler and skipped steps raise.
         fused: None: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of
             hmpx's kernels, one call for all parameters; others by their own code, and so do groups with amsgrad,
             differentiable or capturable, and sparse gradients. Results agree with the optimizer's own to rounding and

@@ -1,8 +1,8 @@
 """`Capture`: sees a training as it runs, and hands what it sees to the looks that it was given.
 
-It owns the hooks around the optimizers' steps, `backward`, `GradScaler.step` and the one dispatch mode, which is open
-in an iteration now and then. Nothing is converted, nothing else of torch is patched, and no random number is drawn, so
-the training has the bits that it has without.
+It owns the hooks around optimizer steps, `backward` and `GradScaler.step`, and the dispatch mode, which is open in some
+iterations only. It converts nothing, patches nothing else of torch, and draws no random number, so the training
+computes the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_FIRST = 32  # backward passes that one step may have: the first, if it is asked for, ends with an optimizer's step
+_FIRST = 32  # if iteration 1 is asked for and no optimizer has stepped: it ends at this backward pass
 
 
 class Capture:
@@ -137,7 +137,7 @@ class Capture:
         return False
 
     def _await_forward(self, waits: bool) -> None:
-        """Have the next forward pass tell, or no more: such a hook makes each call of a module slower."""
+        """Install or remove the hook that sees a forward pass begin; it makes each call of a module slower."""
         if waits is (self._forward_hook is not None) or self.compiles:  # Dynamo would compile again
             return
         if waits:
@@ -217,7 +217,7 @@ class Capture:
         return scaled
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
-        """A step begins. Return its arguments, if one is a closure, which makes the gradients."""
+        """Note that a step begins. If it has a closure, return arguments with one that reports here."""
         is_here, caller = self._is_here("steps, such as those of a backward pass on a GPU"), sys._getframe(1)
         is_inside = self._running is not None and any(each is self._running for each in frames(caller))
         if not is_here or is_inside or inside_zero(optimizer) is not None:

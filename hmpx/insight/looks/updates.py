@@ -1,7 +1,7 @@
-"""What the windows of steps say about a training: one finding for a kind and a line, whoever shares it.
+"""Findings from the windows of steps: one for each kind and line, which the optimizers of a line share.
 
-Each parameter is judged in each window. What is dead or half dead is told by its share of the weights: or else a few
-large updates would speak for all, those of a head that learns fast for a backbone that stands still.
+Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights. If they
+counted by their updates, a head that learns fast would hide a backbone that stands still.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hmpx.updates.stepping.names import parameters
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
-# Of `kept`, in all steps that were looked at, and in one window of them: below, training falls behind FP32. The README
-# of insight has the table.
+# Limits of `kept` in all steps together, and in one window. Below them, training falls behind FP32 (the table is in the
+# README of insight).
 LIMIT, _OF_WINDOW = 0.9, 0.8
-_HALF, _DEAD = 0.5, 0.1  # and of a single parameter: below, it is half dead, and dead
-# Of the weights: if more of them are half dead in one window, below the limit of a window in all steps, or behind where
-# all are, that costs loss.
+_HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
+# Share of the weights. It costs loss if more are half dead in one window, or below `_OF_WINDOW` in all steps, or, where
+# the weights as a whole fall behind, below `LIMIT` in one window.
 _SHARE = 0.2
 _LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
 _HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen

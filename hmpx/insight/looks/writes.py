@@ -1,7 +1,6 @@
-"""What is updated in place, or by a line of the program, outside of an optimizer's step: weights, averages, counts.
+"""Writes to weights, averages and counts outside of optimizer steps: in place, or by a line that replaces them.
 
-Each such write is done again in FP32. *kept* is, as for steps, <movement, movement in FP32> over <movement in FP32,
-itself>.
+Each write is repeated in FP32. *kept* is, as for steps, <movement, FP32 movement> / <FP32 movement, FP32 movement>.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
 
 
 def _follow(notes: Notes, op: OpCall) -> None:
-    """Compute in FP32 what is made of numbers that live on, until it is written to where they are.
+    """Repeat in FP32 what is computed from older numbers, until the result replaces them.
 
-    However that is spelt: ``p.copy_(p.lerp(q, d))``, ``p.data = (p.float() - u).to(p.dtype)``, ``p.set_(...)``.
+    The spelling may differ: ``p.copy_(p.lerp(q, d))``, ``p.data = (p.float() - u).to(p.dtype)``, ``p.set_(...)``.
     """
     if op.name == "copy_" and op.given[0].dtype in LOW and len(op.given) > 1:
         roots, exact = notes.facts(op.given[1]).get("made", ({}, None))
@@ -211,7 +210,7 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
         move = f"{percent(min(kept, 1))} of the way that it moves a float32 copy"
         if notes.are_weights(worst.places):
             is_stepped = not worst.places.isdisjoint(stepped)
-            if kept < (_LOST if is_stepped else LIMIT):  # of a step aside, that is taken back, much may be lost
+            if kept < (_LOST if is_stepped else LIMIT):  # a step that is undone later may lose much
                 whose = "an optimizer steps too" if is_stepped else "no torch optimizer steps"
                 said = f"{op} moves weights in {worst.said}, which {whose}, {move}"
                 do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "

@@ -1,8 +1,7 @@
 """A batch: segments that an optimizer sees at once, by a call of its own step.
 
-The optimizer is shown what is held in FP32 itself, and copies of the rest in the room of the step. A transfer fills the
-copies before the call and writes them back after it. A batch may be stepped again while the tensors that it was made
-for are there.
+The optimizer sees FP32 tensors themselves, and FP32 copies of all others, in the room of the step. A transfer fills the
+copies before the call and writes them back after it. A batch may be stepped again while its tensors are the same.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class Batch:
         return self._is_settled
 
     def _is_as_shown(self, left: list[Any]) -> bool:
-        """Whether there is nothing to take from the state that a step has left: most optimizers write in place."""
+        """Whether a step left the tensors that it was shown, as most do: then no state is to be moved."""
         if self._late or not self._can_be_as_shown or not all(map(is_, left, self._given)):
             return False
         values = values_of(self._copies)

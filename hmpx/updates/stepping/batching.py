@@ -113,22 +113,22 @@ def cut(
         largest: the most elements of a small parameter; a quarter of `size` if None.
     """
     batch: list[Segment] = []
-    room, is_first = size, True
+    free, is_first = size, True
     for segment in segments:
         count = segment.count
         alone = count > (size // 4 if largest is None else largest)
-        if batch and (is_first if alone else count > room):
+        if batch and (is_first if alone else count > free):
             yield batch
-            batch, room = [], size
+            batch, free = [], size
         is_first = is_first and not alone
         is_cut = segment.box is not None or count > size
-        pieces = list(parts(segment, even_part(count, size))) if is_cut else [segment]
-        if alone or pieces[0].is_gathered:
-            yield from ([piece] for piece in pieces)
+        cuts = list(parts(segment, even_part(count, size))) if is_cut else [segment]
+        if alone or cuts[0].is_gathered:
+            yield from ([each] for each in cuts)
             continue
-        for piece in pieces:
-            batch.append(piece)
-            room -= piece.count
+        for each in cuts:
+            batch.append(each)
+            free -= each.count
     if batch:
         yield batch
 

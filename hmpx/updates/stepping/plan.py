@@ -1,8 +1,8 @@
 """The plan of a step: all batches of an optimizer's parameters, kept while one look finds them as they were.
 
-A step asks each parameter, gradient and state tensor in several places: names, dtypes, overlaps, whether a kernel can
-read it. For many tensors that takes longer than the step. So all that these looks have found is kept, and one look, a
-`Fingerprint`, says whether it holds.
+To make a plan, hmpx looks at each parameter, gradient and state tensor several times: for names, dtypes, overlaps,
+kernels. With many tensors this takes longer than the step. So the plan is kept, and a `Fingerprint` says, in one look,
+whether it still fits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Gradients(NamedTuple):
 
 
 class Fingerprint:
-    """An optimizer after a step: while `look` finds gradients, only they and options have changed.
+    """An optimizer as a step left it. While `look` returns gradients, only they and options differ.
 
     Args:
         params: those that were stepped; they still have their gradients.

@@ -140,26 +140,26 @@ class WeightUpdates:
         before, self._stepped = self._stepped, list(map(id, params))
         with torch.no_grad():
             formula = chosen(optimizer, self.settings.fused)
-            step = Plan(optimizer, Members(optimizer, segments), params, write_back, formula)
-            step.run(call, write_back)
-            if self._open is None and before in (None, self._stepped) and step.keep(optimizer):
-                self._kept = step
+            plan = Plan(optimizer, Members(optimizer, segments), params, write_back, formula)
+            plan.run(call, write_back)
+            if self._open is None and before in (None, self._stepped) and plan.keep(optimizer):
+                self._kept = plan
         return result
 
     def _kept_step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
-        """Take the step by the plan of the last one if it fits; if not, nothing has changed."""
-        step, self._kept = self._kept, None
-        if step is None or self._open is not None:
+        """Take the step by the last plan, if that fits. If not, step nothing, and return False."""
+        plan, self._kept = self._kept, None
+        if plan is None or self._open is not None:
             return False
-        found = found or step.fits(call.optimizer)
+        found = found or plan.fits(call.optimizer)
         if found is None:
             return False
         write_back.signals.begin()
         self.kept_steps += 1
         with torch.no_grad():
-            step.run(call, write_back, found)
-            if step.rest():
-                self._kept = step
+            plan.run(call, write_back, found)
+            if plan.rest():
+                self._kept = plan
         return True
 
     def step_part(self, call: StepCall, params: list[Parameter]) -> None:
@@ -254,14 +254,14 @@ class WeightUpdates:
 
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer, heirs: Mapping[Parameter, Parameter | None]) -> None:
-        """Give names and masters of parameters that left to those in their places, and tell whose masters these are."""
-        left = [self._parameters.last(optimizer, p) for p in heirs if any(self.stores.beside([p]))]
+        """Give the names and masters of departed parameters to their heirs, and warn where masters are concerned."""
+        departed = [self._parameters.last(optimizer, p) for p in heirs if any(self.stores.beside([p]))]
         for p, heir in heirs.items():
             self._parameters.seen.pop(p, None)
             if heir is not None and p in self.names:
                 self.names[heir] = self.names.pop(p)
-        present = {each.param: each for each in self._parameters.every(optimizer)} if left else {}
-        for gone in left:
+        present = {each.param: each for each in self._parameters.every(optimizer)} if departed else {}
+        for gone in departed:
             heir, said = heirs[gone.param], "its masters wait in case that it comes back"
             if heir is not None and heir.dtype is torch.bfloat16:
                 fit = self.stores.hand_over(gone, present[heir])
@@ -300,7 +300,7 @@ class _OpenStep:
         self._members: Members | None = None
 
     def members_of(self, optimizer: Optimizer, updates: WeightUpdates) -> Members:
-        """Look at every parameter, if a part of this step has not done it: none of the step before fits."""
+        """Return the members, made once in a step: only a part without a fitting plan needs them."""
         if self._members is None:
             self._members = updates.members(optimizer, self.write_back.rounding_key)
         return self._members
