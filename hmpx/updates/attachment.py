@@ -20,12 +20,11 @@ from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods
-from hmpx.updates.ranks.checks import StepCounts
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
-from hmpx.updates.stepping.step_count import SEED_KEY
+from hmpx.updates.stepping.step_count import SEED_KEY, StepCounts
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer

@@ -35,12 +35,13 @@ from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
-from hmpx.updates.ranks.checks import StepCounts, several_ranks
+from hmpx.updates.ranks.checks import several_ranks
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
+from hmpx.updates.stepping.step_count import StepCounts
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")

@@ -133,28 +133,3 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
     elif ours != theirs:
         yield f"{at} is {ours!r}, not {theirs!r}"
-
-
-class StepCounts:
-    """The comparisons of one optimizer.
-
-    Args:
-        group: the process group of the ranks that hold it; None for all.
-        since: from when on its steps are counted.
-    """
-
-    def __init__(self, group: Any, since: str = "hmpx.attach") -> None:
-        self._group, self._since, self._steps = group, since, 0
-
-    def compare(self, optimizer: Any, updates: Any, seed: int | None = None) -> None:
-        """Compare before a step; `seed` is that of the region around it.
-
-        Raises:
-            HmpxError: seed or step number are not those of the first rank.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1) or not several_ranks():  # no power of two
-            return
-        key = updates.rounding_key(optimizer, seed)
-        what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
-        compare(what, {"seed": key.seed, "step": key.step}, self._group)
