@@ -18,6 +18,7 @@ from tests.support.compiling import nothing_compiled  # noqa: F401
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LENGTH, SIZE = 128, 16
+ERROR = 0.01 if torch.__version__ >= "2.10" else 0.012  # before, its backward multiplied scores in BF16
 MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
 BIAS = torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -90,7 +91,7 @@ def test_it_is_computed_as_if_cast_by_hand(way, listed):
         for low in (value, value.to(BF16), value):
             for found, expected, right in zip(run(function, query, key, low), wanted, exact, strict=True):
                 assert torch.equal(found, expected.to(found.dtype))
-                assert (found - right).norm() < 0.01 * right.norm()
+                assert (found - right).norm() < ERROR * right.norm()
         assert function(query, key, value).dtype is BF16
         assert not [each for each in handle.escaped if "flex" in each]
     assert flex_attention(query, key, value).dtype is before(query, key, value).dtype is FP32
@@ -140,9 +141,9 @@ def test_a_higher_order_op_in_a_region_leaves_casts_on(listed):
         assert function(x.to(BF16)).dtype is linear(x).dtype is BF16
 
 
-def test_it_stands_in_every_list_for_gpus_beside_scaled_dot_product_attention():
+def test_it_stands_in_every_list_but_gaudis_beside_scaled_dot_product_attention():
     lists = {path.parent.name: path.read_text().split("\n") for path in shipped().glob("*/bf16.txt")}
     one = [folder for folder, names in lists.items() if "scaled_dot_product_attention" in names]
     own = [folder for folder, names in lists.items() if "flex_attention" in names]
-    assert sorted(own) == sorted({*one} - {"autocast-cpu", "gaudi-autocast"}) and len(own) == 4
+    assert sorted(own) == sorted({*one} - {"gaudi-autocast"}) and len(own) == 5
     assert canonical("torch.nn.attention.flex_attention.flex_attention") == "flex_attention"

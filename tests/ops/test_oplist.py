@@ -30,7 +30,7 @@ def test_text_takes_comments_blank_lines_crlf_and_a_byte_order_mark(tmp_path):
     assert listed[1].where == f"{path}:4"
 
 
-def test_a_name_for_newer_torches_is_in_no_list_before_and_explain_says_so(tmp_path, monkeypatch, capsys):
+def test_a_name_for_some_torches_is_in_no_list_of_others_and_explain_says_so(tmp_path, monkeypatch, capsys):
     path = tmp_path / "fp32.txt"
     path.write_text("softmax\nrms_norm ; torch >= 2.12  # since then\n")
     for version, listed in (((2, 12), ["softmax", "rms_norm"]), ((2, 11), ["softmax"])):
@@ -41,6 +41,10 @@ def test_a_name_for_newer_torches_is_in_no_list_before_and_explain_says_so(tmp_p
         assert f"fp32.txt:2{' from torch 2.12 on' * (version == (2, 11))}" in explain_op("rms_norm", policy)
         hmpx.explain({"fp32_file_path": str(path)})
         assert ("rms_norm with a newer torch" in capsys.readouterr().out) is (version == (2, 11))
+    path.write_text("softmax\nlog ; torch < 2.12\n")
+    for version, listed in (((2, 12), ["softmax"]), ((2, 11), ["softmax", "log"])):
+        monkeypatch.setattr(op_list_files, "_TORCH", version)
+        assert names(OpLists.read(path, "fp32").fp32) == listed
     path.write_text("rms_norm; torch > 2\n")
     with pytest.raises(hmpx.OpListError, match=r"fp32.txt:1: 'torch > 2': behind a name"):
         OpLists.read(path, "fp32")
@@ -51,8 +55,8 @@ _PARTS = {
     *("_cudnn_rnn", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "binary_cross_entropy", "cross_entropy_loss"),
     *("multilabel_margin_loss_forward", "nll_loss2d"),
 }
-# Ops that lists name and torch does not register: they call registered ones in C++, or torch has removed them.
-_BESIDE = {"cholesky", "cross_entropy", "flex_attention", "qr", "square"}
+# Ops that lists name and torch does not register there: they call registered ones in C++, or are written in Python.
+_BESIDE = {"cross_entropy", "flex_attention", "square"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

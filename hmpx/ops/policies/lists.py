@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -137,24 +138,26 @@ class OpLists:
         lines, newer = list[tuple[int, str]](), list[Listed]()
         for number, line in enumerate(text.splitlines(), 1):
             name, _, wanted = (part.strip() for part in line.partition("#")[0].partition(";"))
-            if wanted and (since := _since(wanted, Origin(path, number))) > _TORCH:
+            since, before = _versions(wanted, Origin(path, number))
+            if since > _TORCH:
                 version = ".".join(map(str, since))
                 said = f"in {path}:{number} from torch {version} on (this is {torch.__version__})"
                 newer.append(Listed(name, said))
-            elif name:
+            elif name and before > _TORCH:
                 lines.append((number, name))
         places = {(side, i): Origin(path, number) for i, (number, _) in enumerate(lines)}
         return replace(cls.of({side: [name for _, name in lines]}, Origin(path), places), newer=tuple(newer) or None)
 
 
-def _since(wanted: str, place: Origin) -> tuple[int, ...]:
-    """Return the version of torch from which on a list has a name."""
-    found = re.fullmatch(r"torch *>= *(\d+)\.(\d+)", wanted)
+def _versions(wanted: str, place: Origin) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the version of torch from which on a list has a name, and the one from which on it has not."""
+    found = re.fullmatch(r"|torch *(>=|<) *(\d+)\.(\d+)", wanted)
     if found is None:
-        raise OpListError(
-            f"{wanted!r}: behind a name and a semicolon stands the version of torch, torch >= 2.12", place
-        )
-    return int(found[1]), int(found[2])
+        said = "behind a name and a semicolon stands the version of torch, torch >= 2.12 or torch < 2.14"
+        raise OpListError(f"{wanted!r}: {said}", place)
+    sign, *numbers = found.groups("0")
+    version = tuple(map(int, numbers))
+    return ((0,), version) if sign == "<" else (version, (math.inf,))
 
 
 def _listed(side: str, value: Any, place: Origin | str, places: Places, may_add: bool) -> Iterable[Listed]:
