@@ -282,7 +282,7 @@ DISPATCH = Feature(
     _LEAVES,
     Name("torch.utils._pytree.[tree_map|tree_map_only]", "change the tensors of a call"),
     Name("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
-    Name("torch._ops.OpOverload().[_schema|is_view]", "an op's name, whether it writes, whether it makes nothing new"),
+    Name("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
     Name("torch._C._current_autograd_node", "tells backward from forward"),
     _GRAPH_TASK,
     _FUNC,
