@@ -233,7 +233,7 @@ class Capture:
             functools.partial(self._evaluated, optimizer)
         )
         if callable(call.closure):
-            return (optimizer, *call.args), dict(call.kwargs)
+            return ((optimizer, *call.args), dict(call.kwargs)) if self._follows_steps else None
         if self._last_hook is not None:
             self._last_hook.remove()
         self._last_hook = optimizer.register_step_pre_hook(lambda each, *_: self._begin(each, self._only_at))
