@@ -162,38 +162,32 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     if not windows:
         return None
     every, params = windows[0], windows[0].rows
-    behind = [window for window, each in windows.items() if each.whole.is_below(_OF_WINDOW)]
-    is_behind = every.whole.is_below(LIMIT)
-    loses = is_behind or bool(behind)
     first = max(windows, key=lambda window: (windows[window].share, -windows[window].whole.kept))
-    slow = every.below(_OF_WINDOW)
-    of_slow = every.share_of(slow)
-    is_slow = not loses and windows[first].share <= _SHARE and of_slow > windows[first].share
-    if not (loses or is_slow or windows[first].half_dead):
+    worst, slow = windows[first], every.below(_OF_WINDOW)
+    is_behind = every.whole.is_below(LIMIT)  # all weights together, in all steps; or else in one window
+    falls_behind = is_behind or any(each.whole.is_below(_OF_WINDOW) for each in windows.values())
+    if not (falls_behind or slow or worst.half_dead):
         return None
-    is_all = is_behind or is_slow
-    if behind and not is_behind and not windows[first].half_dead:
-        first = min(behind, key=lambda window: windows[window].whole.kept)
-    worst = windows[first]
+    is_slow = every.share_of(slow) > worst.share
+    group, within = (slow, every) if is_slow else (worst.half_dead, worst)
+    share, kept = within.share_of(group), (every if is_behind else worst).kept_by(params if is_behind else worst.rows)
     losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
-    wrong = max(of_slow, worst.share) > _SHARE or (loses and losing > _SHARE)
-    kept = every.kept_by(slow if is_slow else params) if is_all else worst.kept_by(worst.rows)
+    wrong = share > _SHARE or (falls_behind and losing > _SHARE)
     dtype = dtype_name(next(iter(params)).dtype)
     is_late = first and {*worst.half_dead} != {*windows[min(windows.keys() - {0})].half_dead}
     steps = f" in steps {first} to {first + LENGTH - 1}" if is_late else ""
-    if is_slow:
-        said = f"{percent(of_slow)} of the {dtype} weights{_which(slow, params, names)} move "
-        said += f"{percent(kept)} as far as float32 weights would"
-    elif worst.half_dead and worst.share < 1 and (kept > _HALF or not wrong):
-        dead = all(worst.rows[p].kept < _DEAD for p in worst.half_dead)
-        how = "do not move" if dead else "move less than half as far as float32 weights would"
-        said = f"{percent(worst.share)} of the {dtype} weights{_which(worst.half_dead, worst.rows, names)} {how}{steps}"
+    if share in (0, 1) or (wrong and falls_behind and (kept <= _HALF or share <= _SHARE)):
+        said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_behind else steps}"
     else:
-        said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_all else steps}"
+        how = f"move {percent(within.kept_by(group))} as far as float32 weights would"
+        if not is_slow:
+            dead = all(worst.rows[p].kept < _DEAD for p in group)
+            how = f"{'do not move' if dead else 'move less than half as far as float32 weights would'}{steps}"
+        said = f"{percent(share)} of the {dtype} weights{_which(group, within.rows, names)} {how}"
     meant = [p for p in params if params[p].kept < LIMIT or p in {*worst.half_dead}] or [*params]
     told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
     figures = tuple(_figures(params, worst.rows, seen, names))
-    weight = 0.5 + 0.45 * max(1 - kept, worst.share) if wrong else 0.2 * max(of_slow, worst.share)
+    weight = 0.5 + 0.45 * max(1 - kept, share) if wrong else 0.2 * share
     return Problem("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
 
 
