@@ -28,6 +28,7 @@ from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
 from hmpx.ops.followed_traced import follow
+from hmpx.ops.policies.policy import Rule
 
 _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
@@ -157,7 +158,8 @@ class Compilers:
 def _skip(codes: Iterable[types.CodeType]) -> None:
     """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
     for code in codes if COMPILED.is_on() else ():
-        private("torch._dynamo.eval_frame.skip_code")(code)
+        if process_state.rules.get(id(code), (code, None))[1] is not Rule.INSIDE:  # which is left with what it calls
+            private("torch._dynamo.eval_frame.skip_code")(code)
 
 
 def _guard_on_region(output: Any) -> None:

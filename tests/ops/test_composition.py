@@ -166,13 +166,12 @@ FOLLOWING = {
         lambda x: torch.linalg.multi_dot([x, x, x]),
         lambda x: torch.chain_matmul(x, x),
         lambda x: torch.linalg.matrix_power(x, 2),
-        lambda x: x.cov(),
         lambda x: x @ x,
         lambda x: F.linear(x, x),
     ],
+    "mm mul": [lambda x: x.cov(), lambda x: torch.corrcoef(x)],
     "matmul mm": [
         lambda x: x.matrix_power(3),
-        lambda x: torch.corrcoef(x),
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     ],
     "addmm": [lambda x: F.linear(x, x, x[0])],
@@ -307,6 +306,15 @@ class _Bilinear(nn.Bilinear):
         return super().forward(x, x)
 
 
+class _Correlated(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return self.function(100 + x * self.weight)
+
+
 class _Flat(nn.Module):
     """A recurrent layer that returns its results in one tuple."""
 
@@ -329,6 +337,8 @@ JOINED = {
     "lstm of packed sequences": (lambda: _Flat(nn.LSTM(7, 9), packed=True), (5, 3, 7)),
     "rnn_tanh of packed sequences": (lambda: _Flat(nn.RNN(7, 9, bidirectional=True), packed=True), (5, 3, 7)),
     "bilinear": (lambda: _Bilinear(7, 7, 6), (3, 7)),
+    "cov": (lambda: _Correlated(lambda x: x.cov()), (3, 7)),
+    "corrcoef": (lambda: _Correlated(lambda x: torch.corrcoef(x)), (3, 7)),
     "einsum, a chain": (lambda: _Einsum("ij,jk,kl->il", (7, 5), (5, 6)), (3, 7)),
     "einsum, an outer product first": (lambda: _Einsum("a,b,bc->ac", (4,), (4, 5)), (3,)),
     "einsum, scaled scores": (lambda: _Einsum("bhqd,bhkd,bhk->bhqk", (2, 3, 6, 5), (2, 3, 6)), (2, 3, 4, 5)),
@@ -356,6 +366,16 @@ def test_products_inside_of_an_op_have_the_bits_of_autocast(name, grad):
     found = _outcome(make, shape, hmpx.activate("autocast-cpu"), grad=grad)
     assert all(map(same, found, wanted)) and len(found) == len(wanted)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", ["lstm", "cov"])
+def test_what_dynamo_leaves_to_python_trains_with_the_bits_of_eager(name):
+    """A graph of the op of an LSTM alone would be taken apart, its results in FP32; `cov` looks at values."""
+    make, shape = JOINED[name]
+    wanted = _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=True)
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    found = _outcome(lambda: compiled(make()), shape, hmpx.activate("autocast-cpu"), grad=True)
+    assert all(map(same, found, wanted)) and len(found) == len(wanted)
 
 
 def test_arithmetic_that_is_listed_too_is_cast_with_its_products(lists):

@@ -35,14 +35,8 @@ UNDEFINED = {
     "torch._scaled_mm", "torch._scaled_mm_v2", "resize_", "resize_as_",
 }  # fmt: skip
 
-# Composed in C++ of a listed op, and not as autocast has it: there only what comes to that op is cast, here the inputs.
-COMPOSED_IN_CPP = {
-    "corrcoef": "cov, divided",
-    "cov": "subtracts the mean before the product, and turns integers into FP32",
-    "linalg.matrix_power": "inverse in FP32, product in BF16: in different lists, so it stays as it is",
-    "linalg.pinv": "svd in FP32, product in BF16: in different lists, so it stays as it is",
-    "nn.functional.bilinear": "adds its BF16 products up in a result of the input's dtype",
-}
+# Composed in C++ of ops in different lists, an inverse or an svd in FP32 and a product in BF16: it stays as it is.
+COMPOSED_IN_CPP = {"linalg.matrix_power", "linalg.pinv"}
 # Where autocast itself raises and hmpx casts: a promoted op that meets float16; a nuclear norm, which refuses BF16
 # before autocast sees the singular values that it is made of.
 AUTOCAST_FAILS = ("at::autocast::prioritize", "linalg.matrix_norm: Low precision dtypes not supported")

@@ -38,7 +38,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
-from hmpx.ops.wrapping.overriding import PLAIN, call
+from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
@@ -142,6 +142,8 @@ def _kernel_inside(low: torch.dtype) -> Kernel:
 
     def wrap(op: str, function: Callable) -> Callable:
         def inside(*args: Any, **kwargs: Any) -> Any:
+            if op in op_facts.BREAK_GRAPHS:  # before autocast is on
+                return out_of_graph(_autocast_inside, low, function, args, kwargs)
             return _autocast_inside(low, function, args, kwargs)
 
         vars(inside)["hands_on"] = function

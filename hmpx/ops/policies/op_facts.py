@@ -156,6 +156,9 @@ UNSAFE_OF_LOW = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
 # wherever they are called, and their result has the input's dtype. `tests/ops/test_wrong_in_low.py` looks for more.
 WRONG_IN_LOW = frozenset({"matrix_exp", "linalg_matrix_exp"})
 
+# Ops in which Dynamo breaks the graph: they look at values.
+BREAK_GRAPHS = frozenset({"corrcoef", "cov"})
+
 # torch's own parametrizations, computed in FP32: those that are modules, and the older hooks.
 PARAMETRIZATIONS = (
     *(

@@ -22,6 +22,7 @@ import wrapt
 from hmpx.base import process_state as state
 from hmpx.base import run_in_region
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import leave_to_python
 from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
@@ -235,6 +236,8 @@ def _code_under(rule: Rule, code: types.CodeType, name: str) -> types.CodeType:
     """Return a copy of the code for one rule, so that the running code tells the rule."""
     own = code.replace(co_name=f"{name}_{rule.name.lower()}")
     register(own, rule)
+    if rule is Rule.INSIDE:  # LSTMs run in Python in compiled code, where AOT would take a graph of this one apart
+        leave_to_python(own)
     return own
 
 
