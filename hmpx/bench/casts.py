@@ -127,7 +127,6 @@ def _ops(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 # Whole models, eager and compiled
 
-
 _STEP = "step"
 _ACCUMULATED = 4  # forward and backward passes of one step
 _CACHED, _RECORDED = "hmpx cached", "hmpx record"

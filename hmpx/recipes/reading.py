@@ -41,6 +41,7 @@ from hmpx.recipes.keys import (
 )
 from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, naming_lines, noted
 
+logger = logging.getLogger("hmpx")
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 
 
@@ -253,9 +254,6 @@ _LONGEST = 32  # chain of files that extend one another
 # PyTorch/XLA (removed after 2.8); AWS Neuron documentation, "Migration From XLA_USE_BF16/XLA_DOWNCAST_BF16" and
 # "Neuron Rounding Modes".
 
-
-logger = logging.getLogger("hmpx")
-
 _ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 # The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
 _RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
@@ -297,8 +295,5 @@ def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
         recipe = changed(recipe, seed=int(asked[_SEED]))
     differs = {key: getattr(recipe, key) for key in ("weights", "seed")}
     settings = "".join(f", {key} {value}" for key, value in differs.items() if value is not None)
-    return recipe, f"{_said(asked)} is recipe {_RECIPES[deciding]}{settings}"
-
-
-def _said(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items())
+    said = " ".join(f"{name}={value}" for name, value in asked.items())
+    return recipe, f"{said} is recipe {_RECIPES[deciding]}{settings}"

@@ -184,7 +184,6 @@ class _Report:
 
 # What stays when a script is ended or killed: the terminal as it was, and processes that see to an end
 
-
 _GRACE = 10  # seconds in which the threads of a script may end by themselves
 _PATIENCE = 60  # seconds in which its `finally` blocks may
 _WAITING = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "_base.py", "connection.py", "popen_fork.py")

@@ -98,12 +98,10 @@ def _line_of_script(error: HmpxError) -> str:
 
 # The commands
 
-
 _LINE = re.compile(r"\.py$|\.\w+:\d+$")
 
 
 def _add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
-
     def add(name: str, words: str, description: str, examples: str) -> argparse.ArgumentParser:
         lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())
         return subparsers.add_parser(name, help=words, description=description, epilog=f"examples:\n{lines}")
