@@ -97,3 +97,13 @@ def rounded_positions(values: Tensor, dtype: torch.dtype) -> str:
         if not exact < largest < math.inf or not torch.equal(values, values.round()):
             return ""
     return f"positions above {exact} in {dtype_name(dtype)}, up to {largest:.0f}"
+
+
+def ulp(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance of each weight to the next larger number of a dtype."""
+    return torch.ldexp(torch.full_like(weights, torch.finfo(dtype).eps), exponents_of(weights, dtype))
+
+
+def exponents_of(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the exponents of two of these numbers, in FP32; of 0 and of smaller ones, that of its least normal one."""
+    return torch.frexp(weights.abs().clamp(min=torch.finfo(dtype).tiny))[1] - 1

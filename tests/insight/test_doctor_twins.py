@@ -11,6 +11,7 @@ import torch
 
 import hmpx
 from hmpx.insight.looks.steps import Moves
+from hmpx.insight.tensors import ulp
 from hmpx.updates.stepping.names import parameters
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -109,6 +110,16 @@ def test_weights_are_behind_beyond_the_accidents_of_rounding(kept, deviation, is
     """BF16 rounded to nearest keeps .87 of the way of Muon and AdamW, with a gap of 5 % after 60 steps of GPT-2."""
     moves = Moves(kept, 1.0, deviation**2, moves=1000.0, moved=1000.0, updates=1000.0)
     assert moves.is_below(0.9) == is_below
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_the_last_digit_of_a_weight_is_the_way_to_the_next_number(dtype):
+    """By torch's nextafter, for numbers between powers of two, 0 and subnormal ones included."""
+    least = torch.finfo(dtype).tiny
+    weights = torch.tensor([0.0, least / 4, least, 1.5e-3, 1.0, 1.5, 3.0, 200.0], dtype=dtype)
+    distance = torch.nextafter(weights, torch.tensor(float("inf"), dtype=dtype)).double() - weights.double()
+    assert torch.equal(ulp(weights.float(), dtype).double(), distance)
+    assert torch.equal(ulp(-weights.float(), dtype).double(), distance)
 
 
 HEALTHY = {

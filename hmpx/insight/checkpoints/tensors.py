@@ -17,6 +17,7 @@ from time import perf_counter
 import torch
 
 from hmpx.insight.checkpoints.opened import Stored
+from hmpx.insight.tensors import exponents_of, ulp
 
 Tensor = torch.Tensor
 
@@ -52,15 +53,6 @@ class Movement:
         return self.went / self.expected
 
 
-def ulp(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance of each weight to the next larger number of a dtype."""
-    return torch.ldexp(torch.full_like(weights, torch.finfo(dtype).eps), _exponents(weights, dtype))
-
-
-def _exponents(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.frexp(weights.abs().clamp(min=torch.finfo(dtype).tiny))[1] - 1
-
-
 def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     """Return how far weights went. before, after: rows, in FP32. dtype: whose numbers `after` holds."""
     ways = (after - before).abs().flatten(1)
@@ -72,7 +64,7 @@ def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     found = Movement(count, aside, moved, weights.abs().double().sum().item(), ways.double().sum().item())
     if count < FEWEST:
         return replace(found, unclear=f"fewer than {FEWEST} weights moved")
-    exponents = _exponents(weights, dtype)
+    exponents = exponents_of(weights, dtype)
     least = exponents.min()
     counts = (exponents - least).bincount()
     if len(counts) < 2:

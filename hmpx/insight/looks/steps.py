@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.insight.looks.twin import NotChecked, Twin, twins_of
-from hmpx.insight.tensors import LOW
+from hmpx.insight.tensors import LOW, ulp
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
@@ -92,7 +92,9 @@ class _Beside:
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
         self.sizes = [twin.samples([p]).numel() for p in twin.params]
-        self.ulp = torch.cat([_spacing(twin.samples(some)) for _, some in groupby(twin.params, lambda p: p.dtype)])
+        self.ulp = torch.cat(
+            [ulp(twin.samples(some).float(), dtype) for dtype, some in groupby(twin.params, lambda p: p.dtype)]
+        )
         self.state = twin.real_state()
         self._held = self._hidden(self.state)  # at the beginning
         self._last = self._before = twin.samples(twin.params).float()
@@ -265,10 +267,3 @@ class SteppedOptimizer:
         twin = Twin(self.optimizer, params, True, is_wide, known, **changed)
         twin.step(gradient)
         return twin
-
-
-def _spacing(weight: Tensor) -> Tensor:
-    """Return the distance of each BF16 or FP16 number to the next one of its power of two, in FP32."""
-    digits, least = (8, -133) if weight.dtype is torch.bfloat16 else (11, -24)
-    exponent = torch.frexp(weight.float()).exponent
-    return torch.ldexp(torch.ones_like(weight, dtype=torch.float32), (exponent - digits).clamp(min=least))
