@@ -230,8 +230,8 @@ FSDP_SUMS = Feature(
     Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the dtype that FSDP2 adds gradients up in"),
     Name(f"{_FSDP}._fsdp_state:_fsdp_param_group", "the same"),
     Name(f"{_FSDP}._fsdp_state:_fsdp_param_groups", _NEWER, None),
-    Name(f"{_FSDP}._fsdp_param_group.FSDPParamGroup().[fsdp_params|mp_policy]", "the same"),
-    Name(f"{_FSDP}._fsdp_param.FSDPParam().sharded_param", "the same"),
+    Name(f"{_FSDP}._fsdp_param_group.FSDPParamGroup().fsdp_params", "the same"),
+    Name(f"{_FSDP}._fsdp_param.FSDPParam().[sharded_param|mp_policy]", "the same"),
 )
 SHARDS = Feature(
     "updates of sharded parameters",

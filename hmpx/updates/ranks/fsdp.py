@@ -62,7 +62,7 @@ def _sums_low(module: Any) -> bool:
     state = module._get_fsdp_state()
     one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
     for group in getattr(state, "_fsdp_param_groups", one):
-        low = group.mp_policy.reduce_dtype is not torch.float32
-        if low and any(each.sharded_param in _ours for each in group.fsdp_params):
-            return True
+        for each in group.fsdp_params:
+            if each.sharded_param in _ours and each.mp_policy.reduce_dtype is not torch.float32:
+                return True
     return False
