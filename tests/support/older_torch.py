@@ -35,6 +35,7 @@ WANTED = {
     "2.11": {
         "Tensor.grad_dtype, for use_fp32_grad_acc": (
             "test_conversion.py::test_restore_of_an_optimizer_undoes_all_that_prepare_did",
+            "test_parametrizations.py::test_they_train_under_every_kind_of_recipe[nxd-standard]",
             "test_readme.py::test_every_other_command_runs",
             "test_readme.py::test_every_python_snippet_runs_and_prints_what_it_says[oplists/README.md]",
             "test_settings.py::test_each_setting_reaches_the_optimizer_from_both[use_fp32_grad_acc]",
