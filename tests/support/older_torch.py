@@ -41,10 +41,6 @@ WANTED = {
             "test_settings.py::test_each_setting_reaches_the_optimizer_from_both[use_fp32_grad_acc]",
             "test_checks.py::test_the_package_and_a_users_code_are_type_checked",
         ),
-        "regions in compiled code": (
-            "test_fp16.py::test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions",
-            "test_regions.py::test_torch_compile_sees_a_region_without_its_parentheses",
-        ),
     },
     "2.10": {
         "torchao 0.18": (
@@ -53,7 +49,6 @@ WANTED = {
             "test_fp8.py::test_an_adapter_on_a_frozen_int8_base",
             "test_fp8_grouped.py::test_the_numbers_of_torchao_",
             "test_fp4.py::test_the_numbers_of_torchaos_quantizers[",
-            "test_other_optimizers.py::test_the_curve_of_torchaos_stochastic_adamw",
         ),
         "functional.scaled_mm": ("test_fp8_gpu.py::test_in_the_interpreter[check_launches_of_a_layer]",),
     },
