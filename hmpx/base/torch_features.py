@@ -8,6 +8,7 @@ feature off, and one sentence says so when the feature is first needed.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import logging
@@ -15,7 +16,7 @@ import operator
 import pkgutil
 import re
 import types
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -128,13 +129,16 @@ def exists(path: str) -> bool:
         return False
     if mentioned:
         return re.search(rf"\b{word}\b", inspect.getsource(holder)) is not None
-    return attribute in dir(holder) or attribute in set(_words(holder))
+    return attribute in dir(holder) or any(_shows(base, attribute) for base in holder.__mro__)
 
 
-def _words(cls: type) -> Iterator[Any]:
-    """The names and strings in the methods of a class, which show the attributes that its objects have."""
-    for base in cls.__mro__:
-        yield from inspect.get_annotations(base)
-    for function in (each for base in cls.__mro__ for each in vars(base).values()):
-        if isinstance(function, types.FunctionType):
-            yield from (*function.__code__.co_names, *map(str, function.__code__.co_consts))
+def _shows(cls: type, attribute: str) -> bool:
+    """Whether a class shows that its objects have an attribute: annotated, as a string, or as `self.X` in a method."""
+    codes = [each.__code__ for each in vars(cls).values() if isinstance(each, types.FunctionType)]
+    if attribute in inspect.get_annotations(cls) or any(attribute in code.co_consts for code in codes):
+        return True
+    for code in (each for each in codes if attribute in each.co_names):
+        for first, then in pairwise(dis.get_instructions(code)):
+            if then.argval == attribute and first.argrepr.rpartition(" ")[2] == code.co_varnames[0]:
+                return True
+    return False
