@@ -168,7 +168,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
 _ALWAYS = {
     # products
     "_euclidean_dist": "matmul mul", "_trilinear": "bmm", "bilinear": "+ _trilinear mul", "chain_matmul": "mm",
-    "corrcoef": "+ mm mul", "cov": "+ mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul",
+    "corrcoef": "+ cov mul", "cov": "+ mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul",
     "vdot": "dot",
     # convolutions and recurrent layers
     "_convolution_mode": "convolution",
