@@ -289,7 +289,7 @@ def _of_tree(path: str, text: str, is_json: bool) -> tuple[dict[str, Any], Origi
             hint, side = did_you_mean(key.value, keys), keys.get(key.value)
             if side is None:
                 if not is_json and (isinstance(value, yaml.SequenceNode) or hint):
-                    raise OpListError(f"{key.value!r} is no list that hmpx knows{hint} (legal: {legal})")
+                    raise OpListError(f"{key.value!r} is no list that hmpx knows{hint} (legal: {', '.join(keys)})")
             elif side in said:
                 raise OpListError(f"the key {key.value!r} stands here for the second time")
             else:
