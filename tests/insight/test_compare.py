@@ -11,6 +11,7 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.comparing.comparison import Row
+from hmpx.insight.looks.nonfinite import Nonfinite
 from tests.support.planted import (
     WIDTH,
     Masked,
@@ -65,6 +66,16 @@ def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
     assert (first.op, first.where, first.phase) == ("mul", line_of(Masked.forward, "mask ="), "forward")
     assert "torch.finfo(x.dtype).min" in first.note and [row.op for row in found.broken] == ["mul"]
     assert "and bfloat16 ends at 3.39e+38" in first.note
+
+
+def test_a_look_for_an_inf_that_raises_is_told(monkeypatch, caplog):
+    def raises(*given):
+        raise RuntimeError("a fault of the look")
+
+    monkeypatch.setattr(Nonfinite, "see", raises)
+    found = hmpx.compare(Model(torch.relu), batches(), lambda model, *batch: loss_of(model, *batch) / 0)
+    assert "the look for the op has raised" in found.stopped and "a fault of the look" in found.stopped
+    assert "no op that hmpx sees" not in found.stopped and "a fault of the look" in caplog.text
 
 
 def test_a_gradient_that_overflows_where_it_is_cast_to_fp16_is_found_behind_the_op():

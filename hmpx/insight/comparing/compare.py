@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.recipe import Recipe
+
+logger = logging.getLogger("hmpx")
 
 _MOST = 40, 10  # runs of the search: in all, and for each batch
 
@@ -184,13 +187,16 @@ class _Comparing:
             return f"{said}, and so {bad}. No list mends that"
         first, phase = self._first_nonfinite(number, exactly, subject.wide)
         if first is None:
-            return f"{said}, made by no op that hmpx sees. No list mends that"
+            return f"{said}, {phase or 'made by no op that hmpx sees'}. No list mends that"
         return f"{said}, first in the {phase} pass of {first}. No list mends that"
 
     def _first_nonfinite(self, number: int, compute: Compute, work: Callable) -> tuple[CallSite | None, str]:
-        """Run a batch again; return the first site that makes inf or NaN of finite numbers, and in which pass."""
-        notes, look = Notes(), Nonfinite()
-        watch = OpWatch(notes, [look], [])
+        """Run a batch again; return the first site that makes inf or NaN of finite numbers, and in which pass.
+
+        Where the look for it raises, a warning says so, and the words for that stand in the place of the pass.
+        """
+        look, trouble = Nonfinite(), list[str]()
+        watch = OpWatch(Notes(), [look], trouble)
         watch.look_at(math.inf)
         try:
             self._runs.run(compute, work, number, "searching inf or NaN")
@@ -198,7 +204,10 @@ class _Comparing:
             watch.close()
         found = look.first
         if found is None:
-            return None, ""
+            raised = f"and the look for the op has raised {trouble[0]}" if trouble else ""
+            if raised:
+                logger.warning("hmpx: compare: a result is not finite, %s", raised)
+            return None, raised
         place, ran = found.place, found.forward or found.op
         names = (canonical(ran.strip("_")), *callers(ran))
         here = [site for site in self._runs.sites if (site.where, site.module) == (place.where, place.module)]
