@@ -23,9 +23,9 @@ GROUPS = {
     "Habana's names": "hmp",
     "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
 }
-# What functions return or raise, whose examples show it, and what the guide has an example of.
+# What functions return or raise, whose examples show it, what the guide has an example of, and what `bf16` shows.
 WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Problem Log Site RoundTrip Comparison
-    Row Tuned Choice OpListError UnknownOpError OptLevelError hmp""".split()
+    Row Tuned Choice OpListError UnknownOpError OptLevelError hmp fp16 fp32 promote""".split()
 _HEAD = """\
 # API
 
@@ -54,7 +54,9 @@ def reference() -> str:
             parts += _entry(f"hmpx.{name}", getattr(hmpx, name), "###")
             for part in PARTS.get(name, ()):
                 parts += _entry(part.__name__, part, "####")
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    text = re.sub(r"\n\n(?=- |```pycon)", "\n", text)  # a list and a block of code need no empty line before them
+    return re.sub(r"(?<=^)(#+ .*)\n\n(?!#)", r"\1\n", text, flags=re.MULTILINE)  # nor does what stands below a heading
 
 
 def _link(name: str) -> str:
@@ -64,9 +66,9 @@ def _link(name: str) -> str:
 def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
     """Yield the paragraphs of one name, and of the methods of a class or the functions of a module."""
     yield f"{heading} `{name}`"
-    if inspect.isfunction(thing):
-        yield f"`{_signature(name.rpartition('.')[2], thing)}`"
     said = _prose(inspect.getdoc(thing) or "", name.rpartition(".")[2] in WITHOUT_EXAMPLE)
+    if inspect.isfunction(thing):
+        yield f"`{_signature(name.rpartition('.')[2], thing)}`\\\n{next(said)}"
     yield from (_KEYS if thing is hmpx.Recipe and part.startswith("| ") else part for part in said)
     if inspect.ismodule(thing):
         for each in thing.__all__:
@@ -76,8 +78,9 @@ def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
         methods = [
             f"`{_signature(each, method)}`: " + " ".join(_prose(inspect.getdoc(method) or "", is_short=True))
             for each, method in sorted(inspect.getmembers(thing))
-            # The others are for hmpx itself.
+            # The others are for hmpx itself; of one whose docstring is a line, the words of the class say it.
             if inspect.isroutine(method) and f"`{each}(" in (thing.__doc__ or "") and each not in _OF_REPORTS
+            if "\n" in (inspect.getdoc(method) or "")
         ]
         if methods:
             yield _list(methods)
