@@ -248,13 +248,16 @@ class Attachment:
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
-            if self._released:  # the step that backward has begun goes with the weights and the state that it changed
-                self._waiting.forget()
-                released.finish(self._dtypes)
-                self._released.clear()
-                self._updates.abandon()
             self.look_again()
             self._checkpoints.hook_last(optimizer)
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """`optimizer.load_state_dict` has run: an open step goes with the weights and the state that it changed."""
+        if optimizer is self.optimizer and self._released:
+            self._waiting.forget()
+            released.finish(self._dtypes)
+            self._released.clear()
+            self._updates.abandon()
 
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer as the settings say."""
@@ -277,6 +280,15 @@ class Attachment:
     def is_open(self) -> bool:
         """Whether parameters have taken the next step in backward, which `optimizer.step()` has not ended."""
         return bool(self._released)
+
+    def refuse_open(self, what: str) -> None:
+        """Raise an HmpxError if a step is open: no checkpoint can hold it."""
+        if self._released:
+            raise HmpxError(
+                f"{type(self._alive).__name__}: {what}: some parameters have taken the next step in backward, and "
+                "others not (release_gradients), so no checkpoint can hold this: save it after optimizer.step(). After "
+                "a backward that failed, load the last checkpoint"
+            )
 
     def _release(self, p: Parameter) -> None:
         if id(p) in self._released:

@@ -89,12 +89,7 @@ class Checkpoints:
         """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
         self._saved_handle.remove()
         self._saved_handle = optimizer.register_state_dict_post_hook(self._saved, prepend=True)
-        if own_attachment(optimizer).is_open:
-            raise HmpxError(
-                f"{type(optimizer).__name__}.state_dict(): some parameters have taken the next step in backward, and "
-                "others not (release_gradients), so no checkpoint can hold this: save it after optimizer.step(). After "
-                "a backward that failed, load the last checkpoint"
-            )
+        own_attachment(optimizer).refuse_open("state_dict()")
         own_attachment(optimizer).cast_state_along()
         known = step_count.stored(optimizer)
         if known:
@@ -138,7 +133,7 @@ class Checkpoints:
         self._loses = stepped and not any(HELD_KEY in group for group in groups)
         own = step_count.stored(optimizer)
         self._is_present = (
-            not self._updates.stores.are_torn
+            not (self._updates.stores.are_torn or own_attachment(optimizer).is_open)
             and all(groups[0].get(key) == own.get(key) for key in (STEP_KEY, SEED_KEY))
             and (bool(steps) or bool(state_dict["state"]) == any(optimizer.state.values()))
         )

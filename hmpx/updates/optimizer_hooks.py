@@ -135,6 +135,8 @@ def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Call
         step_count.forget(self)
         if attachment is None:
             loaded(self)
+        else:
+            attachment.after_load(self)
 
     return load
 
@@ -230,6 +232,7 @@ def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     """Reduce an attached optimizer for copies and pickles; torch's own would keep state, groups and defaults alone."""
     optimizer = reference()
     attachment = own_attachment(optimizer)
+    attachment.refuse_open("copy or pickle")
     attachment.cast_state_along()
     if step_count.stored(optimizer):
         step_count.keep(optimizer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import warnings
 import weakref
 from itertools import cycle
@@ -271,6 +274,42 @@ def test_the_end_of_training_after_a_backward_without_a_step_is_said(caplog):
     _backward(model)
     hmpx.detach(optimizer)
     assert "4 parameters have stepped in a backward() that no optimizer.step() followed" in caplog.text
+
+
+SAVES = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda optimizer: torch.save(optimizer, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_what_is_saved_of_an_open_step_is_refused(save):
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    with pytest.raises(hmpx.HmpxError, match="no checkpoint can hold this: save it after optimizer.step()"):
+        save(optimizer)
+    optimizer.step()
+    save(optimizer)
+
+
+def test_only_a_load_that_succeeds_ends_an_open_step():
+    model = _net()
+    optimizer = _attached(model)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _backward(model)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(before[1] | {"param_groups": before[1]["param_groups"] * 2})
+    with pytest.raises(hmpx.HmpxError, match="this gradient is gone"):
+        optimizer.zero_grad()
+    model.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+    optimizer.zero_grad()
+    _backward(model)
+    optimizer.step()
+    assert optimizer.param_groups[0]["hmpx_step"] == 1
 
 
 def test_detach_and_an_optimizer_that_is_gone_end_it():
