@@ -169,7 +169,8 @@ def test_the_same_batches_give_the_same_answer_in_few_passes():
     """FP32, and again; all products; each name that multiplies nothing; these together; the lists."""
     found, again = of_planted("softmax"), tuned(Model(PLANTED["softmax"].function), batches(8))
     assert again.policy == found.policy
-    assert replace(again, step_seconds={}).as_json() == replace(found, step_seconds={}).as_json()
+    one, other = (replace(each, step_seconds={}, step_spread=0.0).as_json() for each in (found, again))
+    assert one == other
     assert found.steps <= (8 + 1) + 6 + (1 + 4 + 1 + 6) + 2 and f"{found.steps} steps" in str(found)
 
 

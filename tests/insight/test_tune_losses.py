@@ -59,6 +59,8 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
             changes.append(float(low.float() - of(z, one_hot(y), weight)))
     choice = next(each for each in found.choices if each.name == "binary_cross_entropy_with_logits")
     assert min(abs(choice.loss_change - abs(change)) for change in changes) < 1e-6
+    assert choice.loss_error > 0.1 > choice.gradient_error, choice
+    assert choice.why == "breaks the tolerance by itself, by its change of the loss"
 
 
 def test_an_op_that_does_not_run_in_bf16_stays_in_fp32():

@@ -6,10 +6,11 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Measurement, Timer
 
 from hmpx import conversion
 from hmpx.base import region_state
@@ -21,7 +22,7 @@ from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly
 from hmpx.insight.trials.runs import Effect, Progress, Runs
 from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
-from hmpx.insight.tuning.tuned import Tuned, choices_of, lists_and_rules, policy_of, recipe_of
+from hmpx.insight.tuning.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.worth import LOWS, Chosen, Low, Weighing, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import rules_of
@@ -134,7 +135,7 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
         )
 
 
-_TIMED = 0.1  # seconds for which a step is timed
+_TIMED = 0.1, 0.3  # seconds for which a step is timed, and where timings vary; or four rounds, where these take longer
 
 
 class Measured(NamedTuple):
@@ -195,6 +196,7 @@ class Tuning:
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
         policy, recipe, effect = self._of_choice(chosen)
         predicted = search.effect(chosen)
+        timed = self._timed(policy, recipe) if chosen and not effect.raised else {}
         met = max(effect.size, predicted.size) <= self.tolerance
         if effect.raised:
             unmet = f"under these lists the program raises {effect.raised}"
@@ -211,7 +213,8 @@ class Tuning:
             tolerance=self.tolerance,
             choices=tuple(choices_of(worths, search, self.tolerance, failed, chosen, getattr(policy, self.low))),
             steps=self.progress.done,
-            step_seconds=self._timed(policy, recipe) if chosen and not effect.raised else {},
+            step_seconds={name: min(each.times) if each else math.nan for name, each in timed.items()},
+            step_spread=max((each.iqr / each.median for each in timed.values() if each), default=0.0),
             unmet="" if met else unmet or "many errors add up, none of which is over the tolerance by itself",
             low=self.low,
         )
@@ -274,26 +277,28 @@ class Tuning:
             self._verified[chosen] = Measured(policy, recipe, effect)
         return self._verified[chosen]
 
-    def _timed(self, policy: Policy, recipe: Recipe) -> dict[str, float]:
-        """Return the seconds of a step under the lists, in plain FP32, and under torch.autocast; NaN if that raises."""
+    def _timed(self, policy: Policy, recipe: Recipe) -> dict[str, Measurement | None]:
+        """Time a step under the lists, in plain FP32, and under torch.autocast; None if that raises."""
         subject, batch = self.subject, self.subject.batches[self._held_out[0]]
         with conversion.install(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe)):
-            found = {"tuned": seconds(lambda: subject.low(batch))}
+            found: dict[str, Measurement | None] = {"tuned": timed(lambda: subject.low(batch))}
         device, loss = subject.parameters[0].device.type, subject.loss
         with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # in the place of one in force
-            found["FP32"] = seconds(lambda: subject.wide(batch))
+            found["FP32"] = timed(lambda: subject.wide(batch))
             try:
                 subject.loss = torch.autocast(device, torch.bfloat16)(loss)
-                found["torch.autocast"] = seconds(lambda: subject.wide(batch))
+                found["torch.autocast"] = timed(lambda: subject.wide(batch))
             except Exception:  # a program that autocast does not run is still tuned
-                found["torch.autocast"] = math.nan
+                found["torch.autocast"] = None
             finally:
                 subject.loss = loss
         return found
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the time of `work`, the least of some rounds: other programs only make rounds longer."""
+def timed(work: Callable[[], object]) -> Measurement:
+    """Time `work` in rounds. The least of them counts, as other programs only make rounds longer."""
+    began = perf_counter()
     work()
+    least, most = _TIMED[0], max(_TIMED[1], 4 * (perf_counter() - began))
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=_TIMED).times)
+    return timer.adaptive_autorange(STEADY, min_run_time=least, max_run_time=most)

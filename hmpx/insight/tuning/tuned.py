@@ -20,6 +20,7 @@ from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 DTYPES = {"FP4": "float4", "FP8": "float8", "BF16": "bfloat16", "FP32": "float32"}  # what `Choice.dtype` says
+STEADY = 0.1  # relative interquartile range of timings, from which on torch.utils.benchmark warns of noise, too
 Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
 
 
@@ -112,7 +113,8 @@ def choices_of(
         if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
             return f"with it in {words} the program raises {raised}"
         if alone.size > tolerance and not math.isnan(alone.gradient_error):
-            return "breaks the tolerance by itself"
+            by_loss = ", by its change of the loss" if alone.loss_error > tolerance >= alone.gradient_error else ""
+            return f"breaks the tolerance by itself{by_loss}"
         if not gain:
             return f"has no products, so {words} would save no time"
         if is_left and fell:
@@ -205,6 +207,8 @@ class Tuned(Report):
         unmet: where the tolerance is not met, what stands in the way, in words.
         step_seconds: what forward and backward pass of a batch take: "tuned", under the lists; "FP32" and
             "torch.autocast", without hmpx, NaN where the program raises there. Empty where nothing is in BF16.
+        step_spread: by how much the timings of one of these varied: the interquartile range of the rounds over their
+            median, the largest of the three. From 0.1 on the first line says so.
 
     `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
     same as objects, `html(path)` is a page with the reasons. It prints with the reasons; the first line says what is
@@ -226,6 +230,7 @@ class Tuned(Report):
     steps: int
     unmet: str = ""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
+    step_spread: float = 0.0
     low: Low = "bf16"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -280,7 +285,9 @@ class Tuned(Report):
         low, wide, autocast = (self.step_seconds[key] for key in ("tuned", "FP32", "torch.autocast"))
         change = f"{percent(abs(1 - low / wide))} {'less' if low <= wide else 'MORE'} than in FP32"
         beside = "torch.autocast raises" if math.isnan(autocast) else f"{amount(autocast, 's')} under torch.autocast"
-        return f"{said}; a step takes {amount(low, 's')}, {change} ({amount(wide, 's')}; {beside})"
+        said += f"; a step takes {amount(low, 's')}, {change} ({amount(wide, 's')}; {beside})"
+        varied = f"; timings varied by {percent(self.step_spread)}: time it again on a machine that is idle"
+        return said + varied * (self.step_spread >= STEADY)
 
     def _save_lists(self, folder: Path) -> None:
         """Write the lists and the recipe, with the reasons.
