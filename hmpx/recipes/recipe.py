@@ -81,15 +81,7 @@ class Recipe:
         opt_level: O1
         bf16: [linear]
         fp32: [softmax]
-        promote: []
-        low_precision: bfloat16
-        kernels: auto
-        where: model
-        parameter_dtype: bfloat16
-        weights: split
-        state_dtype: float32
-        use_fp32_grad_acc: false
-        use_master_weights_in_ckpt: false
+        ...
         release_gradients: false
         <BLANKLINE>
     """
