@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,10 +14,9 @@ from hmpx.base.changes import Changes
 from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions, place
-from hmpx.base.torch_private import AUTOCAST
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops import autocast_questions, autocast_traced, compilers
-from hmpx.ops.autocast_regions import AutocastRegions
+from hmpx.ops import compilers
+from hmpx.ops.autocast import AutocastRegions
 from hmpx.ops.casts import Casts, PatchTable, governs_autocast
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
 from hmpx.ops.decision_log import FirstStep, VerboseLog, positions_in_words
@@ -224,11 +222,7 @@ class Conversion(Installation):
         if self.policy.bf16:
             self._first_step.apply(changes)
         if governs_autocast(self.policy):
-            autocast_questions.say_if_on(sys._getframe())
             AutocastRegions(self._policies).apply(changes)
-            if AUTOCAST.is_on():
-                autocast_traced.apply(changes)
-            autocast_questions.let_dynamo_fold(changes)
         changes.put(place("observer"), observer)
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)

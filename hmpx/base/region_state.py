@@ -5,7 +5,7 @@ listed Python function, an optimizer step), the default that `convert(enabled=..
 converted at all. This file keeps the first, by context (`contextvars`), that is by thread and asyncio task;
 `process_state` keeps the others. Under ``where="model"`` there is no default: the forward of a module opens a region
 that casts, and elsewhere `ops.wrapping.switch` decides whether an op is the model's. An *island* is the region that
-code opens by ``torch.autocast(enabled=False)`` (`ops.autocast_regions`): nothing is cast in it. An enabled
+code opens by ``torch.autocast(enabled=False)`` (`ops.autocast`): nothing is cast in it. An enabled
 `torch.autocast` region inside casts again as the code around the island does. The lists that hold are named by a
 *scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over
 them (`ops.overlays`).
@@ -41,19 +41,21 @@ class StochasticSteps:
 class Region:
     """The settings of one region.
 
-    casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
-    function and not in an optimizer step. scope: which lists hold. owner: the `Opener` that has entered it, or the
-    optimizer whose step it is. around: the region around it. left: whether it is closed; a generator or a task may
-    close it while a younger one is open, or from another context. island: whether it is one. An island with casting
-    None is outside of a model; the forwards of modules cast in it. under: the casting around an island. where: the
-    user's line that has opened it, if somebody observes the ops.
+    casting: whether ops are cast; None leaves that to the default.
+    rounding: how optimizer steps write BF16 parameters. maps: whether a `dtype_map` acts: in a listed Python function
+    it does, in an optimizer step it does not. scope: the number of the lists that hold.
+    owner: the `Opener` that has entered the region, or the optimizer whose step it is.
+    island: whether it is an island. One with casting None is outside of a model: the forwards of modules in it cast.
+    under: the casting around an island.
+    around: the region around this one. closed: a generator or a task may close a region while a younger one is open,
+    and from another context. where: the user's line that has opened the region, if somebody observes the ops.
     """
 
-    __slots__ = ("around", "casting", "island", "left", "maps", "owner", "rounding", "scope", "under", "where")
+    __slots__ = ("around", "casting", "closed", "island", "maps", "owner", "rounding", "scope", "under", "where")
 
     def __init__(self, casting, rounding, maps, scope, owner=None, island=False, under=None):
         self.casting, self.rounding, self.maps, self.scope, self.owner = casting, rounding, maps, scope, owner
-        self.around, self.left, self.island, self.under, self.where = None, False, island, under, ""
+        self.around, self.closed, self.island, self.under, self.where = None, False, island, under, ""
 
 
 _innermost: ContextVar[Region] = ContextVar("hmpx regions")
@@ -61,7 +63,7 @@ enter_region = _innermost.set
 
 
 class _Nowhere(Region):
-    """What holds where no region is open. `here` is the innermost region, or this object.
+    """The settings outside of all regions. `here` is the innermost region, or this object where no region is open.
 
     Dynamo cannot trace a Python function that reads a context variable. The getter is therefore a method in C,
     `ContextVar.get` with this object as the default: Dynamo calls it and guards on the result.
@@ -72,17 +74,22 @@ class _Nowhere(Region):
 
 
 class _Traced:
-    """What holds where Dynamo traces a region. Outside of traces it is always as it is made, for every thread.
+    """The settings of the region that Dynamo traces. `inside`: whether it traces one.
 
-    It has slots, since Dynamo forgets what is written into the `__dict__` of an object behind a higher-order op.
+    Dynamo undoes what a trace writes here, so that every thread finds the settings outside of all regions.
+    There are slots, since Dynamo forgets what is written into the `__dict__` of an object behind a higher-order op.
     """
 
     __slots__ = ("casting", "inside", "island", "maps", "rounding", "scope", "under")
 
     def __init__(self) -> None:
-        self.inside, self.casting, self.maps, self.scope = False, None, True, 0
-        self.island, self.under = False, None
         self.rounding = None  # no optimizer step is traced
+        self.take(Region(None, None, True, 0), False)
+
+    def take(self, region: Region, inside: bool) -> None:
+        """Take over the settings of a region."""
+        self.inside, self.casting, self.maps, self.scope = inside, region.casting, region.maps, region.scope
+        self.island, self.under = region.island, region.under
 
 
 class _RunningGraphs(threading.local):
@@ -104,7 +111,7 @@ def innermost() -> Any:
     if traced.inside:
         return traced
     region = nowhere.here
-    while region.left:
+    while region.closed:
         region = region.around
     return region
 
@@ -113,7 +120,7 @@ def open_regions() -> list[Region]:
     """The regions that are open here, the innermost first."""
     found, region = [], nowhere.here
     while region is not nowhere:
-        if not region.left:
+        if not region.closed:
             found.append(region)
         region = region.around
     return found
@@ -174,12 +181,7 @@ def rounding() -> StochasticSteps | None:
 
 def owned_by(owner: object) -> Region | None:
     """The innermost region that this object has entered here and not left."""
-    region = nowhere.here
-    while region is not nowhere:
-        if region.owner is owner and not region.left:
-            return region
-        region = region.around
-    return None
+    return next((region for region in open_regions() if region.owner is owner), None)
 
 
 def is_stepping(optimizer: object) -> bool:
@@ -230,19 +232,18 @@ def enter(
 ) -> Region:
     """Turn casts on or off here until `leave` is given the result.
 
-    maps: None maps dtypes exactly where casts are not turned off. scope: None is the one that holds already.
+    maps: None maps dtypes unless casts are turned off. scope: None leaves the lists as they are.
     """
     if scope is None:
         scope = innermost().scope
-    region = Region(casting, how, casting is not False if maps is None else maps, scope, owner)
-    return _opened(region)
+    return _opened(Region(casting, how, casting is not False if maps is None else maps, scope, owner))
 
 
 def enter_autocast(enabled: bool, in_model: bool, owner: Any = None) -> Region:
     """Open the region of a `torch.autocast` until `leave` is given the result.
 
-    enabled: False opens an island; True takes back the island around it, and changes nothing elsewhere. in_model: False
-    leaves it to the forwards of modules inside of an island to cast.
+    enabled: False opens an island. True ends the island around the region, and changes nothing where there is none.
+    in_model: whether the island is in a model. In any other, the forwards of modules cast.
     """
     here = innermost()
     under = here.under if here.island else here.casting
@@ -265,11 +266,7 @@ def _opened(region: Region) -> Region:
 def open_region(region: Region) -> None:
     """Turn casts on or off here, as a region says, until `leave` is given it."""
     if is_dynamo_compiling():
-        if traced.inside:
-            region.around = Region(traced.casting, None, traced.maps, traced.scope, None, traced.island, traced.under)
-        traced.inside, traced.casting, traced.maps, traced.scope = True, region.casting, region.maps, region.scope
-        traced.island, traced.under = region.island, region.under
-        _enter_in_graph(region.scope, region.casting, region.maps, region.island, region.under)
+        _trace_opening(region)
         return
     region.around = innermost()
     if region.casting is not True:
@@ -284,31 +281,36 @@ def leave(region: Region) -> None:
     Regions inside may still be open, since a generator or a task may end before them.
     """
     if is_dynamo_compiling():
-        around = region.around
-        traced.inside = around is not None
-        if around is None:
-            traced.casting, traced.maps, traced.scope, traced.island, traced.under = None, True, 0, False, None
-        else:
-            traced.casting, traced.maps, traced.scope = around.casting, around.maps, around.scope
-            traced.island, traced.under = around.island, around.under
-        _leave_in_graph()
+        _trace_leaving(region)
         return
-    region.left = True
+    region.closed = True
     if region.casting is not True:
         state.off.by.pop(id(region), None)
         _announce()
-    region.casting = None  # in a task that carries it still, wrappers then look further
+    region.casting = None  # a task that still carries the region has wrappers look at those around it
     if region.around is not None:  # else it was never opened
         enter_region(innermost())
 
 
-# Graphs that open regions
+# Regions that Dynamo traces, and graphs that open regions
+
+
+def _trace_opening(region: Region) -> None:
+    if traced.inside:
+        region.around = Region(traced.casting, None, traced.maps, traced.scope, None, traced.island, traced.under)
+    traced.take(region, True)
+    _enter_in_graph(region.scope, region.casting, region.maps, region.island, region.under)
+
+
+def _trace_leaving(region: Region) -> None:
+    traced.take(Region(None, None, True, 0) if region.around is None else region.around, region.around is not None)
+    _leave_in_graph()
 
 
 def _enter_in_graph(
     scope: int, casting: bool | None, maps: bool, island: bool = False, under: bool | None = None
 ) -> None:
-    """Open a region: a node of a graph. Dynamo also runs it while it traces; the region then ends with the trace."""
+    """Open a region, as a node of a graph. Dynamo also calls this while it traces; the region ends with the trace."""
     around, trace = innermost(), traced_into()
     if trace is None:
         return open_region(Region(casting, around.rounding, maps, scope, None, island, under))

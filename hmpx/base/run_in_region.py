@@ -182,7 +182,7 @@ def graph(run: Callable, opens: bool, everywhere: bool) -> Callable:
             return run_forward(run, args, {})
         finally:
             running_graphs.count -= 1
-            while (left := innermost()) is not before and left is not nowhere:
-                leave(left)
+            while (still_open := innermost()) is not before and still_open is not nowhere:
+                leave(still_open)
 
     return running

@@ -15,7 +15,7 @@ import wrapt
 
 from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
-from hmpx.ops import autocast_questions, model_calls
+from hmpx.ops import autocast, model_calls
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import CapturedName
@@ -139,7 +139,7 @@ class PatchTable(Patches):
             *self.beside.patches(),
             *parametrizations(self.switch),
             *model_calls.patches(self.switch),
-            *(autocast_questions.patches(self.switch, policies) if governs_autocast(policies[0]) else ()),
+            *(autocast.questions(self.switch, policies) if governs_autocast(policies[0]) else ()),
         )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 

@@ -27,7 +27,7 @@ from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
-from hmpx.ops.followed_traced import follow
+from hmpx.ops.followed import follow
 from hmpx.ops.policies.policy import Rule
 
 _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
@@ -167,7 +167,7 @@ def _guard_on_region(output: Any) -> None:
     source, guards = sys.modules["torch._dynamo.source"], sys.modules["torch._dynamo.guards"]
     module = output.root_tx.import_source(region_state.__name__)
     region = source.AttrSource(source.AttrSource(module, "nowhere"), "here")
-    for name in ("casting", "scope", "left", "island"):
+    for name in ("casting", "scope", "closed", "island"):
         output.guards.add(source.AttrSource(region, name).make_guard(guards.GuardBuilder.EQUALS_MATCH))
 
 

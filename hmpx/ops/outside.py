@@ -22,10 +22,9 @@ from hmpx.base.compiling import leave_to_python, never_compile_alone
 from hmpx.base.region_state import Region, innermost
 from hmpx.base.run_in_region import run_at, run_in
 from hmpx.base.torch_private import autograd_node
-from hmpx.ops.autocast_regions import in_enabled_region
+from hmpx.ops.autocast import in_enabled_region
 from hmpx.ops.decision_log import say_once
-from hmpx.ops.followed import lists_of_node, lists_of_tensors, mark
-from hmpx.ops.followed_traced import lists_of_traced, mark_traced
+from hmpx.ops.followed import lists_of_node, lists_of_tensors, lists_of_traced, mark, mark_traced
 from hmpx.ops.module_rules import deciding, rules_of
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.scopes import lists_of, number_inside, scope_inside

@@ -1,0 +1,325 @@
+"""`torch.autocast` while op lists cast: its regions are hmpx's, and code that asks about it hears of the lists.
+
+Models say "FP32 here" by ``with torch.autocast(device, enabled=False):``, around rotary angles, routers, norms and
+losses. Such a region is an *island* (`base.region_state`): the lists cast nothing in it. In an enabled region the lists
+cast as they do around it, and an enabled region ends the island around it. torch's own autocast stays off, so that no
+op is cast twice.
+
+- The device of a region does not count: "no autocast on cuda" in the code of a model means FP32 on any device.
+- A training script opens a region with ``enabled=args.amp``, outside of every model and of every enabled region. If
+  that is False, the forwards of modules in the region cast, and the script's own ops are left alone.
+- If a module opens an island and has a rule that names ops for low precision, its ops are cast all the same.
+- With casts off (`disable_casts`, ``convert(enabled=False)``, an optimizer step) regions are torch's own again.
+
+Dynamo runs no ``torch.autocast.__enter__``: it has a variable of its own for a region. While torch is converted, this
+variable traces `region_state.enter_autocast` and `leave`: nodes, guards and cleanup are those of hmpx's own regions.
+
+``custom_fwd(cast_inputs=)``, DataParallel, transformers' `maybe_autocast` and kernels that hmpx cannot reach (flash
+attention, Mamba's scans) first ask whether autocast is on and in which dtype: where hmpx casts, they hear yes, and the
+low precision of the lists. What torch asks to save and restore the state (Dynamo, AOTAutograd, checkpointing, CUDA
+graphs) gets torch's own answers: an answer of ours would be written back, and turn autocast on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.base import process_state, region_state
+from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import never_compile, with_dynamo
+from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import AUTOCAST, private
+from hmpx.ops.decision_log import say_beats_island, say_once
+from hmpx.ops.module_rules import lowering_rule
+from hmpx.ops.policies.policy import LOW_RULES
+from hmpx.ops.policies.scopes import Policies
+from hmpx.ops.wrapping.callers import modules, users_line
+from hmpx.ops.wrapping.switch import Switch, in_forward, in_method, is_in_model
+from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
+
+logger = logging.getLogger("hmpx")
+_set_enabled = private("torch._C.set_autocast_enabled")
+_SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
+# The modules of torch that ask about autocast, or open a region, for a model. The others ask in order to restore the
+# state later, which checkpointed functions need not: they carry the region of their forward.
+_FOR_MODELS = frozenset({"torch.amp.autocast_mode", "torch.nn.parallel.parallel_apply"})
+_ENTER = inspect.unwrap(torch.autocast.__enter__).__code__  # which saves the state
+_VARIABLE = "torch._dynamo.variables.ctx_manager.AutocastModeVariable"
+# An attribute of a region: the `enabled` that it was made with. torch turns off a region that its device cannot do.
+_ASKED = "_hmpx_enabled"
+_NOTHING = "torch's own lists do nothing"
+_TWICE = (
+    "torch's own autocast is on, by torch.set_autocast_enabled or around convert(): it casts after the op lists, by "
+    "lists of its own, and so decides for the ops in these; leave it out"
+)
+_IS_ENABLED = ("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_xla_enabled", "is_autocast_ipu_enabled")
+_GET_DTYPE = ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype", "get_autocast_xla_dtype")
+_SET = ("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_xla_enabled", "set_autocast_ipu_enabled")
+
+
+def _governs() -> bool:
+    """Whether a `torch.autocast` region that opens here is hmpx's."""
+    return process_state.converted and (region_state.acts() is not False or region_state.in_island())
+
+
+def _is_for_a_model(frame: FrameType) -> bool:
+    """Return whether the code that runs in `frame` asks, or opens a region, for a model, and not to restore a state."""
+    name = frame.f_globals.get("__name__", "")
+    return name[:6] != "torch." or (name in _FOR_MODELS and frame.f_code is not _ENTER)
+
+
+def in_enabled_region() -> bool:
+    """Whether one of the regions that are open here is an enabled `torch.autocast`."""
+    return any(isinstance(each.owner, torch.autocast) and not each.island for each in region_state.open_regions())
+
+
+# Regions
+
+
+class AutocastRegions:
+    """Makes the regions of `torch.autocast` hmpx's, for one conversion."""
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+        self._open: dict[int, region_state.Region] = {}  # by identity
+
+    def apply(self, changes: Changes) -> None:
+        """Make them hmpx's until `changes` are undone. Those that are open then are torch's from there on."""
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))):
+            say_once(logging.WARNING, _TWICE, sys._getframe())
+        with_dynamo(_fold, changes)
+        if not AUTOCAST.is_on():
+            return
+        changes.callback(self._end)
+        cls = torch.autocast
+        for name, build in (("__init__", _noting), ("__enter__", self._entering), ("__exit__", self._leaving)):
+            method = build(vars(cls)[name])
+            never_compile(method)
+            changes.put(Attribute(cls, name, f"torch.autocast.{name}"), method)
+        with_dynamo(functools.partial(_trace_regions, changes), changes)
+
+    def _end(self) -> None:
+        for region in list(self._open.values()):
+            region_state.leave(region)
+        self._open.clear()
+
+    def _entering(self, enter: Callable) -> Callable:
+        @functools.wraps(enter)
+        def entering(region):
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_globals.get("__name__") in _SUBCLASSES:
+                frame = frame.f_back
+            if not (_is_for_a_model(frame) and _governs()):
+                return enter(region)
+            casts = _was_enabled(region, region._enabled) and region.fast_dtype in LOW_RULES
+            if casts:
+                _enter_switched_off(enter, region)
+                self._say(region, frame)
+            else:
+                enter(region)
+                casts = _is_overruled(frame)
+            own = region_state.enter_autocast(casts, casts or is_in_model(frame) or in_enabled_region(), region)
+            self._open[id(own)] = own
+            if process_state.observer is not None:
+                own.where = users_line(frame)
+            return region
+
+        return entering
+
+    def _leaving(self, exit_: Callable) -> Callable:
+        @functools.wraps(exit_)
+        def leaving(region, *exception):
+            try:
+                return exit_(region, *exception)
+            finally:
+                own = region_state.owned_by(region)
+                if own is not None:
+                    region_state.leave(own)
+                    self._open.pop(id(own), None)
+
+        return leaving
+
+    def _say(self, region: torch.autocast, frame: FrameType) -> None:
+        low = self._policies.at(region_state.scope()).low_precision
+        if region.fast_dtype is not low:
+            dtypes = f"to {dtype_name(low)} and not to {dtype_name(region.fast_dtype)}"
+            say_once(logging.WARNING, f"in this torch.autocast the op lists cast, {dtypes}; {_NOTHING}", frame)
+        elif logger.isEnabledFor(logging.INFO) and not in_forward(frame):
+            say_once(logging.INFO, f"in this torch.autocast the op lists cast; {_NOTHING}", frame)
+
+
+def _noting(init: Callable) -> Callable:
+    @functools.wraps(init)
+    def noting(region, *args, **kwargs):
+        vars(region)[_ASKED] = bool(kwargs["enabled"] if "enabled" in kwargs else args[2] if len(args) > 2 else True)
+        init(region, *args, **kwargs)
+
+    return noting
+
+
+def _was_enabled(region: torch.autocast, enabled: bool) -> bool:
+    """Return the `enabled` that a region was made with; of one that is older than the conversion, `enabled`."""
+    return vars(region).get(_ASKED, enabled)
+
+
+def _is_overruled(frame: FrameType) -> bool:
+    """Return whether an island is none, by a rule of the module whose code opens it in `frame`."""
+    module = next(modules(frame), None)
+    rule = None if module is None else lowering_rule(module)
+    if rule is not None:
+        say_beats_island(f"the rule for this {type(module).__name__} ({rule.where})", frame)
+    return rule is not None
+
+
+def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
+    """Enter a region as a disabled one, so that its exit fits; then set torch's autocast back to what it was.
+
+    All threads share the region of a decorator, so its `_enabled` stays.
+    """
+    other = object.__new__(type(region))
+    vars(other).update(vars(region), _enabled=False)
+    enter(other)
+    vars(region).update(vars(other), _enabled=region._enabled)
+    _set_enabled(region.device, region.prev)
+
+
+# Regions in code that Dynamo traces
+
+
+def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
+    variable = dynamo.variables.ctx_manager.AutocastModeVariable
+    enter, leave = variable.enter, variable.exit
+
+    def entering(self: Any, tx: Any) -> Any:
+        if not _inlined(tx, _governs).as_python_constant():
+            return enter(self, tx)
+        _, dtype, enabled, _ = self.target_values
+        if self.source is not None and hasattr(tx.output, "resolve_source_value"):  # a decorator; since torch 2.13
+            enabled = _was_enabled(tx.output.resolve_source_value(self.source), enabled)
+        inside = list(_modules(tx))
+        casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(inside[0]))
+        opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts
+        in_model = casts or inside or any(opened) or in_enabled_region() or in_method(sys._getframe())
+        opened.append(casts)
+        self.hmpx_region = _aside(tx, region_state.enter_autocast, casts, bool(in_model))
+        return _inlined(tx, _nothing)
+
+    def leaving(self: Any, tx: Any, *exception: Any) -> Any:
+        if getattr(self, "hmpx_region", None) is None:
+            return leave(self, tx, *exception)
+        region, self.hmpx_region = self.hmpx_region, None
+        tx.output.hmpx_regions.pop()
+        return _aside(tx, region_state.leave, region)
+
+    for name, value in (("enter", entering), ("exit", leaving)):
+        changes.put(Attribute(variable, name, f"{_VARIABLE}.{name}"), value)
+
+
+def _modules(tx: Any) -> Iterator[torch.nn.Module]:
+    """Yield the modules whose methods Dynamo inlines, innermost first."""
+    while tx is not None:
+        code = tx.f_code
+        name = code.co_varnames[0] if code.co_argcount else ""
+        if (name == "self" or code.co_name == "forward") and name in tx.symbolic_locals:
+            first = tx.symbolic_locals[name].realize()
+            module = getattr(first, "value", None)
+            if module is None and hasattr(first, "module_key"):
+                module = tx.output.get_submodule(first.module_key)
+            if isinstance(module, torch.nn.Module):
+                yield module
+        tx = getattr(tx, "parent", None)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _aside(tx: Any, function: Callable, *args: Any) -> Any:
+    """Let Dynamo trace a call whose effects are undone before the end of what is traced, as those of a region are.
+
+    In the body of an autograd function it else hands on every tensor that is made there, and raises for views.
+    """
+    tracer = tx.output.current_tracer
+    before = getattr(tracer, "side_effect_stack", None)  # none before torch 2.13
+    result = _inlined(tx, function, *args)
+    tracer.side_effect_stack = before
+    return result
+
+
+def _inlined(tx: Any, function: Callable, *args: Any) -> Any:
+    """Let Dynamo trace a call, with constants and what other calls returned."""
+    build = private("torch._dynamo.variables.base.VariableTracker.build")
+    given = [value if hasattr(value, "as_proxy") else build(tx, value) for value in args]
+    return build(tx, function).call_function(tx, given, {})
+
+
+# What code hears that asks about autocast
+
+
+def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
+    """Yield the patches of the functions that say whether autocast is on, and in which dtype, and that turn it on."""
+
+    def low(scope: int) -> torch.dtype | None:
+        policy = policies.at(scope)
+        return policy.low_precision if policy.bf16 or policy.fp8 or policy.bf16_to_fp32 else None
+
+    vars(low)["_dynamo_marked_constant"] = True  # it depends on nothing but the scope
+
+    def answering(is_dtype: bool, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def answer(*args, **kwargs):
+            if not is_dynamo_compiling() and sys._getframe(1).f_code is _ENTER:
+                return original(*args, **kwargs)
+            if args or kwargs:
+                found = original(*args, **kwargs)  # which may not know the device
+            if not switch.retired and (is_dynamo_compiling() or _is_for_a_model(sys._getframe(1))) and _casts_here():
+                dtype = low(region_state.scope())
+                if dtype is not None:
+                    return dtype if is_dtype else True
+            return found if args or kwargs else original()
+
+        return answer
+
+    def telling(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def set_enabled(*args, **kwargs):
+            original(*args, **kwargs)
+            if True in (*args, *kwargs.values()) and not is_dynamo_compiling() and not switch.retired:
+                frame = sys._getframe(1)
+                if not frame.f_globals.get("__name__", "").startswith("torch.") and _governs():
+                    say_once(logging.WARNING, _TWICE, frame)
+
+        return set_enabled
+
+    builds = {_IS_ENABLED: functools.partial(answering, False), _GET_DTYPE: functools.partial(answering, True)}
+    for names, build in {**builds, _SET: telling}.items():
+        for name in names:
+            if hasattr(torch, name):
+                yield patch_at(f"torch.{name}", Patching.AUTOCAST, build)
+
+
+def _casts_here() -> bool:
+    """Whether an op that the asking code calls now is cast."""
+    acts = region_state.acts()
+    if acts is not None or is_dynamo_compiling():
+        return acts is not False and process_state.converted
+    return process_state.converted and (in_enabled_region() or in_forward(sys._getframe(2)))
+
+
+def _fold(dynamo: ModuleType) -> None:
+    """Let Dynamo's table of constants hold torch's own functions, where it is made while ours stand in their places."""
+    table = dynamo.variables.torch.constant_fold_functions
+    for name in (*_IS_ENABLED, *_GET_DTYPE):
+        ours = getattr(torch, name, None)
+        if ours is not None and ours in table and (original := inspect.unwrap(ours)) is not ours:
+            del table[ours]
+            table[original] = None
