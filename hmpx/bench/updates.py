@@ -18,6 +18,7 @@ from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
 
 _LR = 1e-4
+_KEY = 0x9E3779B97F4A7C15  # of the random numbers
 Params = list[nn.Parameter]
 
 
@@ -27,10 +28,10 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     out = torch.empty(elements, dtype=torch.bfloat16, device=device)
     candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
     if device.type == "cpu" and native.library() is not None:
-        candidates["hmpx C kernel"] = lambda: calls.round_list(native, [native.Rounding(out, x, "")], 0)
+        candidates["hmpx C kernel"] = lambda: calls.launch_once(native, [calls.row_of_rounding(out, x, _KEY, 0)])
     if device.type == "cuda" and triton.available():
-        candidates["hmpx Triton kernel"] = lambda: calls.round_list(triton, [native.Rounding(out, x, "")], 0)
-    candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, 0x9E3779B97F4A7C15, 0)
+        candidates["hmpx Triton kernel"] = lambda: calls.launch_once(triton, [calls.row_of_rounding(out, x, _KEY, 0)])
+    candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, _KEY, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
     notes = []
     for name, candidate in _torchao(out, x).items():

@@ -1,7 +1,8 @@
 """How optimizer state becomes codes of a few bits, and numbers again: a row of blocks at a time, in eager torch.
 
 A `StateCode` says which numbers a code has. It gets the elements of whole blocks, [blocks, BLOCK], and one scale for
-each block; `encode` and `decode` here find these in a tensor that is held in parts, on any device.
+each block; `encode` and `decode` here find these in a tensor that is held in parts, on any device. Where kernels can
+move the tensor, they do it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,68 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hmpx.rounding import calls, native
-from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
+from hmpx.rounding.calls import launch_once
 from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
 from hmpx.rounding.keys import Keys, Span, derive_key
+from hmpx.rounding.native import FP32, StoredTensor, is_plain
 from hmpx.rounding.stochastic import random_numbers
+from hmpx.rounding.table import Lain, TableRow
 
 Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]
 
+BLOCK = 128  # elements
 _CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
 _SHEETS = 2  # parts into which a tensor is cut on an accelerator, where a call costs more than its elements
 _INFINITY = 0x7F800000  # as bits
+
+
+class Rows(NamedTuple):
+    """The layout of elements in blocks: rows, of which this process holds the columns from `first` on.
+
+    Attributes:
+        width: elements of a row that are held.
+        first: column of the first of them.
+        blocks: in a whole row.
+    """
+
+    width: int
+    first: int
+    blocks: int
+
+    @classmethod
+    def of(cls, length: int) -> Rows:
+        """Return the layout of whole rows of `length` elements."""
+        return cls(length, 0, -(-length // BLOCK))
+
+    def floor(self, element: int) -> int:
+        """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
+        if not self.width:
+            return 0
+        row, column = divmod(element, self.width)
+        begin = (self.first + column) // BLOCK * BLOCK - self.first
+        return row * self.width + max(begin, 0)
+
+    def range(self, start: int, stop: int) -> slice:
+        """Return the blocks of elements `start` ... `stop - 1`, counted row by row."""
+        blocks = (
+            element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
+            for element in (start, stop - 1)
+        )
+        first, last = blocks
+        return slice(first, last + 1)
+
+
+class BlockCodes(NamedTuple):
+    """Numbers in a few bits: codes, from the element `start` on, and the BF16 scales of all rows that are held.
+
+    codes: flat uint8, one an element; or two of 4 bits in a byte, the first in the upper half.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rows: Rows
+    start: int = 0
 
 
 class _Sheet(NamedTuple):
@@ -148,7 +199,8 @@ class StateCode(ABC):
             return
         kernels = self._kernels(held, x)
         if kernels is not None and all(span.has_one_key for span in spans):
-            calls.encode_codes(kernels, self.kind, held, x, spans, derive_key(*keys), given)
+            key = derive_key(*keys)
+            launch_once(kernels, [self._row(held, x, span, key, given) for span in spans])
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
@@ -166,7 +218,7 @@ class StateCode(ABC):
         codes, scales, rows, start = held
         kernels = self._kernels(held, out)
         if kernels is not None:
-            calls.decode_codes(kernels, self.kind, held, out)
+            launch_once(kernels, [self._row(held, out, Span(0, out.numel(), 0, out.numel(), 0))])
             return
         per_byte = self.per_byte
         for sheet in _sheets(start, out, rows):
@@ -177,9 +229,18 @@ class StateCode(ABC):
             y = self.numbers_of(sheet.in_blocks(code, sheet.start), scale)
             out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
 
+    def _row(self, held: BlockCodes, x: Tensor, span: Span, key: int | None = None, given: bool = False) -> TableRow:
+        """Return the row that moves a span of FP32 `x` to codes, or from there if there is no key to round by."""
+        (row, column, blocks), (first, last, offset, width, stride) = held.rows, span
+        lain = Lain(last - first, offset, width, stride, row, blocks, held.start + first, column)
+        codes = held.codes[first // self.per_byte : last // self.per_byte]
+        coded = StoredTensor(codes, -self.kind if given else self.kind, beside=held.scales)
+        tensors = coded, StoredTensor(x[first:last], FP32)
+        return TableRow(lain, tensors if key is None else tensors[::-1], (None, key))
+
     def _kernels(self, held: BlockCodes, x: Tensor) -> ModuleType | None:
         """Return the kernels that can move these codes from or to FP32 `x`; None if there are none, or no elements."""
-        if not x.numel() or not native.is_plain(held.scales) or held.scales.device != x.device:
+        if not x.numel() or not is_plain(held.scales) or held.scales.device != x.device:
             return None  # scales have a shape of their own, and codes may have
         kernels = kernels_for(x)
         return kernels if kernels is not None and kernels.can_read(held.codes) else None

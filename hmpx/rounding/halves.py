@@ -26,38 +26,26 @@ from hmpx.rounding.stochastic import random_numbers
 Tensor = torch.Tensor
 
 
-def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Write the halves of FP32 `x` to BF16 `upper` and int16 `lower`; `join` is the inverse."""
+def split(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span] = (), keys: Keys = (0, 0, "")) -> None:
+    """Write the halves of FP32 `x` to BF16 `upper` and int16 or int8 `lower`; `join` is the inverse.
+
+    spans, keys: for int8, what the random numbers of the elements of `x`, row by row, depend on.
+    """
     bits = _kept_bits(x)
-    lower.copy_(bits)  # to the low 16 bits, as C casts
+    if lower.dtype is torch.int8:
+        r = shifted(random_numbers(x, spans, keys), 8).view(x.shape)
+        bits = bits + torch.where((bits & 0x7FFFFFFF) <= 0x7F7FFF00, r, 0)
+        lower.copy_(shifted(bits, 8))  # to the low 8 bits, as C casts
+        bits = bits & -0x100
+    else:
+        lower.copy_(bits)  # to the low 16 bits, as C casts
     upper.copy_(_upper(bits))
 
 
 def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     """Write the FP32 numbers with these halves to `out`."""
-    _join(upper, lower.to(torch.int32), out)
-
-
-def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], keys: Keys) -> None:
-    """Write FP32 `x`, rounded to 24 bits, to BF16 `upper` and int8 `lower`; `join_24` is the inverse.
-
-    spans, keys: what the random numbers of the elements of `x`, row by row, depend on.
-    """
-    bits = _kept_bits(x)
-    bits = bits + torch.where(
-        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(random_numbers(x, spans, keys), 8).view(x.shape), 0
-    )
-    lower.copy_(shifted(bits, 8))  # to the low 8 bits, as C casts
-    upper.copy_(_upper(bits & -0x100))
-
-
-def join_24(upper: Tensor, lower: Tensor, out: Tensor) -> None:
-    """Write the FP32 numbers with these halves to `out`."""
-    _join(upper, lower.to(torch.int32) * 0x100, out)
-
-
-def _join(upper: Tensor, rest: Tensor, out: Tensor) -> None:
-    """`rest`: the lower half in the place of its bits, int32. The opposite sign beside 0 and inf would make NaNs."""
+    rest = lower.to(torch.int32) * (0x100 if lower.dtype is torch.int8 else 1)
+    # The opposite sign beside 0 and inf would make NaNs.
     rest = torch.where(upper == 0, rest.clamp(min=0), torch.where(upper.isinf(), rest.clamp(max=0), rest))
     out.copy_(reinterpreted(reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + rest, torch.float32))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.rounding.keys import Span, key_of
+from hmpx.rounding.keys import key_of
 from hmpx.rounding.native_library import library
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
@@ -19,24 +19,9 @@ FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # k
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
 
-
-class Rounding(NamedTuple):
-    """FP32 `x` to round into BF16 `out`: of one shape, contiguous, on one device.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter `name`, the first one at
-    `offset`. Kernels take only roundings whose indices all have the same upper 32 bits, which `Span.within_keys` cuts.
-    """
-
-    out: torch.Tensor
-    x: torch.Tensor
-    name: str
-    offset: int = 0
-    width: int = 0
-    stride: int = 0
-
-    def span(self) -> Span:
-        """Return where the elements lie in the parameter."""
-        return Span(0, self.x.numel(), self.offset, self.width or max(self.x.numel(), 1), self.stride)
+# The numbers that codes of 4 bits mean, of `native_codes.c`, as torchao computes them; see `state_codes.py`.
+_ABOVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
+SIXTEEN = (*(-number for number in reversed(_ABOVE)), 0.0, *_ABOVE, 1.0)
 
 
 class StoredTensor(NamedTuple):
@@ -56,6 +41,14 @@ class StoredTensor(NamedTuple):
     def size(self) -> int:
         """The number of elements."""
         return self.tensor.numel() * (2 if self.kind == FOUR else 1)
+
+    def part(self, start: int, size: int) -> StoredTensor:
+        """Return the elements from `start` on; scales of codes stay those of the whole tensor."""
+        if size == self.size:
+            return self
+        stop, each = start + size, 2 if self.kind == FOUR else 1
+        beside = self.beside if self.beside is None or self.row else self.beside.view(-1)[start:stop]
+        return self._replace(tensor=self.tensor.view(-1)[start // each : stop // each], beside=beside)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: int = 0) -> StoredTensor:

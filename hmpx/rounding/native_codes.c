@@ -31,7 +31,7 @@ static Largest largest_finite(const float *restrict x, int64_t count) {
   return found;
 }
 
-/* A `FloatCode` of eight_bits.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
+/* A `FloatCode` of state_codes.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
 typedef struct { int missing, of_unsigned, of_signed, last, inf, nan; } FloatCode;
 
 #define EIGHT_BITS ((FloatCode){19, 15, 7, 13, 14, 15})
@@ -132,7 +132,7 @@ static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes
   decode_float(codes, x, count, scale, EIGHT_BITS);
 }
 
-/* four_bit_codes.py */
+/* 4 bits */
 
 static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.21249999105930328f, -0.0775f, -0.0325000025331974f,
                                 -0.0055f, 0.0f, 0.0055f, 0.0325000025331974f, 0.0775f, 0.21249999105930328f, 0.4375f,

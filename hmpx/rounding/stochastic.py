@@ -28,16 +28,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding import calls, eager
+from hmpx.rounding import eager
+from hmpx.rounding.calls import launch_once, row_of_rounding
 from hmpx.rounding.devices import kernels_for
-from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
-from hmpx.rounding.native import Rounding
+from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key
+from hmpx.rounding.table import TableRow
 
 Tensor = torch.Tensor
+
+
+class Rounding(NamedTuple):
+    """FP32 `x` to round into BF16 `out`, of the same shape; `spans`: where its elements lie in the parameter `name`."""
+
+    out: Tensor
+    x: Tensor
+    name: str
+    spans: Sequence[Span]
 
 
 def check_seed(seed: int) -> int:
@@ -109,32 +120,33 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
             f"offset {offset} and {x.numel()} elements reach past element 2**64 - 1, the last one that has a number"
         )
     with torch.no_grad():
-        round_all([Rounding(out.detach(), x.detach(), name, offset)], seed, step)
+        spans = [Span(0, x.numel(), offset, max(x.numel(), 1), 0)]
+        round_all([Rounding(out.detach(), x.detach(), name, spans)], seed, step)
     return out
 
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
     """Round many tensors under `torch.no_grad()`: in one kernel call for each device where kernels can read them."""
-    together: dict[torch.device, tuple[ModuleType, list[Rounding]]] = {}
+    together: dict[torch.device, tuple[ModuleType, list[TableRow]]] = {}
     copied: list[tuple[Tensor, Tensor]] = []
-    for out, x, name, *place in roundings:
+    for out, x, name, spans in roundings:
         source = x.contiguous()
         target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
-        kernels = kernels_for(source, target)
-        flat, bits = source.view(-1), target.view(-1)
-        for start, stop, *where in Rounding(bits, flat, name, *place).span().within_keys():
-            part = Rounding(bits[start:stop], flat[start:stop], name, *where)
-            if kernels is not None:
-                together.setdefault(x.device, (kernels, []))[1].append(part)
-            else:
-                key = derive_key(seed, step, name, part.offset >> 32)
-                eager.round_(part.out, part.x, key, part.offset % 2**32, part.width, part.stride)
+        kernels, flat, bits = kernels_for(source, target), source.view(-1), target.view(-1)
+        for span in spans:
+            for start, stop, offset, *rows in span.within_keys():
+                key, at = derive_key(seed, step, name, offset >> 32), offset % 2**32
+                if kernels is None:
+                    eager.round_(bits[start:stop], flat[start:stop], key, at, *rows)
+                else:
+                    row = row_of_rounding(bits[start:stop], flat[start:stop], key, at, *rows)
+                    together.setdefault(x.device, (kernels, []))[1].append(row)
         if target is not out:
             copied.append((out, target))
         elif kernels is not None and flat.numel():
             torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
-    for kernels, parts in together.values():
-        calls.round_list(kernels, parts, step_key(seed, step))
+    for kernels, table_rows in together.values():
+        launch_once(kernels, table_rows)
     for out, target in copied:
         out.copy_(target)
 

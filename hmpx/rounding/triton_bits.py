@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding import four_bit_lists
+from hmpx.rounding import native
 
-SIXTEEN = tl.constexpr(four_bit_lists.SIGNED)
-BEFORE_LAST = tl.constexpr(four_bit_lists.BEFORE_LAST)
-STRETCH = tl.constexpr(four_bit_lists.STRETCHED)
+SIXTEEN = tl.constexpr(native.SIXTEEN)
+BEFORE_LAST = tl.constexpr(0.8874999284744263)  # the FP32 number below SIXTEEN[14]
+STRETCH = tl.constexpr(1 / native.SIXTEEN[14])  # what the scale of a largest negative number is, for one of 1
 
 
 @triton.jit

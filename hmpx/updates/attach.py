@@ -63,9 +63,9 @@ def attach(
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
-            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`),
+            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.state_codes`),
             "fp8" in the numbers of float8_e4m3fn, and "4bit" in 4 bits where two dimensions or more have
-            rows of a multiple of 16 elements, else in 8 (`hmpx.rounding.four_bit_codes`). State of Muon, SOAP and
+            rows of a multiple of 16 elements, else in 8. State of Muon, SOAP and
             Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             `weights`, `state_dtype` or both. Of several patterns that fit, the last decides; a key that it lacks

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,11 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base import forks
 from hmpx.base.changes import Attribute, Changes
-from hmpx.base.torch_private import JOINS, SWAPPED
+from hmpx.base.torch_private import FSDP_SUMS, JOINS, SWAPPED
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
-from hmpx.updates.ranks.fsdp import sum_in_fp32
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping.names import parameters
 
@@ -35,6 +35,8 @@ Parameter = torch.nn.Parameter
 _lock = forks.over_forks(threading.Lock())
 _claimed: dict[int, _ClaimedParameter] = {}
 _ended: deque[tuple[Claim, Parameter]] = deque()
+_summed: set[Parameter] = set()  # sharded ones whose gradients accumulate in FP32
+_fsdp_changes = Changes()  # of FSDPModule, while there are some
 
 
 class Claim:
@@ -217,7 +219,54 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
         exchange_in_fp32(p, undo)
     elif sharded:
         undo.callback(hook_when_complete(p, _widen).remove)
-        sum_in_fp32(p, undo)
+        _sum_in_fp32(p, undo)
+
+
+def _sum_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
+    """Refuse sums of the gradient of `p` in BF16, until `undo`.
+
+    Between two reductions FSDP2 keeps the sum of whole gradients: in ``MixedPrecisionPolicy(reduce_dtype=...)``, or
+    else in the dtype of the weights. A sum in BF16 cannot be made FP32 afterwards.
+    """
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is not None and not _summed and FSDP_SUMS.is_on():
+        for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            method = getattr(module.FSDPModule, name)
+            _fsdp_changes.put(Attribute(module.FSDPModule, name, f"FSDPModule.{name}"), _refusing(method))
+    _summed.add(p)
+    undo.callback(_leave_fsdp, p)
+
+
+def _leave_fsdp(p: Parameter) -> None:
+    _summed.discard(p)
+    if not _summed:
+        _fsdp_changes.close()
+
+
+def _refusing(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def checked(module: Any, required: bool, *, recurse: bool = True) -> None:
+        for each in module.modules() if recurse and not required else [module] * (not required):
+            if isinstance(each, sys.modules["torch.distributed.fsdp"].FSDPModule) and _sums_low(each):
+                raise HmpxError(
+                    f"{method.__name__}(False) lets FSDP2 add up the gradients of micro-batches in bfloat16, and this "
+                    f"model is attached with use_fp32_grad_acc: shard it with fully_shard(..., mp_policy="
+                    "MixedPrecisionPolicy(reduce_dtype=torch.float32)), or let each micro-batch be reduced"
+                )
+        method(module, required, recurse=recurse)
+
+    return checked
+
+
+def _sums_low(module: Any) -> bool:
+    """Whether FSDP2 adds up gradients of ours in BF16, in this module without those inside it."""
+    state = module._get_fsdp_state()
+    one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
+    for group in getattr(state, "_fsdp_param_groups", one):
+        for each in group.fsdp_params:
+            if each.sharded_param in _summed and each.mp_policy.reduce_dtype is not torch.float32:
+                return True
+    return False
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

@@ -35,7 +35,7 @@ def numbers(count):
 def rounded(kernel, x, *place):
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     if kernel is native:
-        calls.round_list(native, [native.Rounding(out, x, NAME, *place)], step_key(*STEP))
+        calls.launch_once(native, [calls.row_of_rounding(out, x, KEY, *place)])
     else:
         kernel.round_(out, x, KEY, *place)
     return out.view(torch.int16)
@@ -75,15 +75,15 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
     sizes = (1, 255, 256, 257, 70_001, 3, 512, 40_000, 0)
     pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
     pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
-    roundings = [
-        native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
-    ]
-    calls.round_list(native, roundings, step_key(5, 9))
-    for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
+    outs = [torch.empty_like(x, dtype=torch.bfloat16) for x, *_ in pieces]
+    pairs = zip(outs, pieces, strict=True)
+    rows = [calls.row_of_rounding(out, x, derive_key(5, 9, name), *place) for out, (x, name, *place) in pairs]
+    calls.launch_once(native, rows)
+    for (x, name, *place), out in zip(pieces, outs, strict=True):
         alone = torch.empty_like(x, dtype=torch.bfloat16)
         if x.numel():
             eager.round_(alone, x, derive_key(5, 9, name), *place)
-        assert torch.equal(rounding.out.view(torch.int16), alone.view(torch.int16)), name
+        assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), name
 
 
 def of_dtypes(steps, weight, state, grad):
@@ -136,7 +136,7 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatc
         monkeypatch.setattr(eager, "is_on_host", lambda tensor: False)
     with torch.device("meta"):  # where whatever is made without a device would lie
         if kernel is native:
-            calls.round_list(native, [native.Rounding(out, rows, NAME, offset, 60, 101)], step_key(*STEP))
+            calls.launch_once(native, [calls.row_of_rounding(out, rows, KEY, offset, 60, 101)])
         else:
             eager.round_(out, rows, KEY, offset, 60, 101)
     assert torch.equal(out.view(torch.int16), expected)
@@ -268,14 +268,14 @@ def test_halves_are_exact_on_all_bit_patterns():
 
 def read(held):
     out = torch.empty_like(held.tensor, dtype=torch.float32)
-    calls.launch_once(native, [calls.Move(held, 0, out.numel(), out).read()])
+    calls.launch_once(native, [calls.row_of_move(held, 0, out, is_read=True)])
     return out
 
 
 def written_in_c(x, held):
     """Write `x` to a tensor that is held in this way, and return what C reads from there."""
     table = Table(x.device, native)
-    launches = table.add("move_list", [calls.Move(held, 0, len(x), x).written()])
+    launches = table.add("move_list", [calls.row_of_move(held, 0, x, is_read=False)])
     table.send(step_key(*STEP))
     run_all(launches)
     return read(held)
@@ -308,8 +308,8 @@ def test_halves_in_c_have_the_bits_of_those_in_torch(kind):
         halves.split(x, upper, lower)
         halves.join(upper, lower, back)
     else:
-        halves.split_24(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (*STEP, NAME))
-        halves.join_24(upper, lower, back)
+        halves.split(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (*STEP, NAME))
+        halves.join(upper, lower, back)
     assert torch.equal(lower, lower_in_c) and torch.equal(upper.view(torch.int16), in_c.view(torch.int16))
     assert torch.equal(found.view(torch.int32), back.view(torch.int32))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.blocks import BlockCodes, Rows
-from hmpx.rounding.halves import join_24, split_24
+from hmpx.rounding.coding import BlockCodes, Rows
+from hmpx.rounding.halves import join, split
 from hmpx.rounding.keys import Span
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey, Segment
@@ -240,8 +240,8 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(code, kernel, monkeypatch
 def test_numbers_of_24_bits_are_the_oracles():
     for x in (spread((1000,)), special_values(), special_values().repeat_interleave(256)):  # blocks of one number
         upper, lower, out = torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), torch.empty(len(x))
-        split_24(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (7, 3, "w"))
-        join_24(upper, lower, out)
+        split(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (7, 3, "w"))
+        join(upper, lower, out)
         expected = to_24_bits(x, seed=7, step=3, name="w")
         assert torch.equal(out.nan_to_num(nan=3e30), expected.nan_to_num(nan=3e30))
         assert torch.equal(out.isnan(), x.isnan()) and torch.equal(out.isinf(), x.isinf())
@@ -255,7 +255,7 @@ def test_the_elements_after_the_first_2_32_have_numbers_of_their_own(width, stri
 
     def halved(x, *spans):
         upper, lower = torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8)
-        split_24(x, upper, lower, [Span(*span) for span in spans], keys)
+        split(x, upper, lower, [Span(*span) for span in spans], keys)
         return upper, lower
 
     together = halved(x, (0, 40, begin, width, stride))

@@ -13,11 +13,10 @@ import torch
 
 import hmpx
 from hmpx.rounding import calls, eager, halves, native, triton
-from hmpx.rounding.blocks import BlockCodes, Rows
-from hmpx.rounding.eight_bits import EIGHT_BITS
+from hmpx.rounding.coding import BlockCodes, Rows
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
-from hmpx.rounding.state_codes import STATE_CODES
+from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import Table
 from hmpx.updates.stepping import batching
@@ -50,13 +49,13 @@ def check_a_list_of_tensors():
     for size, name, *span in pieces:
         x, out = torch.randn(size + 1)[1:], torch.empty(size, dtype=torch.bfloat16)
         x[: min(size, 25)] = special_values()[: min(size, 25)]
-        roundings.append(native.Rounding(out, x, name, *span))
-    roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
-    calls.round_list(triton, roundings, step_key(5, 9))
-    for out, x, name, offset, width, stride in roundings:
+        roundings.append((out, x, derive_key(5, 9, name, span[0] >> 32), span[0] % 2**32, *span[1:]))
+    roundings += [(torch.empty_like(out), x.clone(), *more) for out, x, *more in roundings]
+    calls.launch_once(triton, [calls.row_of_rounding(*each) for each in roundings])
+    for out, x, key, offset, width, stride in roundings:
         alone = torch.empty_like(out)
         if x.numel():
-            eager.round_(alone, x, derive_key(5, 9, name, offset >> 32), offset % 2**32, width, stride)
+            eager.round_(alone, x, key, offset, width, stride)
         assert same(out, alone), (x.numel(), offset, width)
 
 
@@ -157,7 +156,7 @@ def read_by_the_specification(held):
     if held.kind == MASTER:
         halves.read_masters(beside, held.tensor, out)
     else:
-        (halves.join if held.kind == SPLIT else halves.join_24)(held.tensor, beside, out)
+        halves.join(held.tensor, beside, out)
     return out
 
 
@@ -175,7 +174,7 @@ def written_by_the_specification(x, held):
     if held.kind == SPLIT:
         halves.split(x, out, lower)
     else:
-        halves.split_24(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
+        halves.split(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
     return [out, lower]
 
 
@@ -250,16 +249,16 @@ def check_a_read_of_codes():
             out = torch.empty(size)
             EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
         found = torch.empty(size)
-        calls.launch_once(triton, [calls.Move(held, 0, size, found).read()])
+        calls.launch_once(triton, [calls.row_of_move(held, 0, found, is_read=True)])
         assert same(found, out)
 
 
 def check_a_part_is_written_with_the_numbers_of_its_elements():
     """Elements 700 ... 1699 of a parameter, of which this rank holds those from 500 on."""
     x, held = torch.randn(2000), torch.zeros(1500, dtype=torch.bfloat16)
-    move = calls.Move(StoredTensor(held, BF16, name_id("w")), 200, 1000, x[700:1700].clone(), first=500)
+    stored, part = StoredTensor(held, BF16, name_id("w")), x[700:1700].clone()
     written = Table(held.device, triton)
-    launches = written.add("move_list", [move.written()])
+    launches = written.add("move_list", [calls.row_of_move(stored, 200, part, 500, is_read=False)])
     written.send(step_key(5, 9))
     for launch in launches:
         launch.run()

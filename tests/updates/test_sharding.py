@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.rounding.native import Rounding
-from hmpx.rounding.stochastic import round_all
+from hmpx.rounding.keys import Span
+from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.state_tensors import HeldState, held_states
 from hmpx.updates.ranks.sharding import Box
 from hmpx.updates.stepping import batching, fused_batch
@@ -218,7 +218,7 @@ def test_rows_of_a_huge_parameter_are_rounded_as_its_elements():
     ):
         x = torch.randn(4 * width)
         rows = torch.empty(4 * width, dtype=BF16)
-        round_all([Rounding(rows, x, "w", offset, width, stride)], 1, 2)
+        round_all([Rounding(rows, x, "w", [Span(0, 4 * width, offset, width, stride)])], 1, 2)
         starts = [offset + i // width * stride + i % width for i in range(len(x))]
         singly = [
             hmpx.stochastic_round(x[i : i + 1], seed=1, step=2, name="w", offset=at) for i, at in enumerate(starts)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.coding import CodeName
 from hmpx.rounding.keys import Keys, Span
-from hmpx.rounding.native import Rounding
-from hmpx.rounding.stochastic import round_all
+from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.ranks.sharding import Box, is_sharded, local
 
 Tensor = torch.Tensor
@@ -186,18 +185,7 @@ class RoundingKey:
             start: index of the first element, in `box` or in the whole parameter.
             box: where the elements that this rank holds stand; None if it holds the whole parameter.
         """
-        if box is None:
-            self._round(Rounding(out, x, name, start))
-            return
-        source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
-        rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
-        for begin, end, *place in self.spans(x.numel(), start, box):
-            self._round(Rounding(rounded[begin:end], source[begin:end], name, *place))
-        if target is None:
-            self.flush()
-            out.copy_(rounded.view(out.shape))
-
-    def _round(self, rounding: Rounding) -> None:
+        rounding = Rounding(out, x, name, self.spans(x.numel(), start, box))
         if self.pending is None:
             round_all([rounding], self.seed, self.step)
         else:
@@ -232,7 +220,7 @@ class Held:
             operators move the tensor.
     """
 
-    kind: ClassVar[int | None] = None
+    kind: int | None = None
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -4,8 +4,8 @@
 torch.float32     as the step leaves it                                             4 bytes an element
 torch.bfloat16    rounded stochastically                                            2
 "8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
-                  (`hmpx.rounding.eight_bits`)                                      rows below 128
-"4bit"            the same (`hmpx.rounding.four_bit_codes`); as "8bit" in one            a half and a 64th
+                  (`hmpx.rounding.state_codes`)                                     rows below 128
+"4bit"            the same; as "8bit" in one                                        a half and a 64th
                   dimension, and in rows of no multiple of 16 elements
 ================  ================================================================  ==================
 
@@ -25,14 +25,13 @@ import torch
 from torch.optim import Optimizer
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.rounding.blocks import BLOCK
-from hmpx.rounding.coding import StateCode
+from hmpx.rounding.coding import BLOCK, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, held_states
-from hmpx.updates.ranks.sharding import box_of, is_sharded, local
+from hmpx.updates.ranks.sharding import box_of, full, is_sharded, local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -210,9 +209,8 @@ def _is_kept(held: HeldState, value: Tensor) -> bool:
     if not isinstance(held, HeldCodes) or held.code.is_stable or not shows_values(held.tensor):
         return False
     before = held.whole()
-    before = before if is_sharded(value) or not is_sharded(before) else before.full_tensor()
-    differs = (before != value).any()
-    return not (differs.full_tensor() if is_sharded(differs) else differs)  # the same on every rank
+    differs = ((before if is_sharded(value) else full(before)) != value).any()
+    return not full(differs)  # the same on every rank
 
 
 def state_name(dtype: StateDtype) -> str:

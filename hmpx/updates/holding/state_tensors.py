@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
-from hmpx.rounding.coding import StateCode
-from hmpx.rounding.eight_bits import EIGHT_BITS
-from hmpx.rounding.state_codes import SCALES, code_of
+from hmpx.rounding.coding import BLOCK, BlockCodes, Rows, StateCode
+from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local, sizes_and_offsets
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -116,20 +111,6 @@ class StateBlocks(NamedTuple):
         return both[0], both[1]
 
 
-def sharded_as(part: Tensor, param: Tensor, shape: torch.Size, cut: int) -> Tensor:
-    """Make what this rank holds of a tensor of this shape a DTensor, if the parameter is one.
-
-    cut: dimensions that are cut as the parameter's are. Of one that is cut further on, each rank holds all.
-    """
-    if not is_sharded(param):
-        return part
-    from torch.distributed.tensor import DTensor, Replicate
-
-    placements = [each if getattr(each, "dim", -1) < cut else Replicate() for each in param.placements]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 class HeldState(Held):
     """A state tensor of a parameter's shape."""
 
@@ -145,11 +126,12 @@ class HeldState(Held):
 class HeldTensor(HeldState):
     """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
 
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.kind = native.BF16 if tensor.dtype is BF16 else None
+
     def itself(self, segment: Segment) -> Tensor | None:
         return None if self.tensor.dtype is BF16 else segment.of(self.tensor)
-
-    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        return native.StoredTensor(local(self.tensor), native.BF16, name) if self.tensor.dtype is BF16 else None
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
@@ -179,8 +161,8 @@ class HeldCodes(HeldState):
         held, layout = local(param), StateBlocks.of(param)
         codes = torch.empty(layout.of_codes(code, held.shape), dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
-        codes = sharded_as(codes, param, layout.of_codes(code, param.shape), param.dim())
-        return cls(code, codes, sharded_as(scales, param, layout.of_all(param), layout.folded), param)
+        codes = like(param, codes, layout.of_codes(code, param.shape))
+        return cls(code, codes, like(param, scales, layout.of_all(param), layout.folded), param)
 
     @property
     def laid(self) -> Tensor:
@@ -205,7 +187,7 @@ class HeldCodes(HeldState):
         layout = self._layout
         if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
             if value.shape != self._param.shape or is_sharded(value):
-                value = like(cast("DTensor", self._param), local(value).view(local(self._param).shape)).full_tensor()
+                value = full(like(self._param, local(value).view(local(self._param).shape)))
             whole = HeldCodes.new(self.code, value)
             whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
             local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
@@ -229,13 +211,12 @@ class HeldCodes(HeldState):
     def whole(self) -> Tensor:
         param = self._param
         if self._layout.is_scattered:
-            codes, scales = cast("DTensor", self.tensor).full_tensor(), cast("DTensor", self.scales).full_tensor()
-            whole = HeldCodes(self.code, codes, scales, codes).whole()
-            return like(cast("DTensor", param), held_part(param, whole).contiguous())
-        held = local(param)
-        out = torch.empty(held.shape, dtype=torch.float32, device=local(self.tensor).device)
+            codes = full(self.tensor)
+            whole = HeldCodes(self.code, codes, full(self.scales), codes).whole()
+            return like(param, held_part(param, whole).contiguous())
+        out = torch.empty(local(param).shape, dtype=torch.float32, device=local(self.tensor).device)
         self.code.decode(out.view(-1), self._codes())
-        return like(param, out) if is_sharded(param) else out
+        return like(param, out)
 
     def entries(self, key: str) -> dict[str, Tensor]:
         return {self.code.prefix + key: self.tensor, SCALES + key: self.scales}
@@ -258,19 +239,14 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
         kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
-        if layout.code_for(code, param.shape, name) is not code:
-            raise HmpxError(
-                f"{own!r} of {of} is in {code.bits} bits for another shape: {tuple(codes.shape)} with scales "
-                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with {tuple(layout.of_all(param))}, "
-                "in 8 bits"
-            )
-        whole, here = (tuple(layout.of_codes(code, each.shape)) for each in (param, local(param)))
+        fitting = layout.code_for(code, param.shape, name)
+        whole, here = (tuple(layout.of_codes(fitting, each.shape)) for each in (param, local(param)))
         fits = whole, tuple(layout.of_all(param)), here, layout.shape
-        if kept != fits:
+        if fitting is not code or kept != fits:
             raise HmpxError(
                 f"{own!r} of {of} is in {code.bits} bits for another shape, or sharded in another way: {kept[0]} with "
-                f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is {fits[0]} with "
-                f"{fits[1]}, here {fits[2]} with {fits[3]}"
+                f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is in "
+                f"{fitting.bits} bits {fits[0]} with {fits[1]}, here {fits[2]} with {fits[3]}"
             )
 
 

@@ -28,8 +28,8 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
-from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
-from hmpx.updates.holding.held import Held, RoundingKey, Segment
+from hmpx.rounding.halves import join, read_masters, split
+from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 
 Tensor = torch.Tensor
@@ -67,12 +67,13 @@ class Store(Held):
         self.begin()
         out = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
         self.read(segment, out)
-        return like(self.tensor, out) if is_sharded(self.tensor) else out
+        return like(self.tensor, out)
 
-    def _part_of(self, masters: Tensor) -> Tensor:
-        """Copy this rank's part of `masters`, in the layout of the weights."""
-        out = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
-        return out.copy_(held_part(self.tensor, masters))
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        held = local(self.tensor.detach())
+        if self.kind is None or kernels_for(held, *self.beside) is None:
+            return None
+        return native.StoredTensor(held, self.kind, name, self.beside[0] if self.beside else None)
 
 
 class Stochastic(Store):
@@ -108,128 +109,79 @@ class Master(Store):
             self.beside = (fitting,)
 
     def itself(self, segment: Segment) -> Tensor | None:
-        return None if segment.by_rows else segment.of(self._here).data
-
-    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        held = local(self.tensor.detach())
-        if kernels_for(held, self._here) is None:
-            return None
-        return native.StoredTensor(held, native.MASTER, name, self._here)
+        return None if segment.by_rows else segment.of(self.beside[0]).data
 
     def read(self, segment: Segment, out: Tensor) -> None:
-        read_masters(segment.of(self._here), segment.of(self.tensor), out)
+        read_masters(segment.of(self.beside[0]), segment.of(self.tensor), out)
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        master = segment.of(self._here)
+        master = segment.of(self.beside[0])
         if not shows_values(master) or master.data_ptr() != x.data_ptr():  # else the step worked on it
             master.copy_(x)
         segment.of(self.tensor).copy_(x)
 
     def take_masters(self, masters: Tensor) -> None:
-        self.beside = (self._part_of(masters),)
-
-    @property
-    def _here(self) -> Tensor:
-        assert self.beside, "the step has begun"
-        return self.beside[0]
+        self.beside = (laid_as(held_part(self.tensor, masters), local(self.tensor), torch.float32),)
 
 
-class _InHalves(Store):
-    """Base of stores that hold masters in two halves; the upper half is the weight itself.
+class Split(Store):
+    """FP32 masters in two halves, exactly: the upper half is the weight itself, an int16 beside it the lower one.
 
     Masters from a checkpoint stay FP32 copies until the first step: the weights may be loaded after them, and the
     checkpoint may be of a run with "master", which rounds ties to even.
     """
 
+    kind = native.SPLIT
+    bytes_beside: ClassVar[float] = 2.0
     has_masters: ClassVar[bool] = True
-    _dtype: ClassVar[torch.dtype]  # of lower halves
-    kind: ClassVar[int]
+    _dtype: ClassVar[torch.dtype] = torch.int16  # of lower halves
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._loaded: Tensor | None = None
         self._lower: Tensor | None = None  # in row-major order, whatever the weight's memory is like
 
-    def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        """Write the halves of `x`."""
-        raise NotImplementedError
-
-    def _join(self, segment: Segment, out: Tensor) -> None:
-        """Write the numbers with these halves to `out`."""
-        raise NotImplementedError
-
     def begin(self) -> None:
-        held = local(self.tensor)
-        if self._loaded is not None:
-            self._keep(_copy_for(held, self._loaded), self._lower)
-        elif self._lower is None or self._lower.shape != held.shape or lacks_data(self._lower) != lacks_data(held):
-            self._keep(None, torch.zeros(held.shape, dtype=self._dtype, device=held.device))
-        elif self._lower.device != held.device:
-            self._keep(None, self._lower.to(held.device))
+        held, lower = local(self.tensor), self._lower
+        if lower is None or lower.shape != held.shape or lacks_data(lower) != lacks_data(held):
+            lower = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
+        loaded = None if self._loaded is None else _copy_for(held, self._loaded)
+        self._keep(loaded, lower if lower.device == held.device else lower.to(held.device))
 
     def _keep(self, loaded: Tensor | None, lower: Tensor | None) -> None:
         if loaded is not self._loaded or lower is not self._lower:
             self._loaded, self._lower = loaded, lower
-            self.beside = tuple([held for held in (loaded, lower) if held is not None])
+            self.beside = tuple([held for held in (lower, loaded) if held is not None])
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
         if self._loaded is not None:
-            loaded = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
-            self.read(segment, loaded)
-            self.write(segment, loaded, segment.name, rounding_key)
+            self.write(segment, local(self.masters(segment)), segment.name, rounding_key)
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        held = local(self.tensor.detach())
-        if self._loaded is not None or self._lower is None or kernels_for(held, self._lower) is None:
-            return None
-        return native.StoredTensor(held, self.kind, name, self._lower)
+        return super().for_kernels(segment, name) if self._loaded is None else None
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._loaded is not None:
             read_masters(segment.of(self._loaded), segment.of(self.tensor), out)
         else:
-            self._join(segment, out)
+            join(segment.of(self.tensor), segment.of(self.beside[0]), out)
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        if self._lower is None:
-            self._keep(self._loaded, torch.zeros(local(self.tensor).shape, dtype=self._dtype, device=x.device))
-        self._split(segment, x, name, rounding_key)
+        spans = rounding_key.spans(x.numel(), segment.at, segment.box)
+        split(x, segment.of(self.tensor), segment.of(self.beside[0]), spans, rounding_key.keys(name))
         if segment.is_last:
             self._keep(None, self._lower)
 
     def take_masters(self, masters: Tensor) -> None:
-        self._keep(self._part_of(masters), None)
-
-    def _halves(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        assert self._lower is not None, "the step has begun"
-        return segment.of(self.tensor), segment.of(self._lower)
+        self._keep(laid_as(held_part(self.tensor, masters), local(self.tensor), torch.float32), None)
 
 
-class Split(_InHalves):
-    """FP32 masters, exactly: an int16 beside each weight."""
-
-    bytes_beside: ClassVar[float] = 2.0
-    _dtype, kind = torch.int16, native.SPLIT
-
-    def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        split(x, *self._halves(segment))
-
-    def _join(self, segment: Segment, out: Tensor) -> None:
-        join(*self._halves(segment), out)
-
-
-class Split8(_InHalves):
+class Split8(Split):
     """Masters of 24 bits, rounded stochastically: an int8 beside each weight."""
 
+    kind = native.SPLIT8
     bytes_beside: ClassVar[float] = 1.0
-    _dtype, kind = torch.int8, native.SPLIT8
-
-    def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        spans = rounding_key.spans(x.numel(), segment.at, segment.box)
-        split_24(x, *self._halves(segment), spans, rounding_key.keys(name))
-
-    def _join(self, segment: Segment, out: Tensor) -> None:
-        join_24(*self._halves(segment), out)
+    _dtype = torch.int8
 
 
 def _copy_for(weights: Tensor, masters: Tensor | None) -> Tensor:

@@ -113,11 +113,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def like(sharded: DTensor, held: Tensor) -> DTensor:
-    """Make a DTensor sharded like `sharded`, with `held` as this rank's part."""
-    return type(sharded).from_local(
-        held, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
-    )
+def full(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, from all ranks."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def like(param: Tensor, held: Tensor, shape: torch.Size | None = None, cut: int | None = None) -> Tensor:
+    """Return a tensor that is sharded as `param` is, if that is a DTensor; `held` is this rank's part.
+
+    Args:
+        shape: of the whole tensor; None is the parameter's.
+        cut: dimensions that are cut as the parameter's are; None is all. Of one that is cut further on, each rank
+            holds all.
+    """
+    if not is_sharded(param):
+        return held
+    from torch.distributed.tensor import Replicate
+
+    placements = [each if cut is None or getattr(each, "dim", -1) < cut else Replicate() for each in param.placements]
+    stride = param.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    shape = param.shape if shape is None else shape
+    return type(param).from_local(held, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor:
@@ -129,7 +145,7 @@ def held_part(param: Tensor, value: Tensor) -> Tensor:
             return local(value.redistribute(param.device_mesh, param.placements))
         sizes, offsets = sizes_and_offsets(param.shape, param.device_mesh, param.placements)
         return value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-    return value.full_tensor() if is_sharded(value) else value
+    return full(value)
 
 
 def box_of(tensor: Tensor, name: str) -> Box | None:

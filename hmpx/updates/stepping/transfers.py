@@ -12,10 +12,10 @@ from types import ModuleType
 import torch
 
 from hmpx.base.torch_private import copy_all
-from hmpx.rounding.calls import Move
+from hmpx.rounding.calls import row_of_move
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.table import Table, run_all
+from hmpx.rounding.table import Table, TableRow, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, memory_order, unfolded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
@@ -85,19 +85,10 @@ class Launches:
         pieces: Sequence[Piece],
         table: Table,
     ) -> None:
-        pairs = zip(grads, indices, strict=True)
-        copied = [self._move(piece)._replace(grad=index).of(gradients[index]) for piece, index in pairs]
-        moves = [self._move(piece) for piece in pieces]
-        self._reads = table.add("move_list", [move.read() for move in (*copied, *moves)])
-        self._writes = table.add("move_list", [move.written() for move in moves])
+        copied = [_row(piece, i, gradients[i]) for piece, i in zip(grads, indices, strict=True)]
+        self._reads = table.add("move_list", [*copied, *map(_row, pieces)])
+        self._writes = table.add("move_list", [_row(piece, is_read=False) for piece in pieces])
         self._weights = [piece.held.tensor for piece in pieces if isinstance(piece.held, Store)]
-
-    @staticmethod
-    def _move(piece: Piece) -> Move:
-        held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
-        assert held is not None, "the kernels can move it"
-        room = None if piece.at is None else piece.at * FP32.itemsize
-        return Move(held, segment.offset, segment.count, piece.x, segment.first or 0, room=room)
 
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill the tensors that the optimizer sees."""
@@ -107,6 +98,15 @@ class Launches:
         """Write the results of the optimizer back, and tell autograd of the weights."""
         run_all(self._writes)
         torch.autograd.graph.increment_version(self._weights)
+
+
+def _row(piece: Piece, grad: int | None = None, gradient: Tensor | None = None, *, is_read: bool = True) -> TableRow:
+    """Return the row that reads or writes a piece; of a copy of the gradient, its index and what is copied."""
+    held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
+    assert held is not None, "the kernels can move it"
+    held = held if gradient is None else held._replace(tensor=gradient)
+    room = None if piece.at is None else piece.at * FP32.itemsize
+    return row_of_move(held, segment.offset, piece.x, segment.first or 0, is_read=is_read, grad=grad, room=room)
 
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:
