@@ -13,30 +13,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+import digits
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hmpx
 
 
-def load() -> tuple[TensorDataset, TensorDataset]:
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)[order]
-    labels = torch.tensor(labels)[order]
-    return TensorDataset(images[:-400], labels[:-400]), TensorDataset(images[-400:], labels[-400:])
-
-
 def train(options: argparse.Namespace, folder: Path, resume: bool) -> None:
     """Train, and print the accuracy on images that were held back and a hash of the weights."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(0)
-    training, held_back = load()
+    images, labels = digits.load(side=8)
+    training = TensorDataset(images[: -digits.HELD_BACK], labels[: -digits.HELD_BACK])
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(512, 10),
@@ -53,9 +46,9 @@ def train(options: argparse.Namespace, folder: Path, resume: bool) -> None:
         batches.set_epoch(epoch)
         if epoch == middle and not resume:
             accelerator.save_state(str(folder))
-        for images, labels in batches:
+        for inputs, targets in batches:
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(images), labels)
+                loss = F.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,9 +57,7 @@ def train(options: argparse.Namespace, folder: Path, resume: bool) -> None:
         line = f"\repoch {epoch + 1}/{options.epochs}{', resumed' if resume else ''}  loss {loss.item():.3f} "
         accelerator.print(line, end="", file=sys.stderr, flush=True)
     accelerator.print(file=sys.stderr)
-    with torch.no_grad():
-        images, labels = held_back.tensors
-        accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    accuracy = digits.accuracy(model, images, labels)
     digest = hashlib.sha256()
     for p in accelerator.unwrap_model(model).parameters():
         digest.update(p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -132,7 +132,7 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Tensor, Tensor, int
                 run.steps.append(step)
                 run.losses.append(validate(model, validation))
             if step % 10 == 0 or step == options.steps:
-                progress.show(run, step)
+                progress.show(run.name, step, run.losses[-1])
             if step == options.steps:
                 break
             optimizer.zero_grad()
@@ -148,18 +148,18 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Tensor, Tensor, int
 
 
 class Progress:
-    """One line for each way, with the time that is left for all of them."""
+    """One line for each training, with the time that is left for all of them."""
 
     def __init__(self, ways: int, steps: int) -> None:
         self._ways, self._steps, self._way, self._started = ways, steps, 1, time.perf_counter()
 
-    def show(self, run: Run, step: int) -> None:
+    def show(self, name: str, step: int, loss: float) -> None:
         done = (self._way - 1) * self._steps + step
         left = (time.perf_counter() - self._started) / max(done, 1) * (self._ways * self._steps - done)
         bar = "█" * (16 * step // self._steps)
-        line = f"\rway {self._way} of {self._ways}  {run.name:33} {bar:░<16} step {step:4}/{self._steps}"
+        line = f"\rway {self._way} of {self._ways}  {name:33} {bar:░<16} step {step:4}/{self._steps}"
         remaining = f"{left:4.0f} s left" if done else ""
-        print(f"{line}  loss {run.losses[-1]:.3f}  {remaining:11}", end="", file=sys.stderr, flush=True)
+        print(f"{line}  loss {loss:.3f}  {remaining:11}", end="", file=sys.stderr, flush=True)
 
     def done(self) -> None:
         self._way += 1

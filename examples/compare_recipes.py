@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import copy
 import statistics
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from charlm import CharTransformer, batch, load_text, loss_of, validate
+from charlm import CharTransformer, Progress, batch, load_text, loss_of, validate
 
 import hmpx
 from hmpx.recipes.reading import read_recipe, recipe_names
@@ -67,31 +66,13 @@ def train(way: Way, seed: int, options: argparse.Namespace, data: tuple, progres
             if step % options.every == 0 or step == options.steps:
                 with hmpx.disable_casts():
                     losses[step] = validate(copy.deepcopy(model).float(), validation)
-                progress.show(way.name, seed, step, losses[step])
+                progress.show(f"{way.name}, seed {seed}", step, losses[step])
             if step < options.steps:
                 optimizer.zero_grad()
                 scaler.scale(loss_of(model, *batch(training, generator))).backward()
                 scaler.step(optimizer)
                 scaler.update()
     progress.done()
-
-
-class Progress:
-    """One bar for all of it."""
-
-    def __init__(self, runs: int, steps: int) -> None:
-        self._runs, self._steps, self._done = runs, steps, 0
-
-    def show(self, name: str, seed: int, step: int, loss: float) -> None:
-        part = (self._done + step / max(self._steps, 1)) / self._runs
-        bar = "█" * int(24 * part)
-        line = f"\r{bar:░<24} {100 * part:3.0f} %  {name}, seed {seed}, step {step}/{self._steps}: {loss:.3f}"
-        print(f"{line:100}", end="", file=sys.stderr, flush=True)
-
-    def done(self) -> None:
-        self._done += 1
-        if self._done == self._runs:
-            print(file=sys.stderr)
 
 
 def recovered(way: Way, fp32: Way, nearest: Way) -> float:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 
+import digits
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,9 +42,7 @@ class Digits(pl.LightningModule):
 
 
 def load() -> tuple[DataLoader, DataLoader]:
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images, labels = torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
+    images, labels = digits.load()
     training, held_back = TensorDataset(images[:-400], labels[:-400]), TensorDataset(images[-400:], labels[-400:])
     return DataLoader(training, batch_size=64, shuffle=True), DataLoader(held_back, batch_size=400)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from digits import HELD_BACK, accuracy, load
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -38,21 +38,14 @@ class Net(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
-def load() -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)[order]
-    return F.interpolate(images, size=28, mode="bilinear"), torch.tensor(labels)[order]
-
-
 def train(epochs: int, uses_hmp: bool) -> float:
-    """The accuracy on 400 digits that were held back."""
+    """The accuracy on digits that were held back."""
     torch.manual_seed(1)
-    images, labels = load()
+    images, labels = load(side=28)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
-    batches = list(zip(images[:-400].split(64), labels[:-400].split(64), strict=True))
+    batches = list(zip(images[:-HELD_BACK].split(64), labels[:-HELD_BACK].split(64), strict=True))
     for epoch in range(1, epochs + 1):
         model.train()
         for i, (data, target) in enumerate(batches, 1):
@@ -65,9 +58,7 @@ def train(epochs: int, uses_hmp: bool) -> float:
             print(progress, end="", file=sys.stderr, flush=True)
         scheduler.step()
     print(file=sys.stderr)
-    model.eval()
-    with torch.no_grad():
-        return (model(images[-400:]).argmax(1) == labels[-400:]).float().mean().item()
+    return accuracy(model.eval(), images, labels)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from digits import HELD_BACK, accuracy, load
 from torch import Tensor, nn
 
 import hmpx
@@ -54,23 +54,16 @@ def resnet50() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
 
 
-def load() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)[order]
-    return F.interpolate(images, size=SIZE, mode="bilinear"), torch.tensor(labels)[order]
-
-
 def train(name: str, steps: int) -> float:
-    """The accuracy on 400 images that were held back."""
+    """The accuracy on images that were held back."""
     torch.manual_seed(0)
-    images, labels = load()
+    images, labels = load(SIZE)
     model = resnet50()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
-        chosen = torch.randint(len(labels) - 400, (32,), generator=generator)
+        chosen = torch.randint(len(labels) - HELD_BACK, (32,), generator=generator)
         loss = F.cross_entropy(model(images[chosen]), labels[chosen])
         optimizer.zero_grad()
         loss.backward()
@@ -78,9 +71,7 @@ def train(name: str, steps: int) -> float:
         schedule.step()
         print(f"\r{name:30} step {step:3}/{steps}  loss {loss.item():.3f} ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    model.eval()
-    with torch.no_grad():
-        return (model(images[-400:]).argmax(1) == labels[-400:]).float().mean().item()
+    return accuracy(model.eval(), images, labels)
 
 
 def main() -> None:

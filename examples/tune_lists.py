@@ -22,8 +22,6 @@ try:
 except ImportError:  # run as a script
     import digits
 
-HELD_BACK = 400  # images
-
 
 class Normalized(nn.Module):
     """A layer whose outputs are normalized by E[x^2] - E[x]^2, far from zero."""
@@ -56,7 +54,7 @@ def train(name: str, recipe: hmpx.Recipe | dict | None, steps: int, data: tuple[
     generator = torch.Generator().manual_seed(0)
     with hmpx.activate(recipe) if recipe else contextlib.nullcontext():
         for step in range(1, steps + 1):
-            chosen = torch.randint(len(labels) - HELD_BACK, (64,), generator=generator)
+            chosen = torch.randint(len(labels) - digits.HELD_BACK, (64,), generator=generator)
             optimizer.zero_grad()
             loss = loss_of(model, images[chosen], labels[chosen])
             loss.backward()
@@ -64,8 +62,7 @@ def train(name: str, recipe: hmpx.Recipe | dict | None, steps: int, data: tuple[
             if step % 20 == 0:
                 print(f"\r{name:16} step {step}/{steps}, loss {loss.item():.3f} ", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-        with torch.no_grad():
-            return (model(images[-HELD_BACK:]).argmax(1) == labels[-HELD_BACK:]).float().mean().item()
+        return digits.accuracy(model, images, labels)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ def run_here(monkeypatch, capsys):
 
     def run(name, *arguments):
         monkeypatch.setattr("sys.argv", [name, *arguments])
+        monkeypatch.syspath_prepend(EXAMPLES)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
