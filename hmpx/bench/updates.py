@@ -135,29 +135,32 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: t
     return params
 
 
+_HELD: dict[str, tuple[Weights, StateDtype]] = {
+    "stochastic": ("stochastic", torch.float32),
+    "master": ("master", torch.float32),
+    "split": ("split", torch.float32),
+    "BF16 states": ("stochastic", torch.bfloat16),
+    "8-bit states": ("stochastic", "8bit"),
+    "4-bit states": ("stochastic", "4bit"),
+    "split8, 8-bit states": ("split8", "8bit"),
+}
+
+
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
     """Return by name the dtype of the weights, and what makes a step function."""
     bf16 = torch.bfloat16
-    return {
+    found: dict[str, tuple[torch.dtype, Callable[[Params], Callable]]] = {
         "torch fused, FP32 weights": (torch.float32, lambda params: _torch(params).step),
         "torch fused, BF16 weights, nearest": (bf16, lambda params: _torch(params).step),
         "FP32 masters by hand, torch fused": (bf16, _masters_by_hand),
-        "hmpx stochastic, torch fused": (bf16, lambda params: _hmpx(params)),
-        "hmpx stochastic, torch foreach": (bf16, lambda params: _hmpx(params, fused=False, foreach=True)),
-        "hmpx master, torch fused": (bf16, lambda params: _hmpx(params, "master")),
-        "hmpx split, torch fused": (bf16, lambda params: _hmpx(params, "split")),
-        "hmpx BF16 states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16)),
-        "hmpx 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit")),
-        "hmpx 4-bit states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="4bit")),
-        "hmpx split8, 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "split8", state_dtype="8bit")),
-        "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
-        "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
-        "hmpx fused, 8-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit", own=True)),
-        "hmpx fused, 4-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="4bit", own=True)),
-        "hmpx fused, master": (bf16, lambda params: _hmpx(params, "master", own=True)),
-        "hmpx fused, split": (bf16, lambda params: _hmpx(params, "split", own=True)),
-        "hmpx fused, split8, 8-bit states": (bf16, lambda p: _hmpx(p, "split8", state_dtype="8bit", own=True)),
+        "hmpx stochastic, torch foreach": (bf16, lambda params: _hmpx(params, *_HELD["stochastic"], foreach=True)),
     }
+    for name, held in _HELD.items():
+        found[f"hmpx {name}, torch fused"] = bf16, lambda params, held=held: _hmpx(params, *held)
+    for name, held in _HELD.items():
+        own = "hmpx fused" if name == "stochastic" else f"hmpx fused, {name}"
+        found[own] = bf16, lambda params, held=held: _hmpx(params, *held, own=True)
+    return found
 
 
 _PEERS: dict[str, tuple[str, str, dict]] = {  # module, class, options
@@ -184,20 +187,15 @@ def _why_not(name: str, error: Exception) -> str:
     return f"{name}: does not run here, {measure.in_a_line(error)}"
 
 
-def _torch(params: Params, fused: bool = True, foreach: bool | None = None) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=_LR, fused=fused, foreach=foreach)
+def _torch(params: Params, foreach: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=_LR, fused=not foreach, foreach=foreach or None)
 
 
 def _hmpx(
-    params: Params,
-    weights: Weights = "stochastic",
-    *,
-    fused: bool = True,
-    foreach: bool | None = None,
-    own: bool = False,
-    state_dtype: StateDtype = torch.float32,
+    params: Params, weights: Weights, state_dtype: StateDtype, *, foreach: bool = False, own: bool = False
 ) -> Callable:
-    optimizer = _torch(params, fused, foreach)
+    """Return a step. own: by hmpx's formula, and not by torch's step."""
+    optimizer = _torch(params, foreach)
     attach(optimizer, weights, names=[str(i) for i in range(len(params))], fused=own, state_dtype=state_dtype)
     return optimizer.step
 
