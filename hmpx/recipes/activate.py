@@ -86,7 +86,10 @@ class Activation(Installation):
         watch_distribution(self._distributes, changes)
 
     def _distributes(self, module: torch.nn.Module) -> None:
-        self._take(cast_before_distribution(module, self.recipe))
+        with contextlib.ExitStack() as undo:
+            models = cast_models_of(list(module.parameters()), self.recipe, undo)
+            undo.pop_all()
+        self._take(models)
 
     def _take(self, models: list[torch.nn.Module]) -> None:
         """Give models the recipe's rules for their modules."""
@@ -145,14 +148,6 @@ def cast_models_of(
         check_names(models, recipe)
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
         tell_cast([p for model in models for p in cast_model(model, recipe, undo)])
-    return models
-
-
-def cast_before_distribution(module: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
-    """Cast the models that a module is a part of, and return them."""
-    with contextlib.ExitStack() as undo:
-        models = cast_models_of(list(module.parameters()), recipe, undo)
-        undo.pop_all()
     return models
 
 

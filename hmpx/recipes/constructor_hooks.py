@@ -22,17 +22,15 @@ Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-def constructor_watch(made: Callable[[Any], None], changes: Changes) -> Callable[[type], None]:
-    """Return a function that watches the own constructor of a class, if it has one, until `changes` are undone.
+def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
+    """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
 
-    `made` is called with each object whose watched constructor has returned. An object that is made inside another
-    watched constructor is left out; the outer object is seen.
+    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out.
     """
     ended: list[bool] = []
     running = threading.local()  # any: whether a watched constructor is running in this thread
-    changes.callback(ended.append, True)
 
-    def watch(cls: type) -> None:
+    def watch(cls: type[Optimizer]) -> None:
         init = vars(cls).get("__init__")
         if init is None or ended:
             return
@@ -51,15 +49,6 @@ def constructor_watch(made: Callable[[Any], None], changes: Changes) -> Callable
 
         changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
 
-    return watch
-
-
-def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
-    """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
-
-    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out.
-    """
-
     def defined(cls: type[Optimizer], **kwargs: Any) -> None:
         if before is MISSING:
             super(Optimizer, cls).__init_subclass__(**kwargs)
@@ -67,9 +56,9 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
             before.__get__(None, cls)(**kwargs)
         watch(cls)
 
+    changes.callback(ended.append, True)
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
-    watch = constructor_watch(made, changes)
     for each in with_subclasses(Optimizer):
         watch(each)
 

@@ -1,19 +1,19 @@
-"""Parameters that a recipe leaves in the dtype that they come in, and which of them it says so about.
-
-FP64 stays under a recipe of FP32 weights. FP32 stays under one of BF16 weights where it stands on purpose: beside
-weights that come in BF16, or named by the class of the model, as transformers and diffusers load it.
-"""
+"""The dtype that a recipe gives to each parameter of a model, and which parameters keep theirs."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.recipes.keys import DTYPES, dtype_of
+from hmpx.recipes.module_patterns import module_names
+from hmpx.recipes.recipe import Recipe
+from hmpx.updates.ranks.sharding import is_shell
 
 _KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")  # of classes: names of modules, or ends of names
 _LOW = (torch.bfloat16, torch.float16)
@@ -21,12 +21,61 @@ _SHOWN = 3
 logger = logging.getLogger("hmpx")
 
 
+def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
+    """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
+
+    A rule of the recipe that names the parameter or its module decides. Without one, these keep their dtype:
+
+    - a frozen parameter in low precision, which has no updates to lose
+    - a frozen shell around tensors, such as a quantized parameter, which cannot be cast
+    - FP64, under a recipe of FP32 weights
+    - FP32 that stands on purpose, under a recipe of BF16 weights (`_kept_in_fp32`): a warning names it
+
+    A `dtype_map` maps the last two like all others. A warning also names FP64 that is cast down to less than FP32.
+    """
+    found: dict[torch.nn.Parameter, torch.dtype] = {}
+    mapped, on_purpose, kept, narrowed = recipe.mapped(), _kept_in_fp32(model, recipe), [], []
+    for module_name, module in zip(module_names(model), model.modules(), strict=True):
+        for own_name, p in module.named_parameters(recurse=False):
+            if p in found:
+                continue
+            name = f"{module_name}.{own_name}" if module_name else own_name
+            stated = dtype_of(name, recipe.parameters, recipe.module_dtypes)
+            by_default = mapped.get(p.dtype, p.dtype)
+            if recipe.parameter_dtype is not None and not mapped:
+                by_default = DTYPES[recipe.parameter_dtype]
+            to_fp32, was_double = by_default is torch.float32, p.dtype is torch.float64
+            is_frozen = not p.requires_grad and ((p.dtype in _LOW and to_fp32) or is_shell(p))
+            if stated is not None:
+                found[p] = stated
+            elif is_frozen or (was_double and to_fp32 and not mapped):
+                found[p] = p.dtype
+            elif p in on_purpose and by_default in _LOW and not mapped:
+                kept.append(name)
+                found[p] = p.dtype
+            else:
+                found[p] = by_default
+                if was_double and by_default is not p.dtype:
+                    narrowed.append(name)
+    if kept:
+        logger.warning(
+            "hmpx: %s stay in float32, in which they came; `module_dtypes: {%s: bfloat16}` in the recipe casts them",
+            *(_in_words(kept), _module_of(kept[0])),
+        )
+    if narrowed:
+        logger.warning(
+            "hmpx: %s came in float64 and are cast to %s; `module_dtypes: {%s: float32}` in the recipe keeps more",
+            *(_in_words(narrowed), dtype_name(mapped.get(torch.float64, torch.bfloat16)), _module_of(narrowed[0])),
+        )
+    return found
+
+
 # Of a model: the recipe that has cast it, and of each parameter's name whether it was to stay in FP32 then.
 _decided: WeakKeyDictionary[torch.nn.Module, tuple[object, dict[str, bool]]] = WeakKeyDictionary()
 
 
-def kept_in_fp32(model: torch.nn.Module, recipe: object) -> set[torch.nn.Parameter]:
-    """Return the FP32 parameters of a model that stand beside others of low precision, or that a class names.
+def _kept_in_fp32(model: torch.nn.Module, recipe: Recipe) -> set[torch.nn.Parameter]:
+    """Return the FP32 parameters that come beside others of low precision, or that a class names for its loader.
 
     A recipe that casts a model again, as a trainer's does, decides as it did: adapters that a checkpoint has loaded in
     FP32 meanwhile do not stand there on purpose.
@@ -63,24 +112,10 @@ def _is_of_diffusers(module: torch.nn.Module) -> bool:
     return any(cls.__module__.startswith("diffusers.") for cls in type(module).__mro__)
 
 
-def tell_kept(kept: Sequence[str], dtype: torch.dtype, wanted: torch.dtype) -> None:
-    """Warn of parameters that stay as they are, though the recipe is one of other weights."""
-    if kept:
-        logger.warning(
-            "hmpx: %s stay in %s, in which they came; `module_dtypes: {%s: %s}` in the recipe casts them",
-            *(_in_words(kept), dtype_name(dtype), kept[0].rpartition(".")[0] or "'*'", dtype_name(wanted)),
-        )
-
-
-def tell_narrowed(cast: Iterable[str], wanted: torch.dtype) -> None:
-    """Warn of FP64 parameters that are cast down."""
-    if cast := list(cast):
-        logger.warning(
-            "hmpx: %s came in float64 and are cast to %s; `module_dtypes: {%s: float32}` in the recipe keeps more",
-            *(_in_words(cast), dtype_name(wanted), cast[0].rpartition(".")[0] or "'*'"),
-        )
-
-
 def _in_words(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"parameters {', '.join(map(repr, names[:_SHOWN]))}{more}"
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or "'*'"

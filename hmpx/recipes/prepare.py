@@ -15,10 +15,8 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.policies.lists import LOW_DTYPES
-from hmpx.recipes.kept_dtypes import kept_in_fp32, tell_kept, tell_narrowed
-from hmpx.recipes.keys import DTYPES, dtype_of
-from hmpx.recipes.module_patterns import check_names, module_names, rules_for
+from hmpx.recipes.module_patterns import check_names, rules_for
+from hmpx.recipes.parameter_dtypes import parameter_dtypes
 from hmpx.recipes.prepared import Prepared, take
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
@@ -26,7 +24,7 @@ from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
-from hmpx.updates.ranks.sharding import is_sharded, is_shell, refuse_shell
+from hmpx.updates.ranks.sharding import is_sharded, refuse_shell
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
@@ -45,16 +43,17 @@ def prepare(
     `prepare` of Accelerate may run before this or after it. ``hmpx.restore(optimizer)`` undoes it; the parameters keep
     their dtype.
 
-    Several models may be prepared by different recipes: each is cast by its own lists, and an op outside of them (a
-    loss) by those of the model whose output it takes. `dtype_map`, `kernels` and `verbose` hold for the process.
+    Several models may be prepared by different recipes: the ops of each follow its own lists. An op outside of all
+    models, such as a loss, follows the lists of the model whose output it takes. `dtype_map`, `kernels` and `verbose`
+    hold for the process.
 
     Args:
         optimizer: one, or a list of those that train the model.
         recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
-            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see
-            `Recipe.from_nxd`): under ZeRO-1 means that the optimizer is a `ZeroRedundancyOptimizer`. Under the key
-            `extends`, a file or dict names the recipe that its other keys change: ``{"extends": "lean", "weights":
-            "split"}``. None: the default lists with FP32 weights.
+            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with the defaults of
+            `Recipe.from_nxd`; a `ZeroRedundancyOptimizer` is NxD's ZeRO-1. In a file or a dict, the key `extends` names
+            a recipe, and the other keys change it: ``{"extends": "lean", "weights": "split"}``. None: the default lists
+            with FP32 weights.
         process_group: in a distributed job, the ranks that hold the same parameters: those of one stage of a pipeline,
             say. None: all ranks.
 
@@ -115,7 +114,7 @@ def _refuse_another(
     before = attached(optimizer)
     if before is None:
         return
-    dtypes = _dtypes(model, recipe)
+    dtypes = parameter_dtypes(model, recipe)
     widens = any(p.dtype is torch.bfloat16 is not dtypes.get(p, torch.bfloat16) for p in parameters(optimizer))
     if widens or before.settings != settings:
         raise HmpxError(
@@ -127,7 +126,10 @@ def _refuse_another(
 def attach_made(
     optimizer: torch.optim.Optimizer, settings: Settings, models: list[torch.nn.Module], process_group: Any = None
 ) -> None:
-    """Attach an optimizer that has BF16 parameters; their names are its own, or those of the model that holds all."""
+    """Attach an optimizer, unless it has no BF16 parameters.
+
+    Their names are those that the optimizer was given, or else those in the model that holds all of them.
+    """
     params = parameters(optimizer)
     if not any(p.dtype is torch.bfloat16 for p in params):
         return
@@ -163,7 +165,7 @@ def of_own(
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning, which looks like what it holds."""
+    """Return the optimizer that a wrapper of Accelerate or Lightning holds; to `isinstance` it is one, too."""
     while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
         optimizer = vars(optimizer)[attribute]
     return optimizer
@@ -177,7 +179,7 @@ _WRAPPERS = {
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
-    """Return what must be the same on every rank; they may hold the same list under different paths."""
+    """Return the keys that must be equal on every rank, with names of ops for list files, whose paths may differ."""
     return asdict(recipe.inlined())
 
 
@@ -197,8 +199,12 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     Raises:
         HmpxError: a parameter must be cast and is replicated or sharded already, or cannot be cast.
     """
-    _refuse_lazy(model)
-    dtypes = _dtypes(model, recipe)
+    for name, p in model.named_parameters():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise HmpxError(
+                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
+            )
+    dtypes = parameter_dtypes(model, recipe)
     others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
     reduced = replicas()
     for p, name in others.items():
@@ -225,46 +231,6 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
             undo.callback(_assign, buffer, buffer.data, None)
             _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
     return [*others]
-
-
-def _refuse_lazy(model: torch.nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if isinstance(p, torch.nn.parameter.UninitializedParameter):
-            raise HmpxError(
-                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
-            )
-
-
-def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
-    """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
-
-    A frozen parameter stays in low precision if no rule names it, because it has no updates to lose. A frozen shell
-    around tensors, such as a quantized parameter, stays because it cannot be cast. FP32 parameters that a model keeps
-    on purpose stay, and so do FP64 ones under a recipe of FP32 weights (`kept_dtypes`).
-    """
-    found: dict[torch.nn.Parameter, torch.dtype] = {}
-    mapped, on_purpose, kept, narrowed = recipe.mapped(), kept_in_fp32(model, recipe), [], []
-    for module_name, module in zip(module_names(model), model.modules(), strict=True):
-        for name, p in module.named_parameters(recurse=False):
-            dtype = mapped.get(p.dtype, p.dtype)
-            if recipe.parameter_dtype is not None and not mapped:
-                dtype = DTYPES[recipe.parameter_dtype]
-            stays = p.dtype in LOW_DTYPES.values() and dtype is torch.float32
-            if not p.requires_grad and (stays or is_shell(p)):
-                dtype = p.dtype
-            full_name = f"{module_name}.{name}" if module_name else name
-            stated = dtype_of(full_name, recipe.parameters, recipe.module_dtypes)
-            if stated is None and p.dtype is torch.float64 and dtype is torch.float32 and not mapped:
-                dtype = p.dtype
-            elif stated is None and p.dtype is torch.float64 and dtype is not p.dtype:
-                narrowed.append(full_name)
-            elif stated is None and p in on_purpose and dtype in LOW_DTYPES.values() and not mapped:
-                kept.append(full_name)
-                dtype = p.dtype
-            found.setdefault(p, stated or dtype)
-    tell_kept(kept, torch.float32, torch.bfloat16)
-    tell_narrowed(narrowed, torch.bfloat16 if not mapped else mapped[torch.float64])
-    return found
 
 
 def _assign(p: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
