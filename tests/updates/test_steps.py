@@ -13,7 +13,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
-from hmpx.updates.stepping.shown import Shown
+from hmpx.updates.stepping.shown import ShownState
 from tests.support.optimizers import UnlistedAdamW
 from tests.support.training import parameters, set_gradients
 
@@ -165,7 +165,7 @@ def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_pl
     handle = hmpx.attach(optimizer, fused=False)
     for step in range(4):
         if step == 2:
-            monkeypatch.setattr(Shown, "_take_part", None)
+            monkeypatch.setattr(ShownState, "take", None)
         set_gradients(named, step)
         optimizer.step()
     assert handle._updates.kept_steps == 2 and all(state["step"] == 4 for state in optimizer.state.values())

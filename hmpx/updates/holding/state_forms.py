@@ -190,18 +190,19 @@ def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: Ro
     return found
 
 
-def written(
-    form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey
-) -> dict[str, Any]:
-    """Write a state value that a step has left for a whole parameter, and return its held entries."""
-    name = f"{segment.name}.{key}"
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    if not is_dense or not value.dim() or value.shape != segment.param.shape:
-        return {key: form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)}
-    holder = form.holder(segment.param, value, before)
-    if holder is not before or not _is_kept(holder, value):
+def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey) -> Any:
+    """Write a state value that a step has left for a segment, and return it as it is held: a `HeldState`, or a value.
+
+    before: what is held under this key so far.
+    """
+    name, p, is_part = f"{segment.name}.{key}", segment.param, segment.start is not None
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() > 0
+    if not is_dense or value.shape != (segment.of(p) if is_part else p).shape:
+        return form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)
+    holder = form.holder(p, value, before)
+    if is_part or holder is not before or not _is_kept(holder, value):
         holder.write(segment, value, name, rounding_key)
-    return holder.entries(key)
+    return holder
 
 
 def _is_kept(held: HeldState, value: Tensor) -> bool:

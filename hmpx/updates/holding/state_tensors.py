@@ -245,8 +245,8 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
         if fitting is not code or kept != fits:
             raise HmpxError(
                 f"{own!r} of {of} is in {code.bits} bits for another shape, or sharded in another way: {kept[0]} with "
-                f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is in "
-                f"{fitting.bits} bits {fits[0]} with {fits[1]}, here {fits[2]} with {fits[3]}"
+                f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is "
+                f"{fits[0]} with {fits[1]}, here {fits[2]} with {fits[3]}, in {fitting.bits} bits"
             )
 
 

@@ -63,6 +63,7 @@ class ShownState:
         own: the parameter's entry in the optimizer's state; None if it has none.
         content: the items of `own`, if that is a dict.
         shown: copies that the optimizer sees in the place of `own`; None where it sees `own` itself.
+        moved: those of them that are written back by others than `take`.
         keeps_left: whether the object that the step leaves becomes the parameter's entry, as it is.
     """
 
@@ -73,6 +74,7 @@ class ShownState:
         items = self.own.items() if isinstance(self.own, dict) else ()
         self.content = {key: value[:] if type(value) is list else value for key, value in items}
         self.shown: dict[str, Any] | None = None
+        self.moved: dict[str, Tensor] = {}
         self.keeps_left = self.form.as_left
 
     def move_to(self, shadow: Parameter) -> None:
@@ -82,34 +84,42 @@ class ShownState:
             self._states[shadow] = self.own if self.shown is None else self.shown
 
     def take(
-        self, left: Any, optimizer: Optimizer, key: RoundingKey, already: Mapping[str, Tensor] | None = None
+        self, left: Any, optimizer: Optimizer, key: RoundingKey, late: dict[Parameter, dict[str, Any]] | None = None
     ) -> None:
-        """Make what the step has left of a whole parameter's state the parameter's entry.
+        """Make what the step has left of the segment's state the parameter's entry, or a part of it.
 
-        already: the shown tensors that are written back already, by their keys.
+        late: see `StepContext`; None for a whole parameter.
         """
-        p, already = self.segment.param, already or {}
-        if left is None:
+        p = self.segment.param
+        if late is not None:
+            after = late.setdefault(p, held_states(self.own or {}, p))
+            after.update(self._written(left or {}, after, key))
+            if self.segment.is_last:
+                self._keep(entries(late.pop(p)))
+        elif left is None:
             if self.own is not None:
                 self._states.pop(p, None)
         elif isinstance(left, dict) and not self.keeps_left:
-            before, after = held_states(self.own or {}, p), dict[str, Any]()
-            for name, value in left.items():
-                if name in already and value is already[name]:
-                    after.update(before[name].entries(name))
-                else:
-                    after.update(written(self.form, self.segment, name, value, before.get(name), key))
-            self.keep(after)
+            self._keep(entries(self._written(left, held_states(self.own or {}, p), key)))
         else:
             if self.own is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
                 keeps_bf16(optimizer)
             self._states[p] = left
 
+    def _written(self, left: Mapping[str, Any], before: Mapping[str, Any], key: RoundingKey) -> dict[str, Any]:
+        """Write what a step has left; return it as it is held, by the optimizer's own keys, as `before` is."""
+        return {
+            name: before[name]
+            if name in self.moved and value is self.moved[name]
+            else written(self.form, self.segment, name, value, before.get(name), key)
+            for name, value in left.items()
+        }
+
     def take_from(self, shadow: Parameter, optimizer: Optimizer, key: RoundingKey) -> None:
         """Make the entry that the step has left under the key of the shadow the parameter's."""
         self.take(self._states.pop(shadow, None), optimizer, key)
 
-    def keep(self, after: Mapping[str, Any]) -> None:
+    def _keep(self, after: Mapping[str, Any]) -> None:
         """Make these items the parameter's entry, in the dict that it has."""
         if after or self.own is not None:
             state = self._states.setdefault(self.segment.param, {} if self.own is None else self.own)
@@ -133,7 +143,11 @@ class _Gradient(Held):
 
 
 class Shown:
-    """One segment; under `torch.no_grad()`.
+    """One segment as the optimizer sees it; under `torch.no_grad()`.
+
+    The optimizer sees pieces: weights, gradient, and each state tensor of the parameter's shape. A piece is the held
+    tensor itself where that is FP32, lies in memory as the optimizer wants it, and can be restored after an error;
+    else it is a copy in the room.
 
     Attributes:
         index: of the gradient in the list of all gradients.
@@ -145,65 +159,71 @@ class Shown:
     """
 
     def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
-        p, state = segment.param, ShownState(context.optimizer, segment)
-        form, own = state.form, state.own
-        self.segment, self.index, self.group = segment, context.indices[p], context.group[p]
-        self.end = begin
+        p, optimizer = segment.param, context.optimizer
+        self.segment, self.index, self.group, self.end = segment, context.indices[p], context.group[p], begin
         self.counts: list[CountClone] = []
-        self._state, self._late, self._form = state, context.late, form
-        self._by_memory = by_memory(context.optimizer)
-        store, grad = context.stores.of(segment), context.gradients[self.index]
+        self._by_memory, self._is_part = by_memory(optimizer), segment.start is not None
+        self._state = state = ShownState(optimizer, segment)
+        self._late = context.late if self._is_part else None
+        store, gradient = context.stores.of(segment), context.gradients[self.index]
         # Only torch's steps may work on the masters themselves. Other classes may write to ``p.data``, as Lion does.
         # Such a write does not count in `_version`: after an error, nobody would know that masters must be restored.
-        of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
-        on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        on_masters = store.shows_masters and of_torch and state.form.as_left and bool(state.own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
-        self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
-        self._of_gradient = kernels_for(local(p) if self.grad is None else grad)
-        if self.grad is not None and not is_bf16(grad):
-            self._of_gradient = None  # it is something else than a copy
+        self.grad = None if self._is_ready(gradient) else self._piece(_Gradient(p), "", itself=False)
+        self._gradient_kernels = self._kernels_of(gradient)
         self._pieces: dict[str, Piece] = {}
         self._is_cast = False  # whether some shown tensor is neither a piece nor the parameter's own
-        if isinstance(own, dict) and not (segment.start is None and form.as_left and self._lies_as_weights(own)):
-            self._show_copies(own)
+        sees_own = not self._is_part and state.form.as_left and self._lies_as_weights(state.content)
+        if isinstance(state.own, dict) and not sees_own:
+            self._show_copies(state.own)
+
+    def _kernels_of(self, gradient: Tensor) -> ModuleType | None:
+        """Return the kernels that can read the gradient into its copy, if there is one; else those for the weights."""
+        if self.grad is None:
+            return kernels_for(local(self.segment.param))
+        return kernels_for(gradient) if is_bf16(gradient) else None
 
     def _show_copies(self, own: dict[str, Any]) -> None:
-        self._state.shown, self._state.keeps_left = (shown := dict[str, Any]()), False
-        for key, value in held_states(own, self.segment.param).items():
-            if isinstance(value, HeldState) and (value.tensor.dim() or not is_bf16(value.tensor)):
-                shown[key] = None
-                self._pieces[key] = self._piece(value, f"{self.segment.name}.{key}")
-                continue
-            value = value.tensor if isinstance(value, HeldState) else value
-            if not self._form.as_left and is_bf16(value):
-                value, self._is_cast = value.float(), True
-            elif self.segment.start is not None and isinstance(value, Tensor):
-                self.counts.append(CountClone(value.clone(), value, self.segment.is_last))
-                value = self.counts[-1].clone
+        """Show the state as pieces, and as copies what has not the parameter's shape."""
+        state, name = self._state, self.segment.name
+        state.shown, state.keeps_left = (shown := dict[str, Any]()), False
+        for key, held in held_states(own, self.segment.param).items():
+            value = held.tensor if isinstance(held, HeldState) else held
             shown[key] = value
+            if isinstance(held, HeldState) and (value.dim() or not is_bf16(value)):
+                self._pieces[key] = self._piece(held, f"{name}.{key}")  # `place_in` shows it
+            elif not state.form.as_left and is_bf16(value):
+                shown[key], self._is_cast = value.float(), True
+            elif self._is_part and isinstance(value, Tensor):
+                self.counts.append(CountClone(value.clone(), value, self.segment.is_last))
+                shown[key] = state.moved[key] = self.counts[-1].clone
 
     def _piece(self, held: Held, name: str, *, itself: bool = True) -> Piece:
+        """Make a piece, of the held tensor itself if that can be shown and `itself` allows it, else of a copy."""
         if itself and held.itself(self.segment) is not None and self._fits(held.tensor):
             return Piece(held, self.segment, name, None)
         piece = Piece(held, self.segment, name, self.end)
         self.end += piece.takes
         return piece
 
-    def _fits(self, value: Tensor) -> bool:
-        """Whether a tensor lies as a copy of the weights does, where the optimizer goes by memory."""
+    def _fits(self, tensor: Tensor) -> bool:
+        """Whether a held tensor can be shown beside a copy of the weights, to an optimizer that reads by memory.
+
+        Such an optimizer takes elements in the order in which they lie. A flat part has one order alone.
+        """
         segment, p = self.segment, self.segment.param
-        if (segment.start is not None and not segment.by_rows) or not self._by_memory or value is p:
+        if not self._by_memory or tensor is p or (self._is_part and not segment.by_rows):
             return True
-        one, other = segment.of(value), segment.of(p)
-        if one.is_contiguous() and other.is_contiguous():
+        held, weights = segment.of(tensor), segment.of(p)
+        if held.is_contiguous() and weights.is_contiguous():
             return True
-        return one.stride() == torch.empty_like(other, device="meta").stride()
+        return held.stride() == torch.empty_like(weights, device="meta").stride()
 
     def _lies_as_weights(self, own: dict[str, Any]) -> bool:
-        if not self._by_memory:
-            return True
-        shape = self.segment.param.shape
-        return all([not is_moment(value) or value.shape != shape or self._fits(value) for value in own.values()])
+        moments = [value for value in own.values() if is_moment(value) and value.shape == self.segment.param.shape]
+        return all(map(self._fits, moments))
 
     def _is_ready(self, grad: Tensor) -> bool:
         """Whether the optimizer can be shown the parameter's own gradient: it is FP32, and lies as the shadow does."""
@@ -235,7 +255,7 @@ class Shown:
     @property
     def can_be_as_shown(self) -> bool:
         """Whether there is nothing to take where a step leaves the state that it was shown."""
-        return not self._is_cast and not (self._state.own and not self.shows_copies and self.segment.start is not None)
+        return not self._is_cast and not (self._state.own and not self.shows_copies and self._is_part)
 
     @property
     def state(self) -> Any:
@@ -252,7 +272,7 @@ class Shown:
 
     def kernels(self) -> ModuleType | None:
         """Return the kernels that can move all of it: those for its gradient, if they know how the rest is held."""
-        found = self._of_gradient
+        found = self._gradient_kernels
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
 
     def place_in(self, room: Tensor) -> None:
@@ -264,45 +284,26 @@ class Shown:
         for key, piece in self._pieces.items():
             piece.show(room, p if self._by_memory else piece.held.laid)
             assert self._state.shown is not None, "pieces are shown in it"
-            self._state.shown[key] = piece.x
+            self._state.shown[key] = self._state.moved[key] = piece.x
         self.rest()
 
     def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
         """Take the state that the optimizer left over into the parameter's state.
 
-        The pieces that it was shown are written already.
+        The pieces that it was shown are written already. State without the segment's shape is that of the last segment.
 
         Returns:
             Whether there was anything else.
         """
-        shown, is_part = self._state.shown, self.segment.start is not None
-        if shown is not None:
-            is_same = isinstance(left, dict) and not self._is_cast and _is_same(left, shown)
+        state = self._state
+        if state.shown is not None:
+            is_same = isinstance(left, dict) and not self._is_cast and _is_same(left, state.shown)
         else:
-            is_same = not left if is_part else left is self._state.own
-        if is_same and self.segment.param not in self._late:
+            is_same = not left if self._is_part else left is state.own
+        if is_same and not (self._late and self.segment.param in self._late):
             return False
-        if is_part:
-            self._take_part(left or {}, rounding_key)
-        else:
-            self._state.take(left, optimizer, rounding_key, {key: piece.x for key, piece in self._pieces.items()})
+        state.take(left, optimizer, rounding_key, self._late)
         return True
-
-    def _take_part(self, left: dict[str, Any], rounding_key: RoundingKey) -> None:
-        """Take over the state of one segment. State without the parameter's shape is that of the last segment."""
-        segment, p, shown = self.segment, self.segment.param, self._state.shown or {}
-        after = self._late.setdefault(p, held_states(self._state.own or {}, p))
-        clones = {id(count.clone) for count in self.counts}
-        for key, value in left.items():
-            if value is shown.get(key) and (key in self._pieces or id(value) in clones):
-                continue
-            if not isinstance(value, Tensor) or value.shape != self.shadow.shape:
-                after[key] = value
-                continue
-            after[key] = holder = self._form.holder(p, value, after.get(key))
-            holder.write(segment, value, f"{segment.name}.{key}", rounding_key)
-        if segment.is_last:
-            self._state.keep(entries(self._late.pop(p)))
 
     def undo(self) -> None:
         """Restore the state after the step raised."""
