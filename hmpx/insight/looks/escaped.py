@@ -15,11 +15,11 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import autograd_node, private, tree_leaves
 from hmpx.conversion import Conversion
 from hmpx.insight.capture.dispatch import Look
-from hmpx.ops.computing.kernels import is_computing
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, rule_of, users_line
+from hmpx.ops.wrapping.overriding import is_computing
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
 _OpOverload = private("torch._ops.OpOverload")

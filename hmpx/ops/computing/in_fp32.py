@@ -19,7 +19,7 @@ import torch
 from hmpx.base.torch_private import PARAMETRIZATIONS
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
-from hmpx.ops.wrapping.overriding import call
+from hmpx.ops.wrapping.overriding import call, stand_in
 from hmpx.ops.wrapping.rules import cast, eligible_dtypes, is_eligible
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_of, uncast_inside
@@ -28,6 +28,8 @@ from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_of, un
 def in_fp32(function: Callable) -> Callable:
     """Return `function` computed in FP32 where it is given BF16 or FP16; its result is rounded to that dtype."""
 
+    @functools.wraps(function)
+    @stand_in(function)
     def wide(*args: Any, **kwargs: Any) -> Any:
         low = _low_dtype((*args, *kwargs.values()))
         if low is None:
@@ -36,15 +38,11 @@ def in_fp32(function: Callable) -> Callable:
         kwargs = {key: cast(value, torch.float32) for key, value in kwargs.items()}
         return cast(call(function, args, kwargs), low)
 
-    vars(wide)["hands_on"] = function
-    return functools.wraps(function)(wide)
+    return wide
 
 
 def _low_dtype(values: Any) -> torch.dtype | None:
     return next((dtype for dtype in eligible_dtypes(values) if dtype in LOW_RULES), None)
-
-
-COMPUTED = in_fp32(torch.matmul).__code__  # one for all of them
 
 
 def parametrizations(switch: Switch) -> Iterator[Patch]:

@@ -25,20 +25,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from hmpx.base.compiling import never_compile_alone
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
-from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph
+from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph, stand_in
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
@@ -117,14 +115,6 @@ def capability() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()}, kernels for {has or 'neither BF16 nor FP16'}"
 
 
-def is_computing(frame: FrameType) -> bool:
-    """Return whether a kernel of hmpx computes an op in `frame`, or no list casts it, since its gradient is sparse."""
-    from hmpx.ops.computing import in_fp32, matrix_products
-    from hmpx.ops.wrapping import refusals
-
-    return frame.f_code in (COMPUTED, in_fp32.COMPUTED, matrix_products.COMPUTED, refusals.TOLD)
-
-
 # FP32 kernels
 
 Tensor = torch.Tensor
@@ -141,12 +131,12 @@ def _kernel_inside(low: torch.dtype) -> Kernel:
     """Return torch's own op, with torch's own autocast on inside: it reaches the products of an op written in C++."""
 
     def wrap(op: str, function: Callable) -> Callable:
+        @stand_in(function, computes=False)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if op in op_facts.BREAK_GRAPHS:  # before autocast is on
                 return out_of_graph(_autocast_inside, low, function, args, kwargs)
             return _autocast_inside(low, function, args, kwargs)
 
-        vars(inside)["hands_on"] = function
         return inside
 
     return Kernel(f"products inside in {dtype_name(low)}", "too", wrap)
@@ -183,6 +173,7 @@ def _device(values: Iterable[Any]) -> str:
 def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
     """Return `op` computed in FP32 for arguments of one of `dtypes`, with its result rounded to that dtype."""
 
+    @stand_in(op)
     def computed(*args: Any, **kwargs: Any) -> Any:
         if kwargs and is_stated(kwargs):
             return call(op, args, kwargs)
@@ -196,7 +187,6 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
         low = pairs[0][1].dtype
         return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
 
-    vars(computed)["hands_on"] = op
     return computed
 
 
@@ -278,8 +268,3 @@ if not hasattr(torch.ops.hmpx, "widen"):  # an earlier import of hmpx has made t
     torch.library.register_vmap(
         "hmpx::narrow", lambda info, dims, x, dtype: (torch.ops.hmpx.narrow(x, dtype), dims[0]), lib=_ops
     )
-
-
-_any = _computing(torch.matmul, frozenset())
-COMPUTED = _any.__code__  # one for all of them
-never_compile_alone(_any)

@@ -27,14 +27,14 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import run_in_region
-from hmpx.base.compiling import ask_once, never_compile_alone
+from hmpx.base.compiling import ask_once
 from hmpx.base.torch_private import FakeTensor, private
 from hmpx.ops.computing import fp8_gpu
 from hmpx.ops.computing.fp8_product import GroupedProduct, How, product, watching, why_not_grouped, wide_product
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies.composition import einsum_labels
 from hmpx.ops.policies.fp8_format import BLOCK, PRODUCTS, SMALL, Format
-from hmpx.ops.wrapping.overriding import PLAIN, call
+from hmpx.ops.wrapping.overriding import PLAIN, call, stand_in
 from hmpx.ops.wrapping.rules import cast, is_stated
 
 Tensor = torch.Tensor
@@ -149,6 +149,7 @@ def _computing(
     """
     operands, swapped = OPERANDS[name], op.__name__ == "__rmatmul__"
 
+    @stand_in(op)
     def computed(*args: Any, **kwargs: Any) -> Any:
         found: Operands | str = "out= or dtype="
         plain = all(map(_is_plain, (*args, *kwargs.values())))
@@ -167,7 +168,6 @@ def _computing(
         made = _multiplied(found.a, found.b, multiply)
         return made if found.finish is None else found.finish(made)
 
-    vars(computed)["hands_on"] = op
     return computed
 
 
@@ -318,8 +318,3 @@ class _WideProduct(torch.autograd.Function):
         of_a = aten.matmul(low, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
         of_b = aten.matmul(a.transpose(-1, -2), low) if ctx.needs_input_grad[1] else None
         return of_a, of_b
-
-
-_any = wide_kernel().wrap("matmul", torch.matmul)
-COMPUTED = _any.__code__  # one for all of them
-never_compile_alone(_any)

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import run_in_region
 from hmpx.ops.policies.policy import Rule
-from hmpx.ops.wrapping.overriding import call
+from hmpx.ops.wrapping.overriding import call, stand_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +126,17 @@ def unobserved() -> Iterator[None]:
         _thread.inside = before
 
 
-def stand_in(function: Callable, casting: bool) -> Run:
-    """Wrap `function`, which computes an op, to report its arguments.
+def reporting(function: Callable, casting: bool) -> Run:
+    """Return a stand-in for `function`, which computes an op: it reports arguments and result.
 
     casting: whether it is called with arguments that a rule has looked at.
     """
 
-    def standing(*args: Any, **kwargs: Any) -> Seen:
+    @stand_in(function, computes=False)
+    def report(*args: Any, **kwargs: Any) -> Seen:
         began = perf_counter()
         result = call(function, args, kwargs)
         return Seen(args, kwargs, result, casting, began, perf_counter())
 
-    standing_for = functools.partial(stand_in, casting=False)
-    vars(standing).update(hands_on=function, standing_for=standing_for, __wrapped__=function)
-    return standing
+    vars(report).update(reporting=functools.partial(reporting, casting=False), __wrapped__=function)
+    return report

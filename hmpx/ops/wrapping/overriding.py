@@ -20,19 +20,21 @@ import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.overrides
 
 from hmpx.base import region_state
-from hmpx.base.compiling import ask_once, never_compile
+from hmpx.base.compiling import ask_once, never_compile, never_compile_alone
 from hmpx.base.torch_private import private
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 
 Tensor = torch.Tensor
+Function = TypeVar("Function", bound=types.FunctionType)
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
+_computing: set[types.CodeType] = set()  # of stand-ins; all that one definition makes share one
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
 COMPILER = tuple(
     f"torch.{name}."
@@ -47,7 +49,7 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     """Call torch's own function `op`. A tensor subclass that overrides functions gets it as without hmpx.
 
     torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
-    stand-in, which has the function that it stands for as the attribute `hands_on`, calls it in this way itself.
+    stand-in calls the function that it stands for in this way itself.
     """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call, op, args, kwargs)
@@ -58,24 +60,45 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     return op(*args, **kwargs)
 
 
+def stand_in(original: Callable, computes: bool = True) -> Callable[[Function], Function]:
+    """Decorate a function that calls torch's `original` itself: it stands for that wherever classes are asked.
+
+    computes: whether it computes the op, from inputs that a rule has cast, by other kernels or in another precision.
+    """
+
+    def standing(function: Function) -> Function:
+        vars(function)["hands_on"] = original
+        if computes and (code := function.__code__) not in _computing:
+            _computing.add(code)
+            never_compile_alone(function)
+        return function
+
+    return standing
+
+
+def is_computing(frame: types.FrameType) -> bool:
+    """Return whether a stand-in computes an op in `frame`."""
+    return frame.f_code in _computing
+
+
 def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
     """Return `op` asking the classes of the uncast arguments first, since a cast may lose the class.
 
     A class that neither compares `op` nor has it in a table is handed `casting(op)`, which casts the arguments: the
     class is going to call it.
     """
-    if hasattr(op, "standing_for"):  # an observer's: it reports the result of asking
-        return op.standing_for(asking(op.hands_on, casting))
+    if hasattr(op, "reporting"):  # an observer's, who is told the result of asking
+        return op.reporting(asking(op.hands_on, casting))
     original = op
     while hasattr(original, "hands_on"):
         original = original.hands_on
 
+    @stand_in(original, computes=False)
     def ask(*args: Any, **kwargs: Any) -> Any:
         found = subclasses(args, kwargs)
         function = _looked_up(original, *map(type, found)) or functools.wraps(public(original))(casting(op))
         return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
 
-    vars(ask)["hands_on"] = original
     return ask
 
 

@@ -18,6 +18,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.callers import pass_over
+from hmpx.ops.wrapping.overriding import stand_in
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import named_like
@@ -76,6 +77,7 @@ def build_telling(op: str, rule: Rule | None, function: Callable) -> Callable:
     """
     told, target = False, TARGETS.get(rule) if rule else None
 
+    @stand_in(function)
     def telling(*args, **kwargs):
         nonlocal told
         found = eligible_dtypes((*args, *kwargs.values()))
@@ -88,11 +90,7 @@ def build_telling(op: str, rule: Rule | None, function: Callable) -> Callable:
             )
         return function(*args, **kwargs)
 
-    vars(telling)["hands_on"] = function
     return telling
-
-
-TOLD = build_telling("", None, torch.embedding).__code__
 
 
 def _explain(error: Exception, op: str, values: Iterable[Any]) -> None:

@@ -29,8 +29,8 @@ from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.policies.scopes import lists_of
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import make_wrapper, widening
-from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
-from hmpx.ops.wrapping.overriding import call, called_by_torch, public
+from hmpx.ops.wrapping.observing import Observer, Point, observed, reporting
+from hmpx.ops.wrapping.overriding import call, called_by_torch, public, stand_in
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
 from hmpx.ops.wrapping.switch import WIDEN, Switch, forward_scope
 
@@ -244,10 +244,10 @@ def _code_under(rule: Rule, code: types.CodeType, name: str) -> types.CodeType:
 def uncast_inside(function: Callable) -> Callable:
     """Return `function` with casts off inside."""
 
+    @stand_in(function, computes=False)
     def inner(*args, **kwargs):
         return run_in_region.run_uncast(call, (function, args, kwargs), {})
 
-    vars(inner)["hands_on"] = function
     return inner
 
 
@@ -268,11 +268,11 @@ def _observed(
     """Return the wrapper of an entry point while an observer is active."""
     public(original)
     if point.rule is None:
-        plain, inner = run, stand_in(run, casting=False)
+        plain, inner = run, reporting(run, casting=False)
     else:
         rule, run = _computing(entry, point.rule, original, run)
         plain = _casting(entry, rule, run, original, switch)
-        inner = _casting(entry, rule, stand_in(run, casting=True), stand_in(original, casting=False), switch)
+        inner = _casting(entry, rule, reporting(run, casting=True), reporting(original, casting=False), switch)
 
     def wrapper(*args, **kwargs):
         caller = calling(sys._getframe(1))
