@@ -95,7 +95,7 @@ class disable_casts(_Region):
 
 
 def _say(region: str) -> None:
-    if not torch.compiler.is_dynamo_compiling() and region_state.in_island():
+    if not torch.compiler.is_dynamo_compiling() and region_state.innermost().island:
         say_beats_island(f"hmpx.{region}", sys._getframe(2))
 
 

@@ -1,4 +1,4 @@
-"""One owner of what the op road keeps for the whole process: it says what is in use, and nobody else keeps any."""
+"""One owner of what casts keep for the whole process: it says what is in use, and nobody else keeps any."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What both roads stand on: changes that can be undone, the state of a process and of a thread, untrusted files."""
+"""What `ops` and `updates` stand on: changes that can be undone, the state of a process and a thread, files."""

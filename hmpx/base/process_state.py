@@ -1,4 +1,4 @@
-"""Holds every variable of the op road that belongs to the whole process and changes.
+"""Holds every variable of casts that belongs to the whole process and changes.
 
 Other code reads and sets these as attributes of this module; a variable that is never replaced by another object may be
 imported by name. The regions that are open in one thread or task are in `region_state`. What belongs to one conversion

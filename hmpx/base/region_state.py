@@ -144,19 +144,9 @@ def in_backward() -> bool:
     return not is_dynamo_compiling() and graph_task() != -1
 
 
-def casts_off() -> bool:
-    """Whether no op called from here, now, is cast."""
-    return acts() is False
-
-
 def casts_on() -> bool:
     """Whether torch is converted and ops called from this thread, now, are cast."""
     return state.converted and acts() is not False
-
-
-def in_island() -> bool:
-    """Whether the innermost region is a `torch.autocast` region that is not enabled."""
-    return innermost().island
 
 
 def scope() -> int:
@@ -164,34 +154,14 @@ def scope() -> int:
     return innermost().scope
 
 
-def casting() -> bool | None:
-    """Whether the innermost region casts; None outside of every region."""
-    return innermost().casting
-
-
 def usual() -> bool | None:
     """The casting of a region that undoes a `disable_casts` around it: True for every op, None for a model's only."""
     return True if state.everywhere else None
 
 
-def rounding() -> StochasticSteps | None:
-    """How the innermost `disable_casts` region writes BF16 parameters; None outside of such a region."""
-    return innermost().rounding
-
-
 def owned_by(owner: object) -> Region | None:
     """The innermost region that this object has entered here and not left."""
     return next((region for region in open_regions() if region.owner is owner), None)
-
-
-def is_stepping(optimizer: object) -> bool:
-    """Whether a step of this optimizer runs here."""
-    return owned_by(optimizer) is not None
-
-
-def maps() -> bool:
-    """Whether the dtypes that are asked for here are mapped, if a conversion maps any."""
-    return innermost().maps
 
 
 def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = True) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hmpx.base.torch_features import Feature, Name, exists
-from hmpx.base.torch_stand_ins import ByName, has_avx512, hooked, on_each, schemas
+from hmpx.base.torch_features import ByName, Feature, Name, exists, has_avx512, hooked, on_each, schemas
 
 _FRAME, _GRAPH = "torch._dynamo.eval_frame", "torch._dynamo.output_graph.OutputGraph"
 _TRACER = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"

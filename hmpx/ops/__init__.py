@@ -1,1 +1,1 @@
-"""The op road: op lists -> a policy -> a wrapper for each entry point of torch, which casts as the rule says."""
+"""Which op runs in which dtype: op lists -> a policy -> a wrapper for each entry point of torch, which casts."""

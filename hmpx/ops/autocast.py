@@ -68,7 +68,7 @@ _SET = ("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_xla_en
 
 def _governs() -> bool:
     """Whether a `torch.autocast` region that opens here is hmpx's."""
-    return process_state.converted and (region_state.acts() is not False or region_state.in_island())
+    return process_state.converted and (region_state.acts() is not False or region_state.innermost().island)
 
 
 def _is_for_a_model(frame: FrameType) -> bool:

@@ -30,7 +30,7 @@ from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, pat
 
 
 class BesideModel:
-    """Makes these patches for one conversion: one wrapper for each function, whatever number of names it has."""
+    """Makes these patches for one conversion. A function has one wrapper, under all its names."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch, self._places = switch, places()
@@ -58,7 +58,7 @@ class BesideModel:
         return self._wrappers[id(original)]
 
     def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
-        """Patch modules that are imported later, until `changes` are undone; `told` is handed the patches."""
+        """Patch each module that is imported before `changes` are undone, and hand its patches to `told`."""
         self._changes, self._rebinding, self._told = changes, rebinding, told
         for module in self._places:
             if module not in sys.modules:
@@ -81,7 +81,7 @@ def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
             return call(original, args, kwargs)
         return call(inner, args, kwargs)
 
-    vars(uncast)["__wrapped__"] = original  # its signature, which torch_xla compares before it puts its own on top
+    vars(uncast)["__wrapped__"] = original  # torch_xla patches only what has the signature of torch's function
     return named_like(uncast, path, original)
 
 
@@ -94,7 +94,7 @@ def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def check(layer, value, *rest):
-        if not switch.casts_off() or region_state.in_island():
+        if not switch.casts_off() or region_state.innermost().island:
             value = cast(value, getattr(layer, weights)[0].dtype)
         return original(layer, value, *rest)
 
@@ -116,7 +116,7 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
 
 @functools.cache
 def places() -> dict[str, list[str]]:
-    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions."""
+    """Return by module the names of code that is no arithmetic of a model; "" stands for all its functions."""
     found: dict[str, list[str]] = {}
     for place in (*op_facts.INSIDE_THE_MODEL, *op_facts.BESIDE_THE_MODEL):
         module, _, name = place.partition(":")
@@ -125,28 +125,31 @@ def places() -> dict[str, list[str]]:
 
 
 def functions_in(module: str, places: Mapping[str, list[str]]) -> Iterator[tuple[Any, str, str]]:
-    """Yield owner, attribute and dotted path of each such function in one imported module, overrides of methods too."""
+    """Yield owner, attribute and dotted path of each function that the names of an imported module stand for."""
     for name in places[module]:
-        if lacks(f"{module}.{name}"):
-            continue
-        found: Any = sys.modules[module]
-        for part in name.split(".") if name else ():
-            owner, found = found, getattr(found, part, None)  # None in a version of torch that does not have it
-        attribute = name.rpartition(".")[2]
-        if inspect.isfunction(found) and isinstance(owner, type):
-            for cls in with_subclasses(owner):
-                if attribute in vars(cls):
-                    yield cls, attribute, f"{cls.__module__}.{cls.__qualname__}.{attribute}"
-        elif inspect.isfunction(found):
-            yield owner, attribute, f"{module}.{name}"
-        elif isinstance(found, type):
-            for cls in with_subclasses(found):
-                if cls.__module__.startswith("torch."):
-                    yield from _own_functions(cls, f"{cls.__module__}.{cls.__qualname__}")
-        elif found is not None:
-            for owner, attribute, path in _own_functions(found, module):
+        if not name:
+            for owner, attribute, path in _own_functions(sys.modules[module], module):
                 if vars(owner)[attribute].__module__ in places:
                     yield owner, attribute, path
+        elif not lacks(f"{module}.{name}"):
+            yield from _named_functions(module, name)
+
+
+def _named_functions(module: str, name: str) -> Iterator[tuple[Any, str, str]]:
+    """Yield a function, a method with its overrides, or the methods of a class and of torch's subclasses of it."""
+    found: Any = sys.modules[module]
+    for attribute in name.split("."):
+        owner, found = found, getattr(found, attribute, None)  # None in a version of torch that does not have it
+    if isinstance(found, type):
+        for cls in with_subclasses(found):
+            if cls.__module__.startswith("torch."):
+                yield from _own_functions(cls, _path(cls))
+    elif isinstance(owner, type):
+        for cls in with_subclasses(owner):
+            if inspect.isfunction(vars(cls).get(attribute)):
+                yield cls, attribute, f"{_path(cls)}.{attribute}"
+    elif inspect.isfunction(found):
+        yield owner, attribute, f"{module}.{name}"
 
 
 def _own_functions(owner: Any, path: str) -> Iterator[tuple[Any, str, str]]:
@@ -154,3 +157,7 @@ def _own_functions(owner: Any, path: str) -> Iterator[tuple[Any, str, str]]:
         special = attribute.startswith("__") and attribute != "__init__"
         if inspect.isfunction(value) and not special and f"{path}.{attribute}" not in op_facts.IN_THE_MODEL:
             yield owner, attribute, f"{path}.{attribute}"
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

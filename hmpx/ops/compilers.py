@@ -34,7 +34,10 @@ _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's ow
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
 _RECURSIVE = "torch.jit._recursive"
-_TABLES = ("get_overridable_functions", "TorchInGraphFunctionVariable._get_handlers")
+_NEWER_TABLES = tuple(  # that Dynamo builds from attributes of torch; older versions do not have them
+    f"torch._dynamo.variables.torch.{name}"
+    for name in ("get_overridable_functions", "TorchInGraphFunctionVariable._get_handlers")
+)
 
 
 class Compilers:
@@ -117,7 +120,8 @@ class Compilers:
             return get_tensor_method() | frozenset(v for v in originals.values() if isinstance(v, _METHODS))
 
         def clear_tables() -> None:
-            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method, *_other_tables()):
+            newer = filter(None, map(private, _NEWER_TABLES))
+            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method, *newer):
                 table.cache_clear()
 
         self._changes.callback(forget_compiled)
@@ -177,12 +181,6 @@ def _opens_regions(module: Any) -> bool:
     if entered != left:  # one that is opened or closed by hand, which holds before or after the graph: Python runs it
         raise sys.modules["torch._dynamo.exc"].SkipFrame("a region of hmpx is opened here and closed elsewhere")
     return entered > 0
-
-
-def _other_tables() -> list[Any]:
-    """Return the tables that Dynamo builds from attributes of torch, as far as this version has them."""
-    found = (private(f"torch._dynamo.variables.torch.{name}") for name in _TABLES)
-    return [table for table in found if table is not None]
 
 
 def forget_compiled() -> None:

@@ -179,7 +179,7 @@ class DtypeMap:
         def wrapper(*args, **kwargs):
             if not _acts(switch):
                 return inner(*args, **kwargs)
-            with run_in_region.region(region_state.casting(), region_state.rounding(), maps=False):
+            with run_in_region.region(region_state.innermost().casting, region_state.innermost().rounding, maps=False):
                 loaded = inner(*args, **kwargs)
                 return self._tree(loaded, {})
 
@@ -226,7 +226,7 @@ def _initialisers() -> Iterator[str]:
 
 def _acts(switch: Switch) -> bool:
     """Return whether dtypes are mapped in the call that is running."""
-    if switch.retired or not region_state.maps():
+    if switch.retired or not region_state.innermost().maps:
         return False
     if is_dynamo_compiling():
         return True

@@ -70,22 +70,19 @@ def lists_of_tensors(tensors: Iterable[Tensor]) -> int:
 
     Those that require a gradient go first: a student's output beside its teacher's.
     """
-    return agreed((tensor.requires_grad, lists_of_tensor(tensor)) for tensor in tensors)
+    found: tuple[set[int], set[int]] = set(), set()  # of those that require none, and of the others
+    for tensor in tensors:
+        found[tensor.requires_grad].update(lists_of_tensor(tensor))
+    return _only(found[True] or found[False])
 
 
 def lists_of_node(node: Any) -> int:
     """Return the lists of the one model from whose outputs a node of autograd's graph was computed."""
-    found = set(_lists_behind([(node, 0)]))
+    return _only(set(_lists_behind([(node, 0)])))
+
+
+def _only(found: set[int]) -> int:
     return found.pop() if len(found) == 1 else 0
-
-
-def agreed(found: Iterable[tuple[bool, Iterable[int]]]) -> int:
-    """Return the lists that all tensors that require a gradient have, or else all; each comes with its lists."""
-    by_need: tuple[set[int], set[int]] = set(), set()
-    for requires_grad, lists in found:
-        by_need[requires_grad].update(lists)
-    lists = by_need[True] or by_need[False]
-    return lists.pop() if len(lists) == 1 else 0
 
 
 def lists_of_tensor(tensor: Tensor) -> Iterable[int]:

@@ -88,7 +88,7 @@ def _act(rules):
     """Return whether rules act here: in ``torch.autocast(enabled=False)`` one that names ops for low precision does."""
     if region_state.casts_on():
         return True
-    lowering = [rule for rule in deciding(rules) if rule.overlay.lowers] if region_state.in_island() else ()
+    lowering = [rule for rule in deciding(rules) if rule.overlay.lowers] if region_state.innermost().island else ()
     if not lowering:
         return False
     if not is_dynamo_compiling():
@@ -104,7 +104,7 @@ def _run(rules, function, args, kwargs):
         if rule.yields and lists_of(scope):
             continue
         overlay = rule.overlay
-        if overlay.whole:  # the lists around decide nothing any more
+        if overlay.dtype is not None:  # the lists around decide nothing any more
             casting = overlay if overlay.casts_arguments and rule.casts_arguments else None
         scope = scope_inside(scope, overlay.number)
     if casting is not None:

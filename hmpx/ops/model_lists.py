@@ -16,7 +16,7 @@ import torch
 
 from hmpx.base import process_state as state
 from hmpx.base.changes import Changes
-from hmpx.ops.module_rules import ModuleRule, forward_class
+from hmpx.ops.module_rules import ModuleRule, forward_class, has_forward
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.callers import runs_later
@@ -36,9 +36,6 @@ class ModelLists(Overlay):
     def over(self, policy: Policy) -> Policy:
         return Policy() if self.policy is None else self.policy
 
-    def hides(self, around: Overlay) -> bool:
-        return True
-
     def in_words(self) -> str:
         return "nothing cast" if self.policy is None else f"the lists of {self.where}"
 
@@ -53,7 +50,7 @@ class ListsRule(ModuleRule):
 
     def __init__(self, model: Module, lists: ModelLists, *, yields: bool) -> None:
         self.overlay, self.yields, self.casts_arguments, self.active = lists, yields, False, False
-        modules = [each for each in (model.modules() if yields else [model]) if _has_forward(each)]
+        modules = [each for each in (model.modules() if yields else [model]) if _can_have_lists(each)]
         self._modules = [(weakref.ref(each), _OUTERMOST - (not yields)) for each in modules]
         self._parameters = [weakref.ref(p) for p in model.parameters()] if yields else []
         self.classes = {forward_class(each) for each in modules if "forward" not in vars(each)}
@@ -83,14 +80,10 @@ def rules_of_lists(model: Module, lists: ModelLists) -> list[ListsRule]:
     return [ListsRule(model, lists, yields=yields) for yields in (True, False)]
 
 
-def _has_forward(module: Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule) or ("forward" not in vars(module) and _is_container(module)):
+def _can_have_lists(module: Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or not has_forward(module):
         return False
     return not runs_later(inspect.unwrap(module.forward))
-
-
-def _is_container(module: Module) -> bool:
-    return type(module).forward is Module.forward
 
 
 def _removed() -> ListsRule:

@@ -24,7 +24,6 @@ from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
 RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
-_NO_FORWARD = Module.forward  # of a container
 # Classes of torch whose forward nobody calls, and who takes their weights.
 _NOT_CALLED = {"NonDynamicallyQuantizableLinear": "MultiheadAttention takes its weights; give that the rule"}
 
@@ -200,6 +199,11 @@ def forward_class(module: Module) -> type:
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
+def has_forward(module: Module) -> bool:
+    """Return whether a module has a forward; a container has none."""
+    return "forward" in vars(module) or type(module).forward is not Module.forward
+
+
 def never_called(module: Module) -> str:
     """Return why a rule of this module would do nothing; an empty string if it does something."""
     kinds = [type(each).__name__ for each, _ in _with_forward(module)]
@@ -218,7 +222,7 @@ def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, i
     if isinstance(module, torch.jit.ScriptModule):
         what = "a scripted module is compiled, and no rule reaches its ops"
         raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
-    if "forward" in vars(module) or type(module).forward is not _NO_FORWARD:
+    if has_forward(module):
         if runs_later(inspect.unwrap(module.forward)):
             later = "its forward is a generator or coroutine function, whose body runs after the call"
             raise HmpxError(f"a rule for a {type(module).__name__}: {later}")

@@ -80,7 +80,7 @@ def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def _lists_now(tensors: list[torch.Tensor]) -> int:
-    if region_state.in_backward() and region_state.casting() is None:  # else a forward is computed again
+    if region_state.in_backward() and region_state.innermost().casting is None:  # else a forward is computed again
         node = autograd_node()
         return lists_of_node(node) if isinstance(node, BackwardCFunction) else 0
     if (traced := region_state.traced_into()) is not None:  # Dynamo computes a node on fake tensors

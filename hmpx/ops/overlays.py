@@ -82,11 +82,6 @@ class Overlay:
         return Rule.FP32 if self.dtype is torch.float32 else LOW_RULES.get(self.dtype)  # type: ignore[arg-type]
 
     @property
-    def whole(self) -> bool:
-        """Whether this overlay decides every op."""
-        return self.dtype is not None
-
-    @property
     def lowers(self) -> bool:
         """Whether this overlay names ops for low precision."""
         return (
@@ -100,8 +95,8 @@ class Overlay:
 
     def hides(self, around: Overlay) -> bool:
         """Return whether `around` has no effect inside this overlay."""
-        if self.whole or around.whole:
-            return self.whole
+        if self.dtype is not None or around.dtype is not None:
+            return self.dtype is not None
         own = {name for name, _, _ in self.names}
         if (around.low_precision and not self.low_precision) or (around.fp8_format and not self.fp8_format):
             return False

@@ -46,7 +46,7 @@ def _decorator(function: Function, rule: Rule) -> Function:
     name = getattr(function, "__qualname__", repr(function))
 
     def active() -> bool:
-        if not region_state.in_island():
+        if not region_state.innermost().island:
             return region_state.casts_on()
         if not is_dynamo_compiling():
             say_beats_island(f"@hmpx.{rule} of {name}", sys._getframe(1))

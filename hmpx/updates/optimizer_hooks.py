@@ -92,7 +92,7 @@ def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -
             return value.to(device=param.device)
         is_fp32_state = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
         if is_fp32_state and is_installed():
-            is_ours = getattr(_loading, "attached", False) or region_state.rounding() is not None
+            is_ours = getattr(_loading, "attached", False) or region_state.innermost().rounding is not None
             if is_ours or any(STEP_KEY in group for group in param_groups):
                 return value.to(device=param.device)
         return process_value(param, value, param_id, param_groups, key)

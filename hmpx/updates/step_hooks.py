@@ -145,15 +145,15 @@ def _watched(step: Callable) -> Callable:
     @functools.wraps(step)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass that calls its parent's step, or one that holds this function still.
-        if not _is_installed or region_state.is_stepping(optimizer):
+        if not _is_installed or region_state.owned_by(optimizer) is not None:
             return step(optimizer, *args, **kwargs)
         for look in list(first_steps):
             look()
         if not (args or kwargs or open_caches) and _is_plain(optimizer):
             return run_in_region.run_plain_step(optimizer, step)
-        how = region_state.rounding()
+        how = region_state.innermost().rounding
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
-        casting = region_state.casting() if how is None else region_state.usual()
+        casting = region_state.innermost().casting if how is None else region_state.usual()
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
         forget = functools.partial(_forget_casts, optimizer)
@@ -217,7 +217,9 @@ def _forget_casts(optimizer: Optimizer) -> None:
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        region = region_state.Region(casting, region_state.rounding(), casting is not False, region_state.scope())
+        region = region_state.Region(
+            casting, region_state.innermost().rounding, casting is not False, region_state.scope()
+        )
         return run_in_region.run_in(region, closure, args, kwargs)
 
     return evaluate
@@ -276,7 +278,7 @@ def _carry_number(optimizer: Optimizer) -> None:
 
 
 def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    is_plain = region_state.rounding() is None and own_attachment(optimizer) is None
+    is_plain = region_state.innermost().rounding is None and own_attachment(optimizer) is None
     if is_plain:
         refuse_codes(optimizer)
     if is_plain and state_dtypes.has_fp32_state(optimizer):

@@ -36,6 +36,19 @@ def test_the_weight_is_that_of_fp32_rounded_once(dtype):
                 assert p.grad is not None and torch.allclose(p.grad.float(), q.grad, rtol=0.02, atol=0.02), kind
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("make", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.weight_norm])
+def test_a_norm_over_the_whole_weight_is_that_of_fp32(make):
+    """torch alone has two in three of these weights wrong in BF16."""
+    layer, wide = (make(torch.nn.Linear(2048, 16), dim=None).to(dtype) for dtype in (torch.bfloat16, torch.float32))
+    wide.load_state_dict(layer.state_dict())
+    x = torch.ones(1, 2048)
+    wide(x)
+    with hmpx.convert():
+        layer(x)
+        assert torch.equal(layer.weight, wide.weight.bfloat16())
+
+
 def test_outside_of_the_forward_and_in_disable_casts_it_is_the_same():
     with hmpx.convert():
         for kind in KINDS:

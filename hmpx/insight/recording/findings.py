@@ -141,7 +141,7 @@ def _of_overlay(overlay: Overlay, used: Mapping[int, set[str]]) -> Iterator[str]
                 entered = True
                 called = called if hidden else left | (called or set())
             inner = process_state.overlays[number]
-            hidden = hidden or inner.whole
+            hidden = hidden or inner.dtype is not None
             left = left - {each for each, _, _ in inner.names}
     if called is None:
         inside = "every op that was called in it was in a module or region with a rule of its own"

@@ -128,7 +128,7 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
                 f"tune: module {name!r} has a rule ({rule.where}), which tune is to find: remove() it, or leave the "
                 "recipe that brings it"
             )
-    if region_state.scope() or region_state.casting() is False:
+    if region_state.scope() or region_state.innermost().casting is False:
         region = "casts(...)" if region_state.scope() else "disable_casts()"
         raise HmpxError(
             f"tune: {region} is open around it, and would decide in the place of the lists: call it outside"

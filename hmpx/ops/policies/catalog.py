@@ -277,7 +277,7 @@ def is_op(name: str) -> bool:
 def may_be_user_function(name: str) -> bool:
     """Return whether a dotted name may be a function outside torch; `linear.x` only if a module `linear` exists."""
     top, _, rest = name.partition(".")
-    if not rest or top == "torch" or _within_torch(name):
+    if not rest or top in ("torch", "nn", "F", "functional"):  # usual names of torch and its modules
         return False
     return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
 
@@ -312,8 +312,3 @@ def unknown_op(name: str) -> str:
         hint = did_you_mean(spelling, legal_names(), cutoff=0.8, meant=meant)
         return f"{name!r} is a class, and a list names functions{hint or ': list the functions that its forward calls'}"
     return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"
-
-
-def _within_torch(name: str) -> bool:
-    """Return whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
-    return name.startswith(("nn.", "F.", "functional."))

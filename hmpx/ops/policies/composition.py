@@ -90,24 +90,20 @@ def einsum_labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[list]
     return found, [*before, *(range(most, 0, -1) if dots else ()), *after]
 
 
-def _gives_one(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -> bool:
+def _sums_to_one_number(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -> bool:
     shared = math.prod(a.shape[d] for d in dims_self), math.prod(b.shape[d] for d in dims_other)
     return (a.numel(), b.numel()) == shared
 
 
-def _flattens(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _runs_as_addmm(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return bias is not None and (input.dim() <= 2 or input.is_contiguous())
-
-
-def _length(dim: Any) -> int:
-    return 1 if isinstance(dim, int) else len(dim)
 
 
 def _has_singular_values(input: Tensor, ord: Any = "fro", *rest: Any, **more: Any) -> bool:
     return ord in ("nuc", 2, -2)
 
 
-def _classes(input: Tensor, target: Tensor, *rest: Any, **more: Any) -> bool:
+def _has_classes_as_targets(input: Tensor, target: Tensor, *rest: Any, **more: Any) -> bool:
     return not target.is_floating_point()
 
 
@@ -117,7 +113,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         ("_cdist_forward", lambda x1, x2, p=2.0, compute_mode=None: p != 2 or "donot" in str(compute_mode)),
         ("_euclidean_dist | _cdist_forward", None),
     ),
-    "cross_entropy": (("log_softmax nll_loss", _classes), ("log_softmax mul", None)),
+    "cross_entropy": (("log_softmax nll_loss", _has_classes_as_targets), ("log_softmax mul", None)),
     "einsum": (
         ("bmm", lambda equation, operands, *, path=None: len(operands) == 2 and _contracts(equation, operands)),
         ("+ bmm mul", _contracts),
@@ -125,7 +121,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
     ),
     "inner": (
         ("mul", lambda input, other: input.dim() == 0 or other.dim() == 0),
-        ("dot | mul sum", lambda input, other: _gives_one(input, other, [-1], [-1])),
+        ("dot | mul sum", lambda input, other: _sums_to_one_number(input, other, [-1], [-1])),
         ("tensordot", None),
     ),
     "linalg_matrix_norm": (("linalg_svdvals mul", _has_singular_values), ("linalg_vector_norm", None)),
@@ -142,12 +138,13 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         (
             "linalg_matrix_norm",
             lambda input, ord=None, dim=None, *rest, **more: (
-                _has_singular_values(input, ord) and (input.dim() if dim is None else _length(dim)) == 2
+                _has_singular_values(input, ord)
+                and (input.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)) == 2
             ),
         ),
         ("linalg_vector_norm", None),
     ),
-    "linear": (("addmm", _flattens), ("matmul", None)),
+    "linear": (("addmm", _runs_as_addmm), ("matmul", None)),
     "matmul": (
         ("dot", lambda input, other: input.dim() == other.dim() == 1),
         ("mv", lambda input, other: other.dim() == 1 and input.dim() > 1),
@@ -162,7 +159,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         for mode, name in (("reflect", "reflection"), ("replicate", "replication"))
         for n in (1, 2, 3)
     ),
-    "tensordot": (("dot | mul sum", _gives_one), ("mm", None)),
+    "tensordot": (("dot | mul sum", _sums_to_one_number), ("mm", None)),
 }
 
 _ALWAYS = {

@@ -161,11 +161,10 @@ BREAK_GRAPHS = frozenset({"corrcoef", "cov"})
 
 # torch's own parametrizations, computed in FP32: those that are modules, and the older hooks.
 PARAMETRIZATIONS = (
-    *(
-        f"torch.nn.utils.parametrizations.{name}.{method}"
-        for name in ("_Orthogonal", "_SpectralNorm", "_WeightNorm")
-        for method in ("forward", "right_inverse")
-    ),
+    "torch.nn.utils.parametrizations._Orthogonal.forward",
+    "torch.nn.utils.parametrizations._Orthogonal.right_inverse",
+    "torch.nn.utils.parametrizations._SpectralNorm.forward",
+    "torch.nn.utils.parametrizations._WeightNorm.forward",  # a norm over the whole weight; torch has the others in FP32
     "torch.nn.utils.spectral_norm.SpectralNorm.compute_weight",
     "torch.nn.utils.weight_norm.WeightNorm.compute_weight",
 )

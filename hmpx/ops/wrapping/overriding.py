@@ -207,7 +207,7 @@ def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():  # it traces code of the user's, and cannot trace a look at frames
         return False
-    if region_state.casts_off():
+    if region_state.acts() is False:
         return True
     return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 

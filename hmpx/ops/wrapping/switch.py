@@ -79,16 +79,15 @@ class Switch:
         acts = region_state.acts()
         if acts is not None or signature is None or is_dynamo_compiling():
             return acts is False
-        frame = sys._getframe(1)
+        frame, always = sys._getframe(1), signature.loss or _is_refused(signature, args, kwargs)
         if region.island:
-            return not (in_forward(frame) or _always_casts(signature, args, kwargs))
-        always = _always_casts(signature, args, kwargs) or (rule is Rule.FP32 and _comes_low(args, kwargs))
-        return not (always or is_models(args, kwargs, frame))
+            return not (in_forward(frame) or always)
+        return not (always or (rule is Rule.FP32 and _comes_low(args, kwargs)) or is_models(args, kwargs, frame))
 
 
 def is_outside(op: str, args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
     """Return whether an op that is cast is no model's, and is cast because every op is, and not by a region."""
-    if region_state.casting() is not None or region_state.acts() is not True or _is_loss(op):
+    if region_state.innermost().casting is not None or region_state.acts() is not True or _is_loss(op):
         return False
     return not is_models(args, kwargs, frame)
 
@@ -121,7 +120,7 @@ def _is_cast_backward() -> bool | None:
 
 def forward_scope() -> int:
     """Return the scope of the forward whose `backward` runs; 0 elsewhere, and where a forward is computed again."""
-    node = autograd_node() if region_state.in_backward() and region_state.casting() is None else None
+    node = autograd_node() if region_state.in_backward() and region_state.innermost().casting is None else None
     return getattr(node, SCOPE, 0) if isinstance(node, BackwardCFunction) else 0
 
 
@@ -134,7 +133,7 @@ def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 def is_in_model(frame: types.FrameType) -> bool:
     """Return whether code that runs in `frame` is a model's: of a forward, or a method of a module."""
-    if region_state.casting() is not None:  # that of a forward, or one that somebody has opened on purpose
+    if region_state.innermost().casting is not None:  # that of a forward, or one that somebody has opened on purpose
         return True
     if graph_task() != -1:
         return _is_cast_backward() is not False
@@ -165,13 +164,6 @@ def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
         elif isinstance(value, (list, tuple)) and _has_other(value, dtype):
             return True
     return False
-
-
-def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    if not signature.refuses_mixed:
-        return signature.loss
-    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))} & ELIGIBLE
-    return signature.loss or len(dtypes) > 1
 
 
 def in_forward(frame: types.FrameType | None) -> bool:
