@@ -174,6 +174,20 @@ def custom(cast_inputs):
 
 
 @WHERE
+def test_the_backward_of_custom_fwd_is_computed_without_casts_where_custom_bwd_is_left_out(where):
+    """torch.autocast around the model alone does not reach that backward."""
+    forward = torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=FP32)
+    function = type("Custom", (Product,), {"forward": staticmethod(forward)})
+    x, net = X.clone().requires_grad_(), Net(lambda net, x: function.apply(x, net.w))
+    with torch.autocast("cpu", BF16):
+        y = net(x)
+    expected = torch.autograd.grad(y.square().sum(), (x, net.w))
+    with hmpx.convert(where=where, **LISTS):
+        found = torch.autograd.grad(net(x).square().sum(), (x, net.w))
+    assert same(found, expected)
+
+
+@WHERE
 @pytest.mark.parametrize("cast_inputs", [None, FP32, BF16])
 def test_custom_fwd_and_custom_bwd_are_those_of_autocast(cast_inputs, where):
     function = custom(cast_inputs)

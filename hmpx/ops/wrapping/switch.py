@@ -40,6 +40,7 @@ from hmpx.ops.wrapping.rules import ELIGIBLE
 WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
 # Attributes of the node of a `torch.autograd.Function`: whether its forward was cast, and the scope of that call.
 CASTS, SCOPE = "_hmpx_casts", "_hmpx_scope"
+_CASTS_OF_CUSTOM_FWD = "_fwd_used_autocast"  # where torch.amp.custom_fwd leaves it
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -115,7 +116,9 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
 def _is_cast_backward() -> bool | None:
     """Return whether the `backward` of a function runs whose forward was cast; None if that was outside of a model."""
     node = autograd_node()
-    return isinstance(node, BackwardCFunction) and getattr(node, CASTS, True)  # else a hook
+    if not isinstance(node, BackwardCFunction):  # a hook
+        return False
+    return getattr(node, _CASTS_OF_CUSTOM_FWD, True) and getattr(node, CASTS, True)
 
 
 def forward_scope() -> int:
