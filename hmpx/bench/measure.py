@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.insight.report import Column, table
+from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 from hmpx.version import __version__
@@ -42,11 +42,15 @@ class Bench:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        columns = [Column("", [row.name for row in self.rows])]
-        for name in dict.fromkeys(name for row in self.rows for name in row.figures):
-            cells = [f"{row.figures[name]:.{_digits(name)}f}" if name in row.figures else "" for row in self.rows]
-            columns.append(Column(f"{name:>12}", cells, right=True))
-        return "\n".join([self.title, *table(columns, sys.maxsize), *self.notes])
+        def column(name: str) -> Field:
+            def text(row: Line) -> str:
+                return f"{row.figures[name]:.{_digits(name)}f}" if name in row.figures else ""
+
+            return Field(f"{name:>12}", text, right=True)
+
+        names = dict.fromkeys(name for row in self.rows for name in row.figures)
+        fields = [Field("", lambda row: row.name), *map(column, names)]
+        return "\n".join([self.title, *table(fields, self.rows, sys.maxsize), *self.notes])
 
 
 class Limit(NamedTuple):

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
 from hmpx.insight.islands import islands
 from hmpx.insight.reasons import reason
-from hmpx.insight.report import Column, table
+from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.decision_log import positions_in_words
 from hmpx.ops.overlays import Overlay
@@ -267,8 +268,8 @@ def recipes_table() -> str:
         size = sum(recipe.bytes_per_parameter().values())
         kinds[f"{kind}, FP8 or FP4" if recipe.fp8 else kind].append((f"  {name}", f"{size:.3g}", _for_whom(name)))
     rows = [row for kind, recipes in kinds.items() for row in ((kind, "", ""), *recipes)]
-    columns = [Column(*each) for each in zip(("recipe", "bytes", "for whom"), zip(*rows, strict=True), strict=True)]
-    return "\n".join([*table(columns, sys.maxsize), "", _FOOTNOTE])
+    fields = [Field(title, itemgetter(i)) for i, title in enumerate(("recipe", "bytes", "for whom"))]
+    return "\n".join([*table(fields, rows, sys.maxsize), "", _FOOTNOTE])
 
 
 _FOOTNOTE = """\

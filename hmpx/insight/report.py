@@ -27,68 +27,9 @@ _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    least: the length to which its cells may be cut; 0 where they may not. from_left: whether they are cut at the
-    beginning, as the end of a path tells more. rank: the highest is left out first where a terminal is narrow, 0 never.
-    """
-
-    title: str
-    cells: Sequence[str]
-    right: bool = False
-    least: int = 0
-    from_left: bool = False
-    rank: int = 0
-
-    @property
-    def width(self) -> int:
-        return max(map(len, (self.title, *self.cells)))
-
-    @property
-    def narrowest(self) -> int:
-        return max(len(self.title), min(self.width, self.least)) if self.least else self.width
-
-
 def terminal_width() -> int:
     """Return the width of the terminal behind standard output, at least 80; 100 if there is none."""
     return max(80, shutil.get_terminal_size((100, 24)).columns)
-
-
-def table(columns: Sequence[Column], width: int) -> list[str]:
-    """Return the lines of a table, its titles first; none is longer than `width` if columns of rank 0 can be cut to it.
-
-    Example:
-        >>> print(*table([Column("op", ["linear", "cat"]), Column("calls", ["3", "12"], right=True)], 80), sep="\\n")
-        op      calls
-        linear      3
-        cat        12
-    """
-    shown = list(columns)
-    while sum(column.narrowest + _GAP for column in shown) - _GAP > width:
-        worst = max(shown, key=lambda column: column.rank)
-        if not worst.rank:
-            break
-        shown.remove(worst)
-    widths = [column.width for column in shown]
-    while sum(widths) + _GAP * (len(widths) - 1) > width:
-        spare = [now - column.narrowest for now, column in zip(widths, shown, strict=True)]
-        widest = max(range(len(shown)), key=spare.__getitem__)
-        if spare[widest] <= 0:
-            break
-        widths[widest] -= 1
-    lines = []
-    for row in [[column.title for column in shown], *zip(*(column.cells for column in shown), strict=True)]:
-        cells = (_cell(text, each, column) for text, each, column in zip(row, widths, shown, strict=True))
-        lines.append((" " * _GAP).join(cells).rstrip())
-    return lines
-
-
-def _cell(text: str, width: int, column: Column) -> str:
-    if len(text) > width:
-        text = "…" + text[len(text) - width + 1 :] if column.from_left else text[: width - 1] + "…"
-    return text.rjust(width) if column.right else text.ljust(width)
 
 
 def short_dtypes(text: str) -> str:
@@ -145,10 +86,11 @@ Kind = Literal["text", "end", "dtypes", "number", "figure"]
 class Field:
     """A column of a table: its title, and the text that a row has in it.
 
-    kind: "text"; "end", of which the end tells most; "dtypes"; "number", which the page adds up over the rows;
-    "figure", which it shows with two digits. value: what the page shows and sorts by instead of the text.
-    page: whether only the page (True) or only a terminal (False) has the column; None: both. right, least, rank: of
-    the `Column` in a terminal.
+    kind: "text"; "end", which is cut at its beginning, as the end of a path tells most; "dtypes"; "number", which the
+    page adds up over the rows; "figure", which it shows with two digits. value: what the page shows and sorts by
+    instead of the text. page: whether only the page (True) or only a terminal (False) has the column; None: both.
+    In a terminal: right: cells end at the right. least: the length to which cells may be cut; 0 where they may not.
+    rank: the highest is left out first where the terminal is narrow, 0 never.
     """
 
     title: str
@@ -160,8 +102,43 @@ class Field:
     least: int = 0
     rank: int = 0
 
-    def column(self, rows: Sequence[Any]) -> Column:
-        return Column(self.title, [*map(self.text, rows)], self.right, self.least, self.kind == "end", self.rank)
+
+def table(fields: Iterable[Field], rows: Sequence[Any], width: int) -> list[str]:
+    """Return the lines of a table, its titles first, without the columns in which no row has anything.
+
+    No line is longer than `width` if columns of rank 0 can be cut to it.
+
+    Example:
+        >>> fields = Field("op", lambda row: row[0]), Field("calls", lambda row: row[1], right=True)
+        >>> print(*table(fields, [("linear", "3"), ("cat", "12")], 80), sep="\\n")
+        op      calls
+        linear      3
+        cat        12
+    """
+    columns = {each: [each.title, *map(each.text, rows)] for each in fields}
+    shown = [each for each, (_, *cells) in columns.items() if {*cells} - {"", "-"}]
+    widths = {each: max(map(len, cells)) for each, cells in columns.items()}
+    narrowest = {
+        each: max(len(each.title), min(most, each.least)) if each.least else most for each, most in widths.items()
+    }
+    while sum(narrowest[each] + _GAP for each in shown) - _GAP > width:
+        worst = max(shown, key=lambda each: each.rank)
+        if not worst.rank:
+            break
+        shown.remove(worst)
+    while sum(widths[each] + _GAP for each in shown) - _GAP > width:
+        widest = max(shown, key=lambda each: widths[each] - narrowest[each])
+        if widths[widest] <= narrowest[widest]:
+            break
+        widths[widest] -= 1
+    lines = zip(*([_cell(text, widths[each], each) for text in columns[each]] for each in shown), strict=True)
+    return [(" " * _GAP).join(line).rstrip() for line in lines]
+
+
+def _cell(text: str, width: int, field: Field) -> str:
+    if len(text) > width:
+        text = "…" + text[len(text) - width + 1 :] if field.kind == "end" else text[: width - 1] + "…"
+    return text.rjust(width) if field.right else text.ljust(width)
 
 
 def _more_rows(rows: Sequence[Any]) -> str:
@@ -191,8 +168,7 @@ class Grid:
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return []
-        columns = [each.column(rows[:_ROWS]) for each in self.fields if not each.page]
-        lines = table([each for each in columns if {*each.cells} - {"", "-"}], width)
+        lines = table((each for each in self.fields if not each.page), rows[:_ROWS], width)
         rest = [f"… and {self.more(rows[_ROWS:])}"] if rows[_ROWS:] else []
         return ["", *filter(None, [self.head]), *lines, *rest]
 

@@ -20,7 +20,7 @@ from hmpx.insight.places import short_places
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import RoundTrip, Site
-from hmpx.insight.report import Column, table
+from hmpx.insight.report import Field, table
 from tests.support import browser, python
 
 
@@ -75,12 +75,18 @@ def test_a_record_prints_the_table_and_what_calls_for_attention(columns, monkeyp
 
 
 def test_a_table_never_cuts_what_may_not_be_cut():
-    lines = table([Column("a", ["x" * 50]), Column("b", ["y" * 50], least=4), Column("c", ["z" * 50], rank=1)], 60)
+    fields = (
+        Field("a", lambda _: "x" * 50),
+        Field("b", lambda _: "y" * 50, least=4),
+        Field("c", lambda _: "z" * 50, rank=1),
+    )
+    lines = table(fields, [None], 60)
     assert lines == ["a".ljust(52) + "b", "x" * 50 + "  yyyyyyy…"]
 
 
 def test_a_path_that_is_cut_keeps_its_end():
-    assert table([Column("line", ["/a/long/way/to/model.py:1234"], least=8, from_left=True)], 14)[1] == "…model.py:1234"
+    path = Field("line", lambda _: "/a/long/way/to/model.py:1234", "end", least=8)
+    assert table([path], [None], 14)[1] == "…model.py:1234"
 
 
 def saved(tmp_path, log):

@@ -1,4 +1,4 @@
-"""`Capture`: sees a training as it runs, and hands what it sees to the looks that it was given.
+"""`Capture`: sees a training as it runs, and hands what it sees to looks.
 
 It owns the hooks around optimizer steps, `backward` and `GradScaler.step`, and the dispatch mode, which is open in some
 iterations only. It converts nothing, patches nothing else of torch, and draws no random number, so the training
@@ -32,7 +32,7 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_FIRST = 32  # if iteration 1 is asked for and no optimizer has stepped: it ends at this backward pass
+_FIRST = 32  # backward passes of iteration 1 at most, if it is looked at and no optimizer steps
 
 
 class Capture:
@@ -41,19 +41,19 @@ class Capture:
     ``with capture.hooks(): ...`` looks at what runs inside, in the thread that opens it; `close()` comes after it.
 
     Args:
-        looks: what is looked for; each is called for the optimizers, the steps and the ops that it asks for.
-        at: iterations, from 1, whose ops are looked at in any case.
-        only_at: look at ops of no other iterations than `at`, and at those of compiled code, too, but not at those of
-            steps. Only the step of an optimizer ends an iteration then.
-        most: ops of one iteration that are looked at.
+        looks: each sees the optimizers, the steps and the ops that its attributes name.
+        at: iterations, from 1, whose ops the looks see in any case.
+        only_at: looks see ops of the iterations `at` alone: ops of compiled code, too, but no ops of optimizer steps.
+            Only an optimizer step ends an iteration then.
+        most: ops of one iteration that looks see.
 
-    Ops of backward passes are left alone where no look asks for them: torch calls into Python at each op meanwhile.
+    The dispatch mode is closed in backward passes if no look asks for their ops, as it makes each op slower.
 
     Attributes:
-        notes: what the ops have told. iterations: which were looked at.
-        optimizers: those that have stepped here. steps: how many steps each has done, by identity.
-        names: of every parameter of their models, trained or not. models: these, by the identity of an optimizer.
-        elsewhere: what other threads have done, which is not looked at. trouble: the first error of a look.
+        notes: what the ops have told. iterations: which iterations were looked at.
+        optimizers: the optimizers that have stepped here. steps: the number of steps, by the identity of an optimizer.
+        models: the models of an optimizer, by its identity. names: of every parameter of the models, trained or not.
+        elsewhere: passes and steps of other threads, which no look sees. trouble: the first error of a look.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Capture:
         self.elsewhere: dict[str, None] = {}
         self._watch = OpWatch(self.notes, looks, self.trouble)
         self._leader: Optimizer | None = None  # whose steps end the iterations
-        self._since: Counter[int] = Counter()  # the steps of the iteration that runs, by optimizer
+        self._since: Counter[int] = Counter()  # steps in this iteration, by the identity of an optimizer
         self._passes = 0  # backward passes
-        self._evaluations = 0  # of a closure, in the step that runs
-        self._running: FrameType | None = None  # of the step that runs
+        self._evaluations = 0  # calls of the closure in this step
+        self._running: FrameType | None = None  # the frame that calls this step
         self._forward_hook: Any = None
-        self._last_hook: Any = None  # behind the hooks that the program has put around the step
+        self._last_hook: Any = None  # runs after the step hooks of the program
         self._thread = threading.get_ident()
-        self._compiled = _frames_compiled()  # before
+        self._compiled = _frames_compiled()  # at the beginning
         self._changes = Changes()
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Capture:
                 each.close(self.optimizers)
 
     def is_enough(self, steps: int) -> None:
-        """Hear how many steps an optimizer has done; whoever overrides it may raise to end the program."""
+        """Hear how many steps an optimizer has done. An override may raise, which ends the program."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Look at no ops that run inside."""
@@ -137,7 +137,7 @@ class Capture:
         return False
 
     def _await_forward(self, waits: bool) -> None:
-        """Install or remove the hook that sees a forward pass begin; it makes each call of a module slower."""
+        """Install or remove the hook that sees a forward pass begin. It makes each call of a module slower."""
         if waits is (self._forward_hook is not None) or self.compiles:  # Dynamo would compile again
             return
         if waits:
@@ -148,25 +148,31 @@ class Capture:
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # Dynamo traces the hooks of modules
             return
-        # What is computed again in a backward pass was seen before.
-        if graph_task() == -1 and next(module.parameters(), None) is not None:
+        is_checkpoint = graph_task() != -1  # a backward pass repeats a forward pass that was seen
+        if not is_checkpoint and next(module.parameters(), None) is not None:
             self._is_here("forward passes")
         if threading.get_ident() == self._thread:
             self._model_is_made()
 
     def _model_is_made(self) -> None:
-        """A forward pass or a step begins."""
+        """End the stage "set up", as a forward pass or a step begins."""
         if self._watch.setting_up:
             self._watch.close()
-        self._look_if_due()
+        self._open_or_close()
 
-    def _look_if_due(self) -> None:
-        if graph_task() != -1:  # at the end of a backward pass, modes are what they were before
+    def _open_or_close(self) -> None:
+        """Close the dispatch mode of an iteration that is over, and open it if the ops of this one are to be seen.
+
+        A backward pass puts back the modes that were open when it began, and a mode stays open below a later one. In
+        both cases the next forward pass tries again.
+        """
+        if graph_task() != -1:
             self._await_forward(True)
             return
         if not self._watch.is_looking:
             self._watch.close()
-        self._await_forward(self._watch.is_open and not self._watch.is_looking)  # below another mode it waits
+        is_below_another = self._watch.is_open and not self._watch.is_looking
+        self._await_forward(is_below_another)
         if self.iterations.is_due and (self._only_at or not self.compiles):  # compiled code hides its ops
             self.iterations.is_due = False
             self._watch.look_at(self._most)
@@ -184,7 +190,7 @@ class Capture:
                         self.notes.loss(losses, sys._getframe(1))
                         for look in self.looks:
                             look.loss(self.notes, losses)
-                # Updates by hand come after a backward pass, and before the next one.
+                # If no optimizer steps, a backward pass begins an iteration: updates by hand come before it.
                 self._passes += 1
                 is_first = self._only_at or (self.iterations.first_is_due and self._passes < _FIRST)
                 if not self.optimizers and graph_task() == -1 and not is_first:
@@ -253,7 +259,7 @@ class Capture:
             each.met(optimizer, self.notes.place(caller).script or "?")
 
     def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
-        """The gradients of a step are there. hides_step: look at none of its ops."""
+        """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode until its end."""
         if hides_step:
             self._watch.suspend()
         with self._watch.paused(), aside(self.trouble, is_whole=True):
@@ -276,7 +282,7 @@ class Capture:
         if self._running is not sys._getframe(1):
             return
         self._watch.stepping, self._running = False, None
-        if graph_task() == -1 or not self._hides_backward:  # or else the backward pass does so at its end
+        if graph_task() == -1 or not self._hides_backward:  # otherwise `backward` resumes at its end
             self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
@@ -285,7 +291,7 @@ class Capture:
                 each.end(optimizer, self._evaluations)
         self.steps[id(optimizer)] += 1
         self._since[id(optimizer)] += 1
-        if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # which has not stepped meanwhile
+        if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader has stopped
             self._leader = optimizer
             self.iterations.begin_stage()
         if optimizer is self._leader:
@@ -293,20 +299,17 @@ class Capture:
         self.is_enough(self.steps[id(optimizer)])
 
     def _iterated(self) -> None:
-        """An iteration is over, and the next one begins."""
+        """End this iteration, and begin the next one."""
         self.iterations.over(self._watch.is_looking)
         self.notes.iteration = self.iterations.count + 1
         self._since.clear()
         if self._watch.is_looking:
             self._watch.close()
-        self._look_if_due()
+        self._open_or_close()
 
 
 def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
-    """Find the models that hold these parameters.
-
-    They stand in the variables of whoever steps the optimizer, or in the object whose method does.
-    """
+    """Find the models that hold these parameters, in the variables and the `self` of the functions that call `step`."""
     for frame in frames(caller):
         values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
@@ -319,8 +322,8 @@ def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.
 
 
 def _frames_compiled() -> int:
-    """Return how much torch.compile has had to compile in this process."""
+    """Return a number that grows when torch.compile compiles in this process."""
     if "torch._dynamo" not in sys.modules:
         return 0
     counters = private("torch._dynamo.utils.counters")
-    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # one of them counts
+    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # by versions of torch, one counts

@@ -24,8 +24,6 @@ from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 BACKWARD = "backward"
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
-
-
 _OF_LIBRARY = "the line is a library's, so change what you call it with"
 
 
@@ -34,8 +32,8 @@ class Spot:
     """One line of the program at which one kind of thing was found.
 
     said: what was found there the first time. mended_by: what puts the op into FP32, if one of `checks` has looked for
-    that. numbers: sums over the calls. places: where the memory of the tensors begins that it writes to. made_by: ops
-    that have rounded its input to low precision. forward: the op whose backward pass it is part of.
+    that. numbers: sums over the calls. memories: the addresses of the memory that it writes to. made_by: ops that have
+    rounded its input to low precision. forward: the op whose backward pass it is part of.
     """
 
     kind: str
@@ -45,7 +43,7 @@ class Spot:
     mended_by: str = ""
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
-    places: set[int] = field(default_factory=set)
+    memories: set[int] = field(default_factory=set)
     made_by: set[tuple[str, Place]] = field(default_factory=set)
     forward: str = ""
 
@@ -139,20 +137,26 @@ class OpCall:
 class Notes:
     """What the ops tell: lines at which something was found, and facts of tensors, as long as these live.
 
-    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
-    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger; "made": where the
-    memory of what it was made of begins, samples of that and of what this would be in FP32; "sum": of a chain of sums,
-    how far it has moved and how far it would have in FP32; "product": of a product in low precision, how many squares
-    were added to it, and its size; "squares": how many sums of squares were added up; "rounded": the op that has made
-    probabilities in low precision of it; "mended": whether a recipe puts what it was made of into FP32.
+    Facts, by name:
+        moment: "square", "mean", "mean of square" or "square of mean".
+        cast: the dtype before the last cast, and the line of this cast.
+        scaled: another tensor, the number by which this one is larger, the address of the other one's memory.
+        derived: the older numbers that it was computed of, by the address of their memory; and its value in FP32.
+        read: what an index has read of a tensor, and the same with what was computed since in FP32.
+        sum: of a state, its first value, its movement in FP32, the number of steps, the place.
+        product: of a product in low precision, how many squares were added, and its size.
+        squares: how many sums of squares were added up.
+        rounded: the op that has rounded probabilities to low precision, and its place.
+        mended: whether a recipe puts what it was made of into FP32.
 
     Attributes:
         names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
         iteration: from 1, the one that runs. born: addresses of tensors in low precision that this iteration has made,
             or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: these, by
             identity, and the iterations in which they were read.
-        rewritten: by the address of what a line has made of numbers that live on, what was noted of it.
-        skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
+        rewritten: by the address of a result, the older numbers that it was computed of, the result, its value in FP32,
+            the address of the older numbers, and the place.
+        skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
         unseen: what was not looked at, and how often.
     """
 
@@ -185,7 +189,7 @@ class Notes:
             self._nodes[number] = self.place(frame), name
 
     def forward_of(self, node: Any) -> tuple[Place | None, str]:
-        """Return place and name of the op that a node of autograd belongs to; None and "" if that was not looked at."""
+        """Return place and name of the op that a node of autograd belongs to; None and "" if nobody saw the op."""
         unknown = None, ""
         return unknown if node is None or LINES.missing else self._nodes.get(node._sequence_nr(), unknown)
 
@@ -223,7 +227,7 @@ class Notes:
     @property
     def are_steps(self) -> bool:
         """Whether weights were seen that are FP32, or that the program itself updates."""
-        is_written = any(self.are_weights(spot.places) for spot in self.spots("write"))
+        is_written = any(self.are_weights(spot.memories) for spot in self.spots("write"))
         return is_written or (bool(self.leaves) and not self.leaves.keys() & LOW)
 
     def spots(self, *kinds: str) -> list[Spot]:

@@ -35,9 +35,9 @@ _HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
 # Share of the weights. It costs loss if more are half dead in one window, or below `_OF_WINDOW` in all steps, or, where
 # the weights as a whole fall behind, below `LIMIT` in one window.
 _SHARE = 0.2
-_LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
-_HARMLESS = 2e-5  # of a weight a step: a decay that takes tens of thousands of steps to be seen
-_LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: what is less, rounding to nearest takes away
+_LEAST_DECAY = 5.0  # ulp: a smaller sum of decays may be lost by accident
+_HARMLESS = 2e-5  # of a weight in a step: a smaller decay shows after tens of thousands of steps
+_LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: rounding to nearest loses smaller changes
 _SR = "hmpx.attach(optimizer) (steps and state in FP32, stochastic rounding{})"
 _WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does{}"
 
@@ -46,7 +46,7 @@ class Updates(Look):
     """Steps FP32 copies of weights beside each optimizer.
 
     Attributes:
-        looked: beside how many steps.
+        looked: the number of steps beside which copies were stepped.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Window:
 
 
 def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
-    """Return the windows by their first step, those of all optimizers together; under 0 all steps; none if empty."""
+    """Return the windows of all optimizers by their first step, and all steps together by 0; {} if none was seen."""
     windows: dict[int, dict[Parameter, Moves]] = {}
     for each in seen:
         for window, rows in each.moves.items():
@@ -215,7 +215,7 @@ def _weights(params: Iterable[Tensor]) -> int:
 
 
 def _which(some_of: Collection[Parameter], every: Collection[Parameter], names: Names) -> str:
-    """Say in brackets which parameters are meant: all but a few, or these."""
+    """Name parameters in brackets: these, or all the others if they have fewer names."""
     meant = set(some_of)
     others = _roots([names[p] for p in every if p not in meant], [names[p] for p in meant])
     these = _roots([names[p] for p in some_of], [names[p] for p in every if p not in meant])
@@ -236,7 +236,7 @@ def _roots(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
-    """Return in words the updates of weights in low precision that could not be judged, and why."""
+    """Return a sentence for each optimizer whose updates of weights in low precision could not be judged, with why."""
     reasons: dict[str, None] = {}
     for each in seen:
         low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
@@ -255,9 +255,9 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
 
 
 def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
-    """Weights in low precision that get gradients, and that no step and no write that was looked at moves."""
+    """Say which weights in low precision get gradients, though no step and no write that was seen moves them."""
     moved = {memory(p.detach()) for p in names if p.layout is torch.strided}
-    moved |= {place for spot in notes.spots("write") for place in spot.places}
+    moved |= {place for spot in notes.spots("write") for place in spot.memories}
     left = []
     for ref, iterations in notes.weights.values():
         p = ref()
@@ -270,7 +270,7 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
 
 
 def _bytes(seen: Sequence[SteppedOptimizer], recipe: Recipe) -> str:
-    """Return in words the bytes of weight, gradient and state under a recipe, and those of today."""
+    """Say how many bytes per parameter weight, gradient and state take under a recipe, and how many today."""
     for each in seen:
         for p in (p for p in parameters(each.optimizer) if p.dtype in LOW):
             state = (each.optimizer.state.get(p) or {}).values()
