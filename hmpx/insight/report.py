@@ -243,8 +243,9 @@ class Report:
         found = plain({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
         return {"schema": self._schema, **found} if self._schema else found
 
+    @property
     def _title(self) -> tuple[str, str]:
-        """Return the name of the command, and the heading of the page."""
+        """The name of the command, and the heading of the page."""
         raise NotImplementedError
 
     def _lines(self) -> Iterable[str]:
@@ -270,7 +271,7 @@ class Report:
         write(path, self._page())
 
     def _page(self) -> str:
-        name, title = self._title()
+        name, title = self._title
         sections = [*filter(None, (each.as_page() for each in self._sections()))]
         sections.sort(key=lambda each: each["kind"] != "box")  # what calls for attention stands first
         shown = json.dumps(plain({"title": title, "lines": [*self._lines()], "sections": sections}), allow_nan=False)

@@ -161,6 +161,7 @@ class Comparison(Report):
     """
 
     _schema = 3
+    _title = "compare", "Op lists beside FP32"
     rows: tuple[Row, ...]
     broken: tuple[Row, ...] = ()
     advised: float = math.nan
@@ -194,9 +195,6 @@ class Comparison(Report):
     def as_json(self) -> dict[str, Any]:
         """Return the attributes as objects of JSON, by their names; null for NaN."""
         return {**super().as_json(), "is_broken": self.is_broken}
-
-    def _title(self) -> tuple[str, str]:
-        return "compare", "Op lists beside FP32"
 
     def _lines(self) -> Iterator[str]:
         return _verdict(self)

@@ -103,6 +103,7 @@ class Diagnosis(Report):
             else "nothing to fix was found"
         )
 
+    @property
     def _title(self) -> tuple[str, str]:
         titles = ("Nothing wrong was found", "Something is wrong with the precision", "Not everything was checked")
         return "doctor", titles[self.status]

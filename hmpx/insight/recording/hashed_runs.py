@@ -1,9 +1,9 @@
 """Runs that `record --hash` has saved, and the pairs of calls at which two of them part.
 
-Calls of one line, op and module are compared one by one. Where the lines are not the same, as in compiled code, a call
-is one at which the runs part if its inputs all occur in the other run and its results do not. Either counts if a loss
-or a gradient that differs depends on it, so another way to the same numbers is no difference. Where gradients are inf
-or NaN, which hide it, every one counts.
+Calls of one line, op and module are compared one by one. Where the lines are not the same, as in compiled code, the
+runs part at a call if all of its inputs occur in the other run and its results do not. In both cases the call counts
+only if a loss or a gradient that differs depends on it, so another way to the same numbers is no difference. Where
+gradients are inf or NaN, all such calls count, as nothing tells what depends on them.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class Run:
 
 
 class Iteration:
-    """The calls of one iteration of a run, and what `look` has found of them.
+    """The calls of one iteration of a run, sorted by `compare` into four kinds.
 
     Attributes:
-        calls: without gradients, which are by name, and whole, in `gradients`.
-        apart: by identity, the calls at which the runs part. agree: the others that agree. ways: how many are another
-            way to numbers that agree. follow: how many differ because their inputs do.
+        calls: all but gradients. gradients: by name, those of ranks put together.
+        apart: the calls at which the runs part. agree: those with the results of the other run. Both by identity.
+        ways: the number of calls that are another way to numbers that agree. follow: the number of calls whose results
+            differ because their inputs do.
     """
 
     def __init__(self, calls: Sequence[HashedCall]) -> None:
@@ -90,32 +91,37 @@ class Iteration:
     def ops(self) -> list[HashedCall]:
         return [each for each in self.calls if each.stage in OPS]
 
-    def look(self, other: Iteration) -> None:
-        """Find what differs from the other run, from the end of the iteration to its beginning."""
-        wanted = set[int]()  # numbers on which a loss or a gradient that differs depends
-        for name, each in self.gradients.items():
-            if name in other.gradients and hashes(each) != hashes(other.gradients[name]):
-                wanted.update(each.given)
+    def compare(self, other: Iteration) -> None:
+        """Sort the calls, from the last to the first, by what differs from the other run."""
+        differing = (
+            each for name, each in self.gradients.items() if hashes(each) != hashes(other.gradients.get(name, each))
+        )
+        needed = {value for each in differing for value in each.given}  # what a gradient or loss that differs needs
         is_training = bool(self.gradients) or any(each.stage == "loss" for each in self.calls)
         is_training &= all(math.isfinite(each.results[0][1]) for each in self.gradients.values())  # all NaN are alike
-        for each in reversed(self.calls):
-            twin, new = other._by_key.get(self._keys[id(each)]), {*hashes(each)} - other._values - self._constants
-            is_one = twin and (twin.given, twin.settings) == (each.given, each.settings)
-            if twin and is_one and hashes(twin) != hashes(each):
-                self.apart[id(each)] = each
-            elif not new:
-                self.agree.add(id(each))
-                if each.stage in ("loss", "traffic"):
-                    wanted.update(each.given)
-                continue
-            elif is_training and wanted.isdisjoint(new):
-                self.ways += each.stage in OPS
-                continue
-            elif (other._values | self._constants).issuperset(each.given):
-                self.apart[id(each)] = each
-            else:
-                self.follow += each.stage in OPS
-            wanted.update(each.given)
+        for call in reversed(self.calls):
+            kind = self._kind(call, other, needed if is_training else None)
+            if kind == "apart":
+                self.apart[id(call)] = call
+            elif kind == "agrees":
+                self.agree.add(id(call))
+            elif call.stage in OPS:
+                self.ways += kind == "another way"
+                self.follow += kind == "follows"
+            if kind in ("apart", "follows") or (kind == "agrees" and call.stage in ("loss", "traffic")):
+                needed.update(call.given)
+
+    def _kind(self, call: HashedCall, other: Iteration, needed: set[int] | None) -> str:
+        """Return what a call is beside the other run. needed: numbers that matter; None: all matter."""
+        twin, known = other._by_key.get(self._keys[id(call)]), other._values | self._constants
+        is_same_call = twin is not None and (twin.given, twin.settings) == (call.given, call.settings)
+        if twin is not None and is_same_call and hashes(twin) != hashes(call):
+            return "apart"
+        if not (new := {*hashes(call)} - known):
+            return "agrees"
+        if needed is not None and needed.isdisjoint(new):
+            return "another way"
+        return "apart" if known.issuperset(call.given) else "follows"
 
     def shared(self, other: Iteration) -> float:
         """Return the share of the calls that agree, or are of a line, module and op of the other run, too."""

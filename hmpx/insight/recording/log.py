@@ -59,6 +59,7 @@ class Log(Report):
     """
 
     _schema = 1
+    _title = "record", "What ran in which precision"
     sites: list[Site] = field(default_factory=list)
     round_trips: list[RoundTrip] = field(default_factory=list)
     unmatched: tuple[str, ...] = ()
@@ -94,9 +95,6 @@ class Log(Report):
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"Log.{name} is gone: {_GONE[name]}" if name in _GONE else f"Log has no {name!r}")
-
-    def _title(self) -> tuple[str, str]:
-        return "record", "What ran in which precision"
 
     def _lines(self) -> list[str]:
         if not self.policy:

@@ -36,6 +36,7 @@ class Parting(Report):
         sites: lines, ops and dtypes that differ.
     """
 
+    _title = "diff", "Where two runs part"
     iteration: int = 0
     parts: list[CallPair] = field(default_factory=list)
     unsteady: list[CallPair] = field(default_factory=list)
@@ -52,9 +53,6 @@ class Parting(Report):
 
     def __bool__(self) -> bool:
         return bool(self.parts or self.gradients or self.losses or self.is_another)
-
-    def _title(self) -> tuple[str, str]:
-        return "diff", "Where two runs part"
 
     def _lines(self) -> Iterator[str]:
         if not self:
@@ -266,8 +264,8 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
     for iteration in both:
         found.iteration = iteration
         own, mate = first.of(iteration), second.of(iteration)
-        own.look(mate)
-        mate.look(own)
+        own.compare(mate)
+        mate.compare(own)
         found.same += sum(id(each) in own.agree for each in own.ops)
         found.follow, found.ways = own.follow, own.ways + mate.ways
         pairs = (CallPair(each, mate.gradients.get(name)) for name, each in own.gradients.items())

@@ -200,6 +200,7 @@ class LogDiff(Report):
             or other dtypes. same: how many sites have the same rule and dtypes in both.
     """
 
+    _title = "diff", "Two records"
     new: list[Site] = field(default_factory=list)
     gone: list[Site] = field(default_factory=list)
     changed: list[Pair] = field(default_factory=list)
@@ -207,9 +208,6 @@ class LogDiff(Report):
 
     def __bool__(self) -> bool:
         return bool(self.new or self.gone or self.changed)
-
-    def _title(self) -> tuple[str, str]:
-        return "diff", "Two records"
 
     def _lines(self) -> Iterator[str]:
         yield f"{number(self.same, 'site')} with the same rule and dtypes"

@@ -44,17 +44,13 @@ def largest(
     left: list[T] = []
     rest = [*order]
     while rest:
-        count = _longest_beside(kept, rest, holds, guess(kept, rest))
+        count = longest(len(rest), lambda n: holds(kept + rest[:n]), guess(kept, rest))  # noqa: B023  called here
         kept += rest[:count]
         left += rest[count : count + 1]
         behind = rest[count + 1 :]
         rest = [unit for unit in behind if not hopeless(unit, kept)]
         left += [unit for unit in behind if unit not in rest]
     return kept, left
-
-
-def _longest_beside(kept: list[T], rest: list[T], holds: Callable[[list[T]], bool], guess: int) -> int:
-    return longest(len(rest), lambda n: holds(kept + rest[:n]), guess)
 
 
 def longest(many: int, holds: Callable[[int], bool], guess: int) -> int:

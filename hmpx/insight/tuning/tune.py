@@ -23,7 +23,7 @@ from hmpx.insight.trials.runs import Effect, Progress, Runs
 from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.tuning.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.tuning.worth import LOWS, Chosen, Low, Weighing, Worths, words_of
+from hmpx.insight.tuning.worth import LOWS, Chosen, Low, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policies.fp8_format import FORMATS
@@ -173,7 +173,7 @@ class Tuning:
         worths, runs = self._worths, self._runs
         with self._everything():
             for number in (*self._searched, *self._held_out):
-                if not runs.exact(number, Weighing(worths, number) if number < self.tuning else exactly):
+                if not runs.exact(number, worths.weighing(number) if number < self.tuning else exactly):
                     raise HmpxError(f"tune: {self._not_finite(number)}")
             runs.find_noise()
             if not worths.of_place:

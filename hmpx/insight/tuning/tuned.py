@@ -216,6 +216,7 @@ class Tuned(Report):
     """
 
     _schema = 3
+    _title = "tune", "The op lists of a model"
     policy: Policy
     recipe: Recipe
     met: bool
@@ -246,9 +247,6 @@ class Tuned(Report):
         self._save_lists(path)
         self.json(path / "tuned.json")
         self.html(path / "tuned.html")
-
-    def _title(self) -> tuple[str, str]:
-        return "tune", "The op lists of a model"
 
     def _sections(self) -> Iterator[Grid | Lines]:
         yield Grid(_FIELDS, self.choices, page="Every name, and why")

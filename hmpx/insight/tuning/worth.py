@@ -16,7 +16,7 @@ from hmpx.insight import run_state
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.trials.calls import Asked, CallSite, exactly, in_fp32, is_recomputing, is_transformed
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, in_fp32, is_recomputing, is_transformed
 from hmpx.insight.trials.search import SLACK
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
@@ -64,7 +64,7 @@ class Worth:
 
 
 class Worths:
-    """The worth of each place. `Weighing` counts it. of_place: by place, in the order in which they were met."""
+    """The worth of each place in low precision. of_place: by place, in the order in which they were met."""
 
     def __init__(self, low: Low = "bf16", modules: Collection[str] = (), words: str = "") -> None:
         self.low, self.wide, self.names = low, WIDE[low], decidable(low)
@@ -72,6 +72,37 @@ class Worths:
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
         self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
+
+    def weighing(self, batch: int) -> Compute:
+        """Return what computes the calls of a batch in FP32, and counts what each is worth."""
+
+        def compute(asked: Asked) -> Seen:
+            if asked.point.op in self.names and not asked.point.in_place and not is_recomputing():
+                with unobserved():
+                    self._count(asked, batch)
+            return exactly(asked)
+
+        return compute
+
+    def _count(self, asked: Asked, batch: int) -> None:
+        """Count a call, unless another batch has counted its site, or a list casts nothing there."""
+        if self.batch_of.get(asked.site, batch) == batch and (one := self._worth(asked)) is not None:
+            self.batch_of[asked.site] = batch
+            self.of_place.setdefault(self.place_of(asked.site), Worth()).add(one, asked.site.where)
+
+    def _worth(self, asked: Asked) -> Worth | None:
+        """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
+        before, casts = run_state.get_state(), Fp8Casts()
+        try:
+            with watched(casts):
+                one = worth_of(asked)
+        except Exception as error:
+            return Worth(pinned=f"it does not run in {self.words}: {in_a_line(error)}")
+        finally:
+            run_state.set_state(before)
+        if one is not None and casts.in_low:
+            one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
+        return one
 
     def place_of(self, site: CallSite) -> NameInModule:
         return NameInModule(site.op, site.module if site.module in self._modules else "")
@@ -112,40 +143,6 @@ def decidable(low: Low = "bf16") -> frozenset[str]:
     if low == "fp8":
         return frozenset(op_facts.MATRIX_PRODUCTS)
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
-
-
-class Weighing:
-    """Computes the calls of a batch in FP32, and counts what each is worth in low precision."""
-
-    def __init__(self, worths: Worths, batch: int) -> None:
-        self._worths, self._batch = worths, batch
-
-    def __call__(self, asked: Asked) -> Seen:
-        if asked.point.op in self._worths.names and not asked.point.in_place and not is_recomputing():
-            with unobserved():
-                self._look(asked)
-        return exactly(asked)
-
-    def _look(self, asked: Asked) -> None:
-        """Count a call, unless another batch has counted its site, or a list casts nothing there."""
-        worths = self._worths
-        if worths.batch_of.get(asked.site, self._batch) == self._batch and (one := self._worth(asked)) is not None:
-            worths.batch_of[asked.site] = self._batch
-            worths.of_place.setdefault(worths.place_of(asked.site), Worth()).add(one, asked.site.where)
-
-    def _worth(self, asked: Asked) -> Worth | None:
-        """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
-        before, casts = run_state.get_state(), Fp8Casts()
-        try:
-            with watched(casts):
-                one = worth_of(asked)
-        except Exception as error:
-            return Worth(pinned=f"it does not run in {self._worths.words}: {in_a_line(error)}")
-        finally:
-            run_state.set_state(before)
-        if one is not None and casts.in_low:
-            one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
-        return one
 
 
 def worth_of(asked: Asked) -> Worth | None:
