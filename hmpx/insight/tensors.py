@@ -36,6 +36,11 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def widened(value: Any) -> Any:
+    """Return a tensor of low precision in FP32, and anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
+
 def dtypes(value: object) -> set[torch.dtype]:
     """Return the dtypes of the floating tensors in `value`."""
     return {tensor.dtype for tensor in floating((value,))}

@@ -18,7 +18,7 @@ import torch
 from hmpx.base.torch_private import tree_leaves
 from hmpx.insight.report import size
 from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW, sample
+from hmpx.insight.tensors import LOW, sample, widened
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.ranks.sharding import is_sharded, local
@@ -53,7 +53,7 @@ def of_shape(p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 def _widened(value: Any) -> Any:
     """Return a tensor or a dtype in low precision as FP32, or what holds such tensors, with their places in FP32."""
     if isinstance(value, Tensor):
-        return value.float() if type(value) in PLAIN and value.dtype in LOW else value
+        return widened(value) if type(value) in PLAIN else value
     if isinstance(value, torch.dtype):
         return torch.float32 if value in LOW else value
     if isinstance(value, dict | list | deque):

@@ -16,7 +16,7 @@ from hmpx.insight.capture.dispatch import INDEXED, NORMS, OpLook, few, memory
 from hmpx.insight.capture.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
-from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.tensors import LOW, Tensor, widened
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
 _LOST = 0.5  # an average that keeps less does not follow
@@ -122,7 +122,7 @@ def _by_index(notes: Notes, op: OpCall) -> bool:
             _count(notes, op, first, read, op.args[2], exact)
     elif op.name.rstrip("_") in _ARITHMETIC and read is not None:
         if exact.shape == first.shape == op.out.shape:
-            notes.add(op.out, read=(read, _again(op, _wide, exact)))
+            notes.add(op.out, read=(read, _again(op, lambda each: widened(each.detach()), exact)))
     else:
         return False
     return True
@@ -147,7 +147,7 @@ def _in_place(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
         return
     part = Tensor.detach if op.name in INDEXED else few
     exact = [each.float() for each in before]
-    _again(op, lambda each: _wide(part(each)), exact if is_list else exact[0])
+    _again(op, lambda each: widened(part(each)), exact if is_list else exact[0])
     for target, old, written in zip(targets, before, exact, strict=True):
         _count(notes, op, target, old, part(target), written)
 
@@ -171,7 +171,7 @@ def _new_tensor(notes: Notes, op: OpCall) -> None:
     adds_a_part = 0 < abs(notes.facts(other).get("scaled", (None, 1.0))[1]) < 0.5
     is_update = not op.out.dim() or op.name == "lerp" or first.requires_grad or op.is_in_forward or adds_a_part
     if is_update and memory(first) not in notes.born:
-        _count(notes, op, first, few(first), few(op.out), _again(op, lambda each: _wide(few(each))), memory(op.out))
+        _count(notes, op, first, few(first), few(op.out), _again(op, lambda each: widened(few(each))), memory(op.out))
     elif op.name == "add" and isinstance(other, Tensor):
         for product, rest in ((first, other), (other, first)):
             _average(notes, op, product, rest)
@@ -191,10 +191,6 @@ def _again(op: OpCall, of: Callable[[Tensor], Tensor], *first: Any) -> Tensor:
     """Call an op again: with `first` as its first arguments, and `of` each tensor in the others."""
     args = tree_map_only(Tensor, of, op.args[len(first) :])
     return op.func(*first, *args, **tree_map_only(Tensor, of, op.kwargs))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().float() if tensor.dtype in LOW else tensor.detach()
 
 
 def _count(

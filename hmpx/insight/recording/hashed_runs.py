@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from hmpx.errors import HmpxError
 from hmpx.insight.looks.hashes import SCHEMA, HashedCall
+from hmpx.insight.recording.recorded import paired
 
 OPS = ("forward", "backward")
 
@@ -131,29 +132,23 @@ class Iteration:
 
     def parts(self, other: Iteration) -> list[CallPair]:
         """Pair the calls at which the runs part: those of one key, of one op and inputs, of one line, or of one op."""
+        keys = self._keys | other._keys
+
+        def of_ops(value: Callable[[HashedCall], Any]) -> Callable[[HashedCall], Any]:
+            return lambda call: (call.stage, value(call) if call.stage in OPS else id(call))
+
         left, right = [*self.apart.values()][::-1], [*other.apart.values()][::-1]
-        found: dict[int, HashedCall] = {}
-
-        def pair(key: Callable[[Iteration, HashedCall], Any]) -> None:
-            waiting: dict[Any, list[HashedCall]] = {}
-            for each in right:
-                waiting.setdefault(key(other, each), []).append(each)
-            for each in left:
-                if id(each) not in found and (same := waiting.get(key(self, each))):
-                    found[id(each)] = same.pop(0)
-                    right.remove(found[id(each)])
-
-        pair(lambda run, each: run._keys[id(each)])
-        pair(lambda run, each: (each.stage, each.op, *(each.given or site(each))))
-        pair(lambda run, each: site(each))
-        lines = {site(one) for each in left if id(each) in found for one in (each, found[id(each)])}
-        left = [each for each in left if id(each) in found or (site(each) not in lines and self._is_alone(each, other))]
+        exact = (lambda call: keys[id(call)], lambda call: (call.stage, call.op, *(call.given or site(call))), site)
+        pairs, left, right = paired(left, right, exact)
+        lines = {site(one) for pair in pairs for one in pair}
+        left = [each for each in left if site(each) not in lines and self._is_alone(each, other)]
         right = [each for each in right if site(each) not in lines and other._is_alone(each, self)]
-        pair(lambda run, each: (each.stage, each.op if each.stage in OPS else id(each)))
-        pair(lambda run, each: (each.stage, each.shapes.rpartition("->")[2] if each.stage in OPS else id(each)))
-        pair(lambda run, each: each.stage if each.stage in OPS else id(each))
-        pairs = [(each, found.get(id(each))) for each in left] + [(None, each) for each in right]
-        return [CallPair(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in pairs]
+        loose = (lambda call: call.op, lambda call: call.shapes.rpartition("->")[2], lambda call: None)
+        more, left, right = paired(left, right, map(of_ops, loose))
+        found: dict[int, HashedCall | None] = {id(a): b for a, b in pairs + more} | {id(a): None for a in left}
+        both = [(each, found[id(each)]) for each in reversed(self.apart.values()) if id(each) in found]
+        every = [*both, *((None, each) for each in right)]
+        return [CallPair(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in every]
 
     def _is_alone(self, call: HashedCall, other: Iteration) -> bool:
         """Whether the runs part at a call that the other run has not, or at an input whose reader it has."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hmpx.insight.places import at_place, numberless
 from hmpx.insight.report import Field, Grid, Report, dtype_steps, number, short_dtypes, size, times
 
+T = TypeVar("T")
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
 
@@ -225,31 +226,40 @@ def difference(before: Sequence[Site], after: Sequence[Site]) -> LogDiff:
     Sites are the same if op, module and line are. The others are matched by op, module and file, in the same order, so
     that a line may have moved.
     """
-    found, old, new = LogDiff(), list(before), list(after)
-    for exact, by_line in ((True, True), (False, True), (True, False), (False, False)):
-        waiting: dict[tuple, list[Site]] = defaultdict(list)
-        for site in old:
-            waiting[_key(site, exact, by_line)].append(site)
+
+    def ran(site: Site) -> tuple:
+        return site.rule, site.given, site.seen, site.result
+
+    def at_line(site: Site) -> tuple:
+        return site.op, site.module, site.where
+
+    def in_file(site: Site) -> tuple:
+        return site.op, site.module, os.path.basename(site.where.rpartition(":")[0])
+
+    keys = (lambda site: (at_line(site), ran(site)), at_line, lambda site: (in_file(site), ran(site)), in_file)
+    pairs, gone, new = paired(before, after, keys)
+    changed = [Pair(*each) for each in pairs if ran(each[0]) != ran(each[1])]
+    return LogDiff(new, gone, changed, same=len(pairs) - len(changed))
+
+
+def paired(
+    before: Iterable[T], after: Iterable[T], keys: Iterable[Callable[[T], Hashable]]
+) -> tuple[list[tuple[T, T]], list[T], list[T]]:
+    """Pair what has the same key, in order: by the first key, then what is left by the next; return both rests, too."""
+    pairs, old, new = list[tuple[T, T]](), list(before), list(after)
+    for key in keys:
+        waiting: dict[Hashable, list[T]] = defaultdict(list)
+        for each in old:
+            waiting[key(each)].append(each)
         left = []
-        for site in new:
-            if same := waiting[_key(site, exact, by_line)]:
-                pair = Pair(same.pop(0), site)
-                if exact:
-                    found.same += 1
-                else:
-                    found.changed.append(pair)
+        for each in new:
+            if same := waiting[key(each)]:
+                pairs.append((same.pop(0), each))
             else:
-                left.append(site)
-        kept = {id(site) for sites in waiting.values() for site in sites}
-        old, new = [site for site in old if id(site) in kept], left
-    found.gone, found.new = old, new
-    return found
-
-
-def _key(site: Site, exact: bool, by_line: bool) -> tuple:
-    """Return what makes two sites the same: op, module, the line or its file, and rule and dtypes if they must fit."""
-    where = site.where if by_line else os.path.basename(site.where.rpartition(":")[0])
-    return (site.op, site.module, where, *((site.rule, site.given, site.seen, site.result) if exact else ()))
+                left.append(each)
+        kept = {id(each) for rest in waiting.values() for each in rest}
+        old, new = [each for each in old if id(each) in kept], left
+    return pairs, old, new
 
 
 def _grid(title: str, sites: Sequence[Site], ruled: dict[str, list[Site]]) -> Grid:

@@ -15,7 +15,7 @@ from hmpx.base.torch_private import private, tree_leaves, tree_map
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, kind_of
 from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW, Tensor, differentiable
+from hmpx.insight.tensors import LOW, Tensor, differentiable, widened
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.build_policy import build_policy
@@ -96,8 +96,8 @@ class Subject:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
                     undo.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = _wide(tensor.data)
-            return self._run(tree_map(_wide, batch), gradients)
+                    tensor.data = widened(tensor.data)
+            return self._run(tree_map(widened, batch), gradients)
 
     def not_finite(self, batch: tuple) -> str:
         """Say which part of the input is not finite; "" where all is."""
@@ -140,7 +140,7 @@ class Subject:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, found, strict=True)
         with unobserved():
-            return [_wide(torch.zeros_like(p) if g is None else _dense(g.detach())) for p, g in pairs]
+            return [widened(torch.zeros_like(p) if g is None else _dense(g.detach())) for p, g in pairs]
 
 
 def check_loss(loss: Any, asked: str, has_gradient: bool = True) -> None:
@@ -196,11 +196,6 @@ def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss, asked: st
         ) from None
     except ValueError:  # it has no signature to look at
         pass
-
-
-def _wide(value: Any) -> Any:
-    """Return a tensor of low precision in FP32; FP64 and complex numbers stay."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
 def _dense(gradient: Tensor) -> Tensor:
