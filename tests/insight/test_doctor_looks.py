@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 
 import pytest
@@ -229,89 +228,6 @@ def test_a_second_stage_is_looked_at_as_the_first():
             F.mse_loss(second(torch.randn(8, 16)).to(BF16), torch.zeros(8, 4, dtype=BF16)).backward()
             other.step()
     assert only(found, "loss").wrong and any("iterations 3, " in each for each in found.looked), str(found)
-
-
-WRITTEN = {
-    "StyleGAN's": lambda e, p, d: e.copy_(p.lerp(e, d)),
-    "through FP32": lambda e, p, d: e.copy_((e.float() * d + p.float() * (1 - d)).to(e.dtype)),
-    "from FP32": lambda e, p, d: e.copy_(torch.lerp(p.float(), e.float(), d)),
-    "addcmul": lambda e, p, d: e.copy_(torch.addcmul(e, p - e, torch.full_like(e, 1 - d))),
-}
-
-
-@pytest.mark.parametrize("how", WRITTEN)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_averages_are_found_by_what_is_written(how, dtype):
-    model = mlp()
-    average = copy.deepcopy(model).to(dtype).requires_grad_(False)
-
-    @torch.no_grad()
-    def after():
-        for e, p in zip(average.parameters(), model.parameters(), strict=True):
-            WRITTEN[how](e, p.to(dtype), 0.9999)
-
-    found = trained(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=after)
-    assert [each.kind for each in found.findings] == ["average of weights"] * (dtype is BF16), str(found)
-
-
-HAND = {
-    "copy_": lambda p, u: p.copy_(p - u),
-    "data": lambda p, u: setattr(p, "data", (p.data.float() - u).to(p.dtype)),
-    "set_": lambda p, u: p.set_((p - u).to(p.dtype)),
-}
-
-
-@pytest.mark.parametrize("how", HAND)
-def test_weights_that_are_replaced_by_hand_beside_an_optimizer(how):
-    body, head = nn.Linear(16, 32).to(BF16), nn.Linear(32, 1)
-
-    @torch.no_grad()
-    def after():
-        for p in body.parameters():
-            HAND[how](p, 1e-5 * p.grad.float().sign())
-
-    def loss_of(_, x, __):
-        body.zero_grad()
-        return head(body(x.to(BF16)).float()).square().mean()
-
-    found = trained(None, torch.optim.SGD(head.parameters(), lr=0.1), loss_of=loss_of, after=after)
-    assert only(found, "lost updates").wrong and "no torch optimizer steps" in str(found).replace("\n       ", " ")
-
-
-@pytest.mark.parametrize("dtype, part, wrong", [(BF16, 1e-3, True), (BF16, 0.5, False), (FP32, 1e-3, False)])
-def test_a_state_that_one_line_moves_by_small_steps(dtype, part, wrong):
-    def loss_of(model, x, _):
-        x = x.to(dtype)
-        for _ in range(24):
-            x = x + part * torch.sin(x)
-        return model(x.float()).square().mean()
-
-    model = mlp()
-    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
-    assert [each.kind for each in found.findings] == ["running value"] * wrong, str(found)
-
-
-DISTANCES = {
-    "a - 2 (z @ c) + b": lambda a, b, z, c: a - 2 * torch.matmul(z, c) + b,
-    "a + b - 2 (z @ c)": lambda a, b, z, c: a + b - 2 * (z @ c),
-    "a + b - (2 z) @ c": lambda a, b, z, c: a + b - 2 * z @ c,
-    "-2 (z @ c) + (a + b)": lambda a, b, z, c: -2 * (z @ c) + (a + b),
-}
-
-
-@pytest.mark.parametrize("how", DISTANCES)
-@pytest.mark.parametrize("far, wrong", [(8.0, True), (0.0, False)])
-def test_distances_that_are_differences_of_large_numbers(far, wrong, how):
-    def loss_of(model, x, _):
-        y = far + torch.rand(32, 6)
-        with torch.autocast("cpu"):
-            squares = (y**2).sum(-1, keepdim=True)
-            near = DISTANCES[how](squares, squares.T, y, y.T).topk(4, largest=False)[1]
-        return model(x[near].mean(1)).square().mean()
-
-    model = mlp()
-    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=loss_of)
-    assert [each.kind for each in found.findings if each.wrong] == ["distances"] * wrong, str(found)
 
 
 def test_a_logarithm_of_probabilities_that_were_rounded_is_mended_with_what_rounds_them():

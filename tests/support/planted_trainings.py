@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +29,13 @@ def planted(kind: str) -> Callable:
 
 def planted_in_bf16(kind: str, training: Callable, **faults: Callable) -> None:
     """Plant faults of one kind by name, in what `training(fault, dtype)` trains; the dtype is FP32 without them."""
+    planted_by(kind, training, (BF16, FP32), **faults)
+
+
+def planted_by(kind: str, training: Callable, values: tuple, **faults: Callable) -> None:
+    """Plant faults in what `training(fault, value)` trains, with the first value; with the second it is healthy."""
     for name, fault in faults.items():
-        PLANTED[f"{kind}: {name}"] = lambda sick, fault=fault: training(fault, BF16 if sick else FP32)
+        PLANTED[f"{kind}: {name}"] = lambda sick, fault=fault: training(fault, values[not sick])
 
 
 def mlp(dtype=FP32, width=32):
@@ -45,7 +53,7 @@ def train(model, optimizer, steps=12, loss_of=None, after=lambda: None, autocast
     for i in range(steps):
         x, y = batch(i)
         optimizer.zero_grad()
-        with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
             logits = model(x.to(dtype))
             loss = loss_of(logits, y) if loss_of else F.cross_entropy(logits.float(), y)
         loss.backward()
@@ -61,11 +69,42 @@ def of_weights(make, dtype, width=32):
     train(model, make(model.parameters()))
 
 
+def muon(params):
+    params = [*params]
+    for p in params:
+        p.requires_grad_(p.ndim == 2)
+    return optim.Muon([p for p in params if p.ndim == 2], lr=2e-5, adjust_lr_fn="match_rms_adamw")
+
+
+class Queued(optim.Optimizer):
+    """SGD by the mean of two gradients, in a queue; an attribute is the dtype of the mean, an object holds factors."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.held = self.param_groups[0]["params"][0].dtype
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            queue = state.setdefault("queue", deque([torch.zeros_like(p)], maxlen=2))
+            mean = state.setdefault("mean", torch.zeros_like(p, dtype=self.held))
+            scale = state.setdefault("scale", SimpleNamespace(factors=torch.zeros_like(p).flatten()))
+            queue.append(p.grad.clone())
+            mean.lerp_(torch.lerp(*queue, 0.5).to(self.held), 1.0)
+            extra = torch.dot(scale.factors, p.grad.flatten()).item()  # refuses two dtypes
+            p.sub_(mean, alpha=self.param_groups[0]["lr"] + extra)
+
+
 planted_in_bf16(
     "lost updates",
     of_weights,
     bf16_weights_under_sgd=partial(optim.SGD, lr=1e-3),
     bf16_weights_under_fused_adamw=partial(optim.AdamW, lr=1e-5, weight_decay=0, betas=(0.9, 0.95), fused=True),
+    bf16_weights_under_adafactor=partial(optim.Adafactor, lr=1e-3),
+    bf16_weights_under_muon=muon,
+    bf16_weights_under_adamw_with_a_tensor=lambda params: optim.AdamW(params, torch.tensor(1e-5), (0.9, 0.95)),
+    bf16_weights_under_a_class_that_nobody_knows=partial(Queued, lr=1e-3),
 )
 planted_in_bf16(
     "weight decay",
@@ -107,6 +146,57 @@ def rate_in_bf16(sick):
     train(model, optim.Adam(model.parameters(), lr=torch.tensor(1e-3, dtype=BF16 if sick else FP32)))
 
 
+def by_hand(update, dtype):
+    """No optimizer at all."""
+    model = mlp(dtype)
+    for i in range(12):
+        model.zero_grad()
+        x, y = batch(i)
+        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        for p in model.parameters():
+            update(p, 1e-5 * p.grad)
+
+
+planted_in_bf16(
+    "lost updates",
+    by_hand,
+    by_hand_in_place=torch.no_grad()(lambda p, u: p.sub_(u)),
+    by_hand_in_data=lambda p, u: p.data.add_(u, alpha=-1.0),
+    by_hand_by_new_data=lambda p, u: setattr(p, "data", p.data - u),
+    by_hand_by_copy=torch.no_grad()(lambda p, u: p.copy_(p - u)),
+    by_hand_by_foreach=torch.no_grad()(lambda p, u: torch._foreach_add_([p], [u], alpha=-1.0)),
+)
+
+
+def body_by_hand(update, dtype):
+    """An optimizer steps the head alone."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(16, 32).to(dtype), nn.Linear(32, 4)
+
+    @torch.no_grad()
+    def after():
+        for p in body.parameters():
+            update(p, 1e-5 * p.grad.float().sign())
+        body.zero_grad()
+
+    model = nn.Sequential(body, Widened(), head)
+    train(model, optim.SGD(head.parameters(), lr=0.1), after=after)
+
+
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+planted_in_bf16(
+    "lost updates",
+    body_by_hand,
+    body_by_hand_by_copy=lambda p, u: p.copy_(p - u),
+    body_by_hand_by_new_data=lambda p, u: setattr(p, "data", (p.data.float() - u).to(p.dtype)),
+    body_by_hand_by_set=lambda p, u: p.set_((p - u).to(p.dtype)),
+)
+
+
 # Averages and accumulation
 
 
@@ -116,8 +206,9 @@ def averaging(update, dtype):
 
     @torch.no_grad()
     def after():
-        for mean, p in zip(average, model.parameters(), strict=True):
-            update(mean, p.to(dtype))
+        for i, p in enumerate(model.parameters()):
+            made = update(average[i], p.detach().to(dtype), 0.999)
+            average[i] = average[i] if made is None else made
 
     train(model, optim.Adam(model.parameters(), lr=1e-3), after=after)
 
@@ -125,9 +216,51 @@ def averaging(update, dtype):
 planted_in_bf16(
     "average of weights",
     averaging,
-    average_by_lerp=lambda mean, p: mean.lerp_(p, 0.001),
-    average_by_mul_and_add=lambda mean, p: mean.data.mul_(0.999).add_(p.data, alpha=0.001),
-    average_by_copy=lambda mean, p: mean.copy_(mean * 0.999 + p * (1 - 0.999)),
+    average_by_lerp_in_place=lambda mean, p, d: mean.lerp_(p, 1 - d),
+    average_by_mul_and_add_in_place=lambda mean, p, d: mean.data.mul_(d).add_(p.data, alpha=1 - d),
+    average_by_copy=lambda mean, p, d: mean.copy_(mean * d + p * (1 - d)),
+    average_by_data=lambda mean, p, d: setattr(mean, "data", mean.data * d + p * (1 - d)),
+    average_by_sub=lambda mean, p, d: mean.sub_((1 - d) * (mean - p)),
+    average_by_mul_and_add=lambda mean, p, d: mean.mul(d).add(p, alpha=1 - d),
+    average_by_the_difference=lambda mean, p, d: mean + (p - mean) * (1 - d),
+    average_by_lerp=lambda mean, p, d: torch.lerp(mean, p, 1 - d),
+    average_as_stylegan_has_it=lambda mean, p, d: mean.copy_(p.lerp(mean, d)),
+    average_through_fp32=lambda mean, p, d: mean.copy_((mean.float() * d + p.float() * (1 - d)).to(mean.dtype)),
+    average_from_fp32=lambda mean, p, d: mean.copy_(torch.lerp(p.float(), mean.float(), d)),
+    average_by_addcmul=lambda mean, p, d: mean.copy_(torch.addcmul(mean, p - mean, torch.full_like(mean, 1 - d))),
+)
+
+
+class Counting(nn.Module):
+    def __init__(self, counted):
+        super().__init__()
+        self.linear, self.counted = nn.Linear(16, 4), counted
+        self.register_buffer("count", torch.full((1000,), 256.0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            made = self.counted(self.count, torch.arange(1000), torch.ones_like(self.count))
+        self.count = self.count if made is None else made
+        return self.linear(x)
+
+
+def counting(counted, dtype):
+    """Every number of a count stands at 256, where BF16 has no next integer."""
+    torch.manual_seed(0)
+    model = small(Counting(counted).to(dtype))
+    train(model, optim.SGD(model.parameters(), lr=1.0))
+
+
+planted_in_bf16(
+    "average of weights",
+    counting,
+    count_in_place=lambda count, i, ones: count.__iadd__(ones),
+    count_that_is_new=lambda count, i, ones: count + ones,
+    count_by_index_add=lambda count, i, ones: count.index_add_(0, i, ones),
+    count_by_index_put=lambda count, i, ones: count.index_put_((i,), ones, accumulate=True),
+    count_by_index_in_place=lambda count, i, ones: count.__setitem__(i, count[i].add_(1)),
+    count_by_mask_in_place=lambda count, i, ones: count.__setitem__(count > 3, count[count > 3].add_(1)),
+    count_by_index=lambda count, i, ones: count.__setitem__(i, count[i] + ones),
 )
 
 
@@ -363,6 +496,82 @@ def half_of_it_outside(sick):
                 return super().forward(x.float() if sick else x)
 
     in_autocast(Outside(32, 32))
+
+
+@planted_line("integers", around_fp32)
+def positions_of_linspace(x, sick):
+    return x + torch.linspace(0, 511, 512, dtype=BF16 if sick else FP32)[:32].float() * 1e-4
+
+
+@planted_line("integers", around_fp32)
+def positions_in_a_list(x, sick):
+    return x + torch.ones(1, dtype=BF16 if sick else FP32).new_tensor(list(range(512)))[:32].float() * 1e-4
+
+
+@planted_line("integers", around_fp32)
+def positions_copied(x, sick):
+    """Labels are no positions."""
+    numbers = torch.arange(512) if sick else torch.randint(0, 2000, (512,))
+    return x + torch.empty(512, dtype=BF16).copy_(numbers)[:32].float() * 1e-4
+
+
+@planted_line("indices", around_fp32)
+def indices_in_bf16(x, sick):
+    return x + (torch.rand(32).to(BF16 if sick else FP32) * 1000).long() * 1e-4
+
+
+@planted_line("indices", around_fp32)
+def indices_of_what_was_in_bf16(x, sick):
+    return x + (torch.rand(512).to(BF16 if sick else FP32) * 1000).float().long()[:32] * 1e-4
+
+
+def turned(positions, dtype):
+    angles = torch.arange(positions)[:, None] * torch.tensor([10000.0 ** (-i / 16) for i in range(16)]).to(dtype)
+    return torch.cat([angles.sin(), angles.cos()], -1)[-1].float()
+
+
+planted_in_bf16("angles", lambda positions, dtype: around_fp32(lambda x: x + turned(positions, dtype)), many_angles=512)
+planted_by(
+    "angles", lambda dtype, many: around_fp32(lambda x: x + turned(many, dtype)), (512, 200), angles_in_bf16=BF16
+)
+
+
+def state(part, dtype):
+    def line(given):
+        x = given.to(dtype)
+        for _ in range(24):
+            x = x + part * torch.sin(x)
+        return given + 1e-4 * x.float()
+
+    around_fp32(line)
+
+
+planted_in_bf16("running value", state, state_of_an_ode=1e-3)
+planted_by("running value", lambda dtype, part: state(part, dtype), (1e-3, 0.5), state_in_bf16=BF16)
+
+
+def nearest(distances, far):
+    """The mean of the nearest points, as of a point cloud."""
+
+    def line(x):
+        y = far + torch.rand(len(x), 6)
+        with torch.autocast("cpu"):
+            squares = (y**2).sum(-1, keepdim=True)
+            near = distances(squares, squares.T, y, y.T).topk(4, largest=False)[1]
+        return x[near].mean(1)
+
+    around_fp32(line)
+
+
+planted_by(
+    "distances",
+    nearest,
+    (8.0, 0.0),
+    distances_a_product_b=lambda a, b, z, c: a - 2 * torch.matmul(z, c) + b,
+    distances_a_b_product=lambda a, b, z, c: a + b - 2 * (z @ c),
+    distances_a_b_doubled=lambda a, b, z, c: a + b - 2 * z @ c,
+    distances_product_a_b=lambda a, b, z, c: -2 * (z @ c) + (a + b),
+)
 
 
 # FP16, inf and NaN

@@ -154,6 +154,7 @@ class Notes:
         iteration: from 1, the one that runs. born: addresses of tensors in low precision that this iteration has made,
             or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: these, by
             identity, and the iterations in which they were read.
+        replaced: the identities of weights that a line has replaced.
         rewritten: by the address of a result, the older numbers that it was computed of, the result, its value in FP32,
             the address of the older numbers, and the place.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
@@ -170,6 +171,7 @@ class Notes:
         self.born: set[int] = set()
         self.leaves: dict[torch.dtype, set[int]] = {}
         self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        self.replaced: set[int] = set()
         self.rewritten: dict[int, tuple[Any, ...]] = {}
         self.skipped: list[bool] = []
         self.scale = 0.0

@@ -261,8 +261,9 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
     left = []
     for ref, iterations in notes.weights.values():
         p = ref()
-        lives_on = p is not None and (isinstance(p, Parameter) or len(iterations) > 1)
-        if p is not None and lives_on and p.requires_grad and p not in names and memory(p.detach()) not in moved:
+        if p is None or not p.requires_grad or p in names or id(p) in notes.replaced or memory(p.detach()) in moved:
+            continue
+        if isinstance(p, Parameter) or len(iterations) > 1:  # it lives on
             left.append(p)
     if left:
         which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"

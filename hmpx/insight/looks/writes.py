@@ -52,6 +52,7 @@ def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
     for weight in op.given if notes.rewritten else ():
         if weight.requires_grad and weight.is_leaf and (made := notes.rewritten.pop(memory(weight), None)) is not None:
             *written, place = made
+            notes.replaced.add(id(weight))
             _count(notes, op, weight, *written, place=place)
 
 
