@@ -8,11 +8,9 @@ one copy sends all words. So the host makes the same few calls for any number of
 from __future__ import annotations
 
 import contextlib
-import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from operator import or_
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,6 +28,8 @@ _HEAD, _STORED, _KEY = 11, 4, 1  # words of a row and of each of its tensors, an
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words that hold the scalars of a row
 _BYTES = 8  # of a word
+_MULTIPLES = bytes(range(0, 256, 16))
+_NONE = array("Q")
 
 
 class Lain(NamedTuple):
@@ -155,13 +155,13 @@ class _Places:
             self._slice = slice(places[0], places[-1] + 1, apart)
         self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
 
-    def fill(self, words: array[int], addresses: Sequence[int]) -> None:
+    def fill(self, words: array[int], addresses: array[int]) -> None:
         """Write these addresses, each as often as it is asked for."""
         if self._slice is not None and len(addresses) == len(self._places):
-            words[self._slice] = array("Q", addresses)
+            words[self._slice] = addresses
         elif self._places:
             places, indices, offsets = self._tensors
-            given = _as_tensor(array("q", addresses)).index_select(0, indices)
+            given = _as_tensor(addresses).index_select(0, indices)
             _as_tensor(words).index_copy_(0, places, given.add_(offsets))
 
 
@@ -183,6 +183,7 @@ class Launch:
         self.programs, self.count, self.at, self.end = programs, len(programs), at, end
         self.rows: list[int] = []
         self._args: tuple[Any, ...] = ()
+        self._compiled: Callable[..., object] | None = None
 
     def lie_in(self, table: torch.Tensor) -> None:
         """Say where the words are on the device, and put the row of each program there."""
@@ -200,7 +201,10 @@ class Launch:
 
     def run(self) -> None:
         """Launch; the words have been sent."""
-        triton.start(self._kernel, self._grid, self._args, self._constants)
+        if self._compiled is None:
+            self._compiled = triton.start(self._kernel, self._grid, self._args, self._constants)
+        else:
+            self._compiled(*self._args, *self._constants)
 
 
 class Call(Launch):
@@ -234,7 +238,7 @@ class Table:
         self._device, self._in_c, self._words = device, kernels is native, array("Q")
         self._names, self._keys = array("Q"), array("Q")  # of what is rounded in each step, and where its key stands
         self._grads, self._in_room = _Places(), _Places()
-        self._aligned = array("q")  # gradients whose addresses must stay multiples of 16
+        self._aligned = list[int]()  # gradients whose addresses must stay multiples of 16
         self._launches: list[Launch] = []
         self._is_fixed, self._room = False, 0
         self._sent: torch.Tensor
@@ -287,11 +291,12 @@ class Table:
         """Whether anything is to be launched."""
         return bool(self._launches)
 
-    def takes(self, addresses: Sequence[int]) -> bool:
+    def takes(self, addresses: array[int]) -> bool:
         """Return whether gradients at these addresses are aligned as those for which the launches were made."""
-        return not functools.reduce(or_, [addresses[i] for i in self._aligned], 0) % 16
+        lowest = addresses.tobytes()[:: addresses.itemsize]  # byte of each address
+        return not lowest.translate(None, _MULTIPLES) or not any([lowest[i] % 16 for i in self._aligned])
 
-    def send(self, step_key: int | None = None, grads: Sequence[int] = (), room: int = 0) -> None:
+    def send(self, step_key: int | None = None, grads: array[int] = _NONE, room: int = 0) -> None:
         """Copy the words to the device, with keys, addresses of gradients and of the room as they are in this step."""
         if not self._is_fixed:
             self._fix()
@@ -299,7 +304,7 @@ class Table:
             native.put_keys(self._words, self._keys, self._names, step_key)
         self._grads.fill(self._words, grads)
         if room != self._room:
-            self._in_room.fill(self._words, (room,))
+            self._in_room.fill(self._words, array("Q", (room,)))
             self._room = room
         if not self._in_c:
             _send(_as_tensor(self._words), self._sent)

@@ -7,6 +7,7 @@ They take what the C kernels take, and round to the same bits. Triton comes with
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -45,16 +46,24 @@ def can_read(*tensors: torch.Tensor) -> bool:
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def start(kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[int, ...]) -> None:
-    """Launch a kernel once. Its table begins at a multiple of 16 bytes, for which it is compiled."""
+def start(
+    kernel: str, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[int, ...]
+) -> Callable[..., object] | None:
+    """Launch a kernel once. Its table begins at a multiple of 16 bytes, for which it is compiled.
+
+    Returns:
+        What launches it again, with arguments and constants; None in the interpreter.
+    """
     known = kernel, args[0].device, constants, args[1] is None
     compiled = _compiled.get(known)
     if compiled is not None:
         compiled[grid](*args, *constants)
-        return
+        return compiled[grid]
     kernels = _imported()
     assert kernels is not None, "a table is for them"
     options = {"enable_fp_fusion": False, "num_warps": kernels.WARPS[constants[-1]]}
     compiled = getattr(kernels, kernel)[grid](*args, *constants, **options)
-    if compiled is not None:  # there is none in the interpreter
-        _compiled[known] = compiled
+    if compiled is None:
+        return None
+    _compiled[known] = compiled
+    return compiled[grid]

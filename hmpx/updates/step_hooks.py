@@ -34,7 +34,7 @@ from hmpx.errors import HmpxError
 from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment, takes_hooks
 from hmpx.updates.ranks.checks import several_ranks
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
@@ -149,15 +149,19 @@ def _watched(step: Callable) -> Callable:
             return step(optimizer, *args, **kwargs)
         for look in list(first_steps):
             look()
-        if not (args or kwargs or open_caches) and _is_plain(optimizer):
+        attachment = vars(optimizer).get(ATTRIBUTE)
+        if attachment is None and not (args or kwargs or open_caches) and _is_plain(optimizer):
             return run_in_region.run_plain_step(optimizer, step)
-        how = region_state.innermost().rounding
-        # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
-        casting = region_state.innermost().casting if how is None else region_state.usual()
+        around = region_state.innermost()
+        how = around.rounding
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
-        call = call.with_functions(functools.partial(_cast_inside, casting))
+        if args or kwargs:
+            # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
+            casting = around.casting if how is None else region_state.usual()
+            call = call.with_functions(functools.partial(_cast_inside, casting))
+        own = _step if attachment is None else attachment.step
         forget = functools.partial(_forget_casts, optimizer)
-        return run_in_region.giving_back(forget, run_in_region.run_step, optimizer, how, _step, (call, how))
+        return run_in_region.giving_back(forget, run_in_region.run_step, optimizer, how, own, (call,))
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
@@ -167,21 +171,18 @@ never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Whether hmpx has nothing to do with the weights and the state of an optimizer."""
-    is_ours = own_attachment(optimizer) is not None or has_bf16(optimizer) or inside_zero(optimizer) is not None
+    """Whether hmpx has nothing to do with the weights and the state of an optimizer that is not attached."""
+    is_ours = has_bf16(optimizer) or inside_zero(optimizer) is not None
     return not is_ours and not step_count.is_stored(optimizer)
 
 
-def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
-    """Step as an attachment says, or else as the region around the step does; a plain step if neither says anything."""
-    optimizer = call.optimizer
+def _step(call: StepCall) -> Any:
+    """Step an optimizer that is not attached as the region around the step says, or plainly if none says anything."""
+    optimizer, how = call.optimizer, region_state.innermost().rounding
     inner = inside_zero(optimizer)
     if inner is not None:  # whose own step is watched as well
         share_names(optimizer, inner)
         return call.run()
-    attachment = own_attachment(optimizer)
-    if attachment is not None:
-        return attachment.step(call)
     if how is not None and has_bf16(optimizer):
         refuse_plain_steps(optimizer)
         updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))

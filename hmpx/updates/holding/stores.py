@@ -209,26 +209,27 @@ class Stores:
     """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`.
 
     Attributes:
+        kept: the stores that keep something beside the weights, by parameter.
         are_torn: whether a step was interrupted after it had written some of the masters.
     """
 
     def __init__(self) -> None:
         self.are_torn = False
-        self._kept: dict[Parameter, Store] = {}
+        self.kept: dict[Parameter, Store] = {}
 
     def of(self, segment: Segment) -> Store:
         """Return the store of a parameter, chosen by its `way`."""
         kind = WAYS[segment.way.weights]
-        store = self._kept.get(segment.param)
+        store = self.kept.get(segment.param)
         if store is None or type(store) is not kind:
             store = kind(segment.param)
             if kind.bytes_beside:
-                self._kept[segment.param] = store
+                self.kept[segment.param] = store
         return store
 
     def beside(self, params: Iterable[Parameter] | None = None) -> list[tuple[Tensor, ...]]:
         """Return the tensors that are kept beside the weights of these parameters, or of all."""
-        stores = self._kept.values() if params is None else [self._kept[p] for p in params if p in self._kept]
+        stores = self.kept.values() if params is None else [self.kept[p] for p in params if p in self.kept]
         return list(map(_BESIDE, stores))
 
     def masters(self, segment: Segment) -> Tensor | None:
@@ -240,7 +241,7 @@ class Stores:
 
         They may differ in size. An element fits where both have it, with the same weight.
         """
-        store = self._kept.pop(gone.param, None)
+        store = self.kept.pop(gone.param, None)
         p, before = heir.param, gone.param
         if store is None or is_sharded(p) or is_sharded(before) or p.dim() != before.dim() or p.device != before.device:
             return 0
@@ -252,9 +253,9 @@ class Stores:
 
     def forget(self) -> None:
         """Drop all masters: the next step starts from the BF16 weights."""
-        self._kept.clear()
+        self.kept.clear()
         self.are_torn = False
 
     def drop(self, param: Parameter) -> None:
         """Drop the data kept beside the weights of one parameter."""
-        self._kept.pop(param, None)
+        self.kept.pop(param, None)

@@ -98,13 +98,13 @@ class Batch:
             with lists:
                 result = self._run(call, write_back, lists)
             self._hand_back(optimizer, write_back, gradients)
-            written += self._names
+            written.append(self._names)
             self._write(key)
             self._take(optimizer, key)
             key.flush()
         except BaseException:
             lists.hide()  # an interrupt may have come while they were shown or hidden
-            written += self._written(optimizer)
+            written.append(self._written(optimizer))
             self._undo()
             raise
         return result
@@ -178,7 +178,7 @@ class Batch:
         # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
         is_hidden = getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
         if is_hidden or not all(map(is_, left, self._grads)) or _versions(left) != self._seen:
-            write_back.written.extend(self._names)
+            write_back.written.append(self._names)
             for each, now, grad, version in zip(self._shown, left, self._grads, self._seen, strict=True):
                 if is_hidden or now is not grad or _version(now) != version:
                     _hand_back(each.segment, now, gradients, each.index)

@@ -158,7 +158,7 @@ def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
     return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ
 
 
-def can_be_cut(optimizer: Optimizer, segments: list[Segment]) -> bool:
+def can_be_cut(optimizer: Optimizer, segments: Iterable[Segment]) -> bool:
     """Whether the step of a listed class can be taken in batches: gradients are dense, and state lies as its parameter.
 
     False on XLA, where a step is one graph and the compiler bounds its memory.

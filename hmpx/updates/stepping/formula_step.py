@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from types import ModuleType
 from typing import Any
@@ -37,7 +37,7 @@ def by_formula(call: StepCall, formula: Formula | None, real: Container[Tensor])
 
     real: the optimizer's own parameters. Where it sees one of these, that one gets a plain step.
     """
-    return call if formula is None else replace(call, method=_FormulaStep(formula, call.method, real))
+    return call if formula is None else call._replace(method=_FormulaStep(formula, call.method, real))
 
 
 @dataclass(eq=False, slots=True)

@@ -196,7 +196,7 @@ class FusedBatch:
         self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
         for first, size in zip(self._firsts, self._sizes, strict=True):
             steps, group = counted[begin : begin + size], call.optimizer.param_groups[first.group]
-            if formula.tensors_alone and not self._has_new and steps.count(steps[0]) == size:
+            if formula.tensors_alone and not self._has_new and steps == steps[:1] * size:
                 step, seen = steps[0] + formula.counts, formula.depends_on(first.known)
                 found += [formula.scalars(call.optimizer, group, step, seen)] * size
             else:
@@ -226,7 +226,7 @@ class FusedBatch:
 
     def step(self, write_back: WriteBack) -> None:
         """Step the parameters. `begin` comes before, and the table has been sent."""
-        write_back.written.extend(self._names)
+        write_back.written.append(self._names)
         run_all(self._launches)
         self._counts.raise_by_one()
         for each, beside in self._beside:

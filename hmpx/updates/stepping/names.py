@@ -74,13 +74,13 @@ def membership(optimizer: Optimizer) -> tuple:
 
     The names that `attach` was given do not change.
     """
-    return list(map(id, parameters(optimizer))), *names_in_groups(optimizer)
-
-
-def names_in_groups(optimizer: Optimizer) -> tuple:
-    """Return `membership` without the parameters themselves."""
     groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
-    return groups, list(_shared_names.get(optimizer, {}).values())
+    return list(map(id, parameters(optimizer))), groups, list(_shared_names.get(optimizer, {}).values())
+
+
+def shared_names(optimizer: Optimizer) -> dict[Parameter, str]:
+    """Return the names that the optimizer around this one knows; the same dict in every call."""
+    return _shared_names.setdefault(optimizer, {})
 
 
 def layout(optimizer: Optimizer) -> tuple | None:
@@ -107,7 +107,7 @@ def inside_zero(optimizer: Optimizer) -> Optimizer | None:
 
 def share_names(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
-    shared = _shared_names.setdefault(inner, {})
+    shared = shared_names(inner)
     if len(shared) != len(parameters(outer)):
         shared.update((p, name) for name, p in named(outer, dict(shared)))
 

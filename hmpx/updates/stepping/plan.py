@@ -7,10 +7,10 @@ whether it still fits.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable
 from itertools import chain
-from operator import attrgetter, is_, or_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from hmpx.updates.stepping.batch import Batch, values_of
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_batch import fused_batches
-from hmpx.updates.stepping.names import Members, membership, names_in_groups, parameters
+from hmpx.updates.stepping.names import Members, parameters, shared_names
 from hmpx.updates.stepping.optimizer_classes import Formula, is_scaled
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
@@ -39,15 +39,15 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 _GRAD = attrgetter("grad")
+_OF_GROUP = itemgetter("params")
 _PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
-_ALIGNED = 16  # bytes: where all gradients begin at a multiple of it, kernels need not be asked whether they take them
 
 
 class Gradients(NamedTuple):
     """The gradients of a step as this rank holds them, and where they are."""
 
     tensors: list[Tensor]
-    addresses: list[int]
+    addresses: array[int]
 
 
 class Fingerprint:
@@ -60,9 +60,10 @@ class Fingerprint:
 
     def __init__(self, optimizer: Optimizer, params: list[Parameter], stores: Stores, *, is_part: bool) -> None:
         self._params, self._stores, self._is_part = params, stores, is_part
-        self._all, self._names = params if is_part else parameters(optimizer), membership(optimizer)[1:]
-        self._states, self._beside = optimizer.state, self._look_beside()
-        self._keys_of_states, self._own = self._look_at_states()
+        self._all, self._shared = params if is_part else parameters(optimizer), shared_names(optimizer)
+        self._groups = self._look_at_groups(optimizer.param_groups)
+        self._states, self._beside = optimizer.state, stores.beside(params if is_part else None)
+        self._keys_of_states, self._own = map(list, self._look_at_states())
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
         # Masters and scales are hmpx's own: they are what they were where they are the same objects.
@@ -79,14 +80,21 @@ class Fingerprint:
         grads = [local(p.grad) for p in params if p.grad is not None]
         self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
-    def _look_beside(self) -> list[tuple[Tensor, ...]]:
-        return self._stores.beside(self._params if self._is_part else None)
+    def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
+        """Return the number of parameters in each group, their names there, and how many names the outer ZeRO knows."""
+        names = [list(group.get("param_names", ())) for group in groups]
+        return [len(group["params"]) for group in groups], names, len(self._shared)
 
-    def _look_at_states(self) -> tuple[list[Any], list[Any]]:
-        """Return parameters and their states; to list all hashes no keys, which tensors do in Python."""
+    def _look_at_states(self) -> tuple[Collection[Any], Collection[Any]]:
+        """Return parameters and their states. To go through all of a dict hashes no tensor, which Python would do."""
         if self._is_part:
             return [], list(map(self._states.get, self._params))
-        return list(self._states), list(self._states.values())
+        return self._states.keys(), self._states.values()
+
+    def _are_masters_kept(self) -> bool:
+        if not self._beside and not self._stores.kept:
+            return True
+        return _are(self._stores.beside(self._params if self._is_part else None), self._beside)
 
     @staticmethod
     def can_be(optimizer: Optimizer, params: Iterable[Parameter]) -> bool:
@@ -113,25 +121,26 @@ class Fingerprint:
 
         One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
         """
-        if optimizer.state is not self._states or is_scaled(optimizer):
+        groups = optimizer.param_groups
+        if optimizer.state is not self._states or is_scaled(optimizer) or self._look_at_groups(groups) != self._groups:
             return None
-        now = self._params if self._is_part else parameters(optimizer)
+        if not self._is_part and not all(map(is_, chain.from_iterable(map(_OF_GROUP, groups)), self._all)):
+            return None
         keys, own = self._look_at_states()
-        looks = (now, self._all), (keys, self._keys_of_states), (own, self._own), (self._look_beside(), self._beside)
-        if not all([_are(*each) for each in looks]) or names_in_groups(optimizer) != self._names:
+        if not _are(keys, self._keys_of_states) or not _are(own, self._own):
             return None
         values = chain.from_iterable(map(dict.values, self._dicts))
-        if list(chain(*self._dicts)) != self._keys or not all(map(is_, values, self._values)):
+        if list(chain.from_iterable(self._dicts)) != self._keys or not all(map(is_, values, self._values)):
             return None
         grads = self._gradients()
-        if grads is None or not self._guards.check(*self._laid, *grads):
+        if not self._are_masters_kept() or grads is None or not self._guards.check(*self._laid, *grads):
             return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return None
-        addresses = list(map(Tensor.data_ptr, grads))
+        addresses = array("Q", list(map(Tensor.data_ptr, grads)))
         if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):
             return None  # the memory is not there
-        if len(now) != len(grads) and sum([p.grad is not None for p in now]) != len(grads):
+        if len(self._all) != len(grads) and sum([p.grad is not None for p in self._all]) != len(grads):
             return None
         return Gradients(grads, addresses)
 
@@ -162,7 +171,7 @@ def _is_parameter(p: Parameter) -> bool:
     return type(held) in PLAIN and (held.is_cpu or held.is_cuda)
 
 
-def _are(now: Sequence[Any], before: Sequence[Any]) -> bool:
+def _are(now: Collection[Any], before: Collection[Any]) -> bool:
     """Whether these are the same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
 
@@ -260,20 +269,21 @@ class Plan:
 
     def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
         """Take the step. found: the gradients, by `fits`."""
-        write_back, key = write_back.deferred(), write_back.rounding_key
-        if self._batches and self._formula is not None:
+        key, (gradients, addresses) = write_back.rounding_key, found or (self._gradients(), None)
+        if self._batches:
+            write_back = write_back.deferred()
             call = by_formula(call, self._formula, self._members.group)
-        if self._fingerprint is not None:
-            for room, size in self._rooms.values():
-                room.untyped_storage().resize_(size)
-        gradients, addresses = found or (self._gradients(), None)
+            if self._fingerprint is not None:
+                for room, size in self._rooms.values():
+                    room.untyped_storage().resize_(size)
         self._late.clear()
         for batch in self._fused:
             batch.begin(call)
         for device, table in self._tables.items():
             if table.has_launches:
                 # Sparse gradients have no address; the table does not read them.
-                addresses = addresses or [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
+                at = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients] if addresses is None else []
+                addresses = array("Q", at) if addresses is None else addresses
                 room_at = self._rooms[device][0].data_ptr() if device in self._rooms else 0
                 table.send(step_key(key.seed, key.step), addresses, room_at)
         if self._counts[0]:
@@ -308,6 +318,4 @@ class Plan:
         found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None
-        if not functools.reduce(or_, found.addresses, 0) % _ALIGNED:
-            return found
         return found if all([table.takes(found.addresses) for table in self._tables.values()]) else None

@@ -81,8 +81,8 @@ class WeightUpdates:
         return self._guarded(self._numbered_step, call, found)
 
     def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
-        """Call `function` with signals that it may let wait; they come, and gradients are on or off as before."""
-        if torch.is_inference_mode_enabled():  # its tensors have no versions, and no step outside could write to state
+        """Call ``function(call, signals, *args)``. It may defer signals and turn gradients off: both end with it."""
+        if torch.is_inference_mode_enabled():  # tensors made in it have no versions, and plain steps cannot write them
             with torch.inference_mode(False):
                 return self._guarded(function, call, *args)
         signals, gradients = DeferredSignals(), torch.is_grad_enabled()
@@ -95,14 +95,11 @@ class WeightUpdates:
 
     def _numbered_step(self, call: StepCall, signals: DeferredSignals, found: Gradients | None) -> Any:
         optimizer, write_back = call.optimizer, self._write_back(call, signals)
-        number = write_back.rounding_key.step
-        if number and self.settings.fused is None:
-            _tell_of_before(optimizer)
+        key = write_back.rounding_key
         try:
             result = self._step(call, write_back, found)
             if not _skipped(optimizer):
-                seed = write_back.rounding_key.seed
-                step_count.keep(optimizer, **{STEP_KEY: number + (not step_count.is_trial()), SEED_KEY: seed})
+                step_count.keep(optimizer, **{STEP_KEY: key.step + (not step_count.is_trial()), SEED_KEY: key.seed})
             write_back.written.clear()
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
@@ -114,40 +111,27 @@ class WeightUpdates:
         return result
 
     def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
-        optimizer, scope, result = call.optimizer, scope_of(call.optimizer), None
-        if scope != "whole":
-            if call.closure is not None:  # the listed classes call it before anything else
-                with torch.enable_grad():
-                    result = call.closure()
-                if self.settings.release_gradients:
-                    finish(parameters(optimizer))
-            call = call.without_arguments()
-            if self._kept_step(call, write_back, found):
-                return result
-        write_back.signals.begin()
-        if self._open is not None and scope != "whole" and all([p.grad is None for p in parameters(optimizer)]):
-            return result  # all have taken it in parts
-        segments = self.segments(optimizer)
-        self._adopt_states(optimizer, segments, write_back.rounding_key)
-        by_parts = scope != "whole" and can_be_cut(optimizer, segments)
-        if not by_parts:
-            if scope != "whole":  # the listed classes leave the others alone
-                segments = [segment for segment in segments if segment.param.grad is not None]
-                call = by_formula(call, chosen(optimizer, self.settings.fused), set(parameters(optimizer)))
-            of_whole = WholeBatch(segments).step(call, write_back, [])
-            return of_whole if scope == "whole" else result
-        params = [p for p in parameters(optimizer) if p.grad is not None]
-        before, self._stepped = self._stepped, list(map(id, params))
-        with torch.no_grad():
-            formula = chosen(optimizer, self.settings.fused)
-            plan = Plan(optimizer, Members(optimizer, segments), params, write_back, formula)
-            plan.run(call, write_back)
-            if self._open is None and before in (None, self._stepped) and plan.keep(optimizer):
-                self._kept = plan
+        """Step by the plan of the step before, by a new plan, or whole; return what the optimizer's step returns."""
+        optimizer = call.optimizer
+        if scope_of(optimizer) == "whole":
+            write_back.signals.begin()
+            segments = self.members(optimizer, write_back.rounding_key).whole.values()
+            return WholeBatch(list(segments)).step(call, write_back, [])
+        result = None
+        if call.closure is not None:  # the listed classes call the closure before anything else
+            with torch.enable_grad():
+                result = call.closure()
+            if self.settings.release_gradients:
+                finish(parameters(optimizer))
+        call = call.without_arguments()
+        if not self._step_as_before(call, write_back, found):
+            write_back.signals.begin()
+            if self._open is None or any([p.grad is not None for p in parameters(optimizer)]):
+                self._step_anew(call, write_back)
         return result
 
-    def _kept_step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
-        """Take the step by the last plan, if that fits. If not, step nothing, and return False."""
+    def _step_as_before(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
+        """Step by the plan of the step before, if it fits. If not, step nothing, and return False."""
         plan, self._kept = self._kept, None
         if plan is None or self._open is not None:
             return False
@@ -156,11 +140,31 @@ class WeightUpdates:
             return False
         write_back.signals.begin()
         self.kept_steps += 1
-        with torch.no_grad():
-            plan.run(call, write_back, found)
-            if plan.rest():
-                self._kept = plan
+        set_grad_enabled(False)
+        plan.run(call, write_back, found)
+        if plan.rest():
+            self._kept = plan
         return True
+
+    def _step_anew(self, call: StepCall, write_back: WriteBack) -> None:
+        """Look at every parameter; step by a new plan, or whole where gradients or state cannot be cut."""
+        optimizer, key = call.optimizer, write_back.rounding_key
+        formula = chosen(optimizer, self.settings.fused)
+        if key.step and self.settings.fused is None and formula is not None:
+            _tell_of_before(optimizer)
+        members = self.members(optimizer, key)
+        if not can_be_cut(optimizer, members.whole.values()):
+            stepped = [segment for segment in members.whole.values() if segment.param.grad is not None]
+            call = by_formula(call, formula, set(parameters(optimizer)))
+            WholeBatch(stepped).step(call, write_back, [])
+            return
+        params = [p for p in parameters(optimizer) if p.grad is not None]
+        before, self._stepped = self._stepped, list(map(id, params))
+        set_grad_enabled(False)
+        plan = Plan(optimizer, members, params, write_back, formula)
+        plan.run(call, write_back)
+        if self._open is None and before in (None, self._stepped) and plan.keep(optimizer):
+            self._kept = plan
 
     def step_part(self, call: StepCall, params: list[Parameter]) -> None:
         """Step some parameters, as a part of the next step."""
@@ -176,20 +180,20 @@ class WeightUpdates:
         write_back, key = self._open.write_back, tuple(map(id, params))
         part = self._parts.pop(key, None)
         try:
-            with torch.no_grad():
-                found = None if part is None else part.fits(call.optimizer)
-                if part is None or found is None:
-                    formula = chosen(call.optimizer, self.settings.fused)
-                    members = self._open.members_of(call.optimizer, self)
-                    part = Plan(call.optimizer, members, params, write_back, formula, is_part=True)
-                    part.run(call, write_back)
-                    is_kept = part.keep(call.optimizer)
-                else:
-                    part.run(call, write_back, found)
-                    is_kept = part.rest()
-                self._open.stepped.update(key)
-                if is_kept:
-                    self._taken[key] = part
+            set_grad_enabled(False)
+            found = None if part is None else part.fits(call.optimizer)
+            if part is None or found is None:
+                formula = chosen(call.optimizer, self.settings.fused)
+                members = self._open.members_of(call.optimizer, self)
+                part = Plan(call.optimizer, members, params, write_back, formula, is_part=True)
+                part.run(call, write_back)
+                is_kept = part.keep(call.optimizer)
+            else:
+                part.run(call, write_back, found)
+                is_kept = part.rest()
+            self._open.stepped.update(key)
+            if is_kept:
+                self._taken[key] = part
         except BaseException as error:
             mark_incomplete(call.optimizer, write_back, error)
             raise
@@ -201,7 +205,11 @@ class WeightUpdates:
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
         """Look at every parameter, and bring all state to the form in which it is held."""
         segments = self.segments(optimizer)
-        self._adopt_states(optimizer, segments, key)
+        expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
+        made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
+        refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
+        if adopt_states(optimizer, segments, key):
+            logger.warning(_NARROWED if key.step else _OF_PLAIN_STEPS, type(optimizer).__name__)
         return Members(optimizer, segments)
 
     @property
@@ -227,14 +235,7 @@ class WeightUpdates:
                 "(torch.cuda.make_graphed_callables), and call optimizer.step() outside of the graph"
             )
         key = self.rounding_key(call.optimizer, call.seed)
-        return WriteBack(self.stores, key, signals)
-
-    def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
-        expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
-        made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
-        refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
-        if adopt_states(optimizer, segments, key):
-            logger.warning(_NARROWED if key.step else _OF_PLAIN_STEPS, type(optimizer).__name__)
+        return WriteBack(self.stores, key, signals, [])
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
         """Take over FP32 masters from a checkpoint; return how many were dropped, by the reason."""
@@ -307,8 +308,8 @@ class _OpenStep:
 
 
 def _tell_of_before(optimizer: Optimizer) -> None:
-    """Say what has changed to whom goes on from a checkpoint of an earlier version."""
-    if step_count.is_of_before(optimizer) and chosen(optimizer, None) is not None:
+    """Warn, after a checkpoint of an earlier version was loaded, that this version's steps have other last bits."""
+    if step_count.is_of_before(optimizer):
         logger.warning(
             "hmpx: %s: the checkpoint is of hmpx 0.2 or before, whose steps were the optimizer's own; from here on "
             "they are in the arithmetic of hmpx's kernels, with other last bits of FP32: fused=False, of hmpx.attach "

@@ -13,9 +13,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from types import FrameType
-from typing import Any
+from itertools import chain
+from types import FrameType, MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -29,8 +29,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBR
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-@dataclass(frozen=True, eq=False)
-class StepCall:
+class StepCall(NamedTuple):
     """A call of an optimizer's own `step`, or of another method that rewrites weights.
 
     Attributes:
@@ -41,7 +40,7 @@ class StepCall:
     optimizer: Optimizer
     method: Callable
     args: tuple = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     seed: int | None = None
 
     def run(self) -> Any:
@@ -55,7 +54,7 @@ class StepCall:
 
     def without_arguments(self) -> StepCall:
         """Return the same step for one part of the parameters, after the closure was called."""
-        return replace(self, args=(), kwargs={}) if self.args or self.kwargs else self
+        return self._replace(args=(), kwargs={}) if self.args or self.kwargs else self
 
     def with_functions(self, wrap: Callable[[Callable], Callable]) -> StepCall:
         """Return the same call with its closure, and any other function of the user, as ``wrap(function)``.
@@ -67,30 +66,26 @@ class StepCall:
             is_function = callable(value) and (key == "closure" or not isinstance(value, (torch.nn.Module, type)))
             return wrap(value) if is_function else value
 
-        if not self.args and not self.kwargs:
-            return self
         args = tuple(wrapped(None, value) for value in self.args)
-        return replace(self, args=args, kwargs={key: wrapped(key, value) for key, value in self.kwargs.items()})
+        return self._replace(args=args, kwargs={key: wrapped(key, value) for key, value in self.kwargs.items()})
 
 
-@dataclass(frozen=True, eq=False)
-class WriteBack:
+class WriteBack(NamedTuple):
     """How one step writes weights and state.
 
     Attributes:
         signals: wait while the step cannot be interrupted.
-        written: the names of parameters of which something has changed.
+        written: lists of the names of parameters of which something has changed.
     """
 
     stores: Stores
     rounding_key: RoundingKey
     signals: DeferredSignals
-    written: list[str] = field(default_factory=list)
+    written: list[list[str]]
 
     def deferred(self) -> WriteBack:
         """Return the same, with roundings put off until `rounding_key.flush()`."""
-        key = self.rounding_key
-        return WriteBack(self.stores, RoundingKey(key.seed, key.step, []), self.signals, self.written)
+        return self._replace(rounding_key=RoundingKey(self.rounding_key.seed, self.rounding_key.step, []))
 
 
 def hides_writes(optimizer: Optimizer) -> bool:
@@ -188,10 +183,11 @@ if hasattr(os, "register_at_fork"):
 
 def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseException) -> None:
     """Make an optimizer refuse to step and to be saved, if this error leaves its step half written."""
-    if not write_back.written:
+    written = dict.fromkeys(chain(*write_back.written))
+    if not written:
         return
     write_back.stores.are_torn = True
-    names = ", ".join(repr(name) for name in dict.fromkeys(write_back.written))
+    names = ", ".join(map(repr, written))
     message = (
         f"step {write_back.rounding_key.step} of {type(optimizer).__name__} was interrupted by "
         f"{type(error).__name__} in the middle: {names} have taken it, wholly or in part, the other parameters have "
