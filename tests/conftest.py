@@ -31,8 +31,17 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that look through every object come first: libraries that others import make millions of them."""
-    items.sort(key=lambda item: "everything_is_looked_through" not in getattr(item, "fixturenames", ()))
+    """Tests that look through every object come first: libraries that others import make millions of them.
+
+    Long ones and those that share a process are next: from the end of a worker's queue another one takes what is left.
+    """
+    early = {name: place for place, name in enumerate(("everything_is_looked_through", "raised"))}
+
+    def place(item):
+        used = [early[name] for name in getattr(item, "fixturenames", ()) if name in early]
+        return min(used, default=len(early) + (item.path.parent != Path(__file__).parent))
+
+    items.sort(key=place)
     older_torch.leave_out(items)
 
 

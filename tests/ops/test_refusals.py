@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
+from tests.support.samples import database
 
 SPARSE = torch.eye(4).to_sparse()
 CALLS = {
@@ -78,7 +78,7 @@ def test_what_cuda_alone_refuses_is_explained_too(op, hidden):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_op_without_a_kernel_is_known(device):
     """torch's own table of samples says so for each device. Of products on CUDA it asks the GPU, which has them."""
-    for op in op_db:
+    for op in database():
         name = op.name.replace("nn.functional.", "").replace(".", "_")
         dtypes = op.supported_dtypes(device)
         has_none = torch.float32 in dtypes and torch.bfloat16 not in dtypes

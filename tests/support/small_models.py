@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from examples import charlm, digits
-
 
 class Encoder(nn.Module):
     def __init__(self, dropout):
@@ -39,6 +37,8 @@ def classify(model, x, y):
 
 
 def character_transformer(dropout):
+    from examples import charlm  # takes a second, with all that it imports
+
     train, _, characters = charlm.load_text()
     generator = torch.Generator().manual_seed(0)
     batches = [charlm.batch(train, generator) for _ in range(4)]
@@ -46,6 +46,8 @@ def character_transformer(dropout):
 
 
 def conv_net(dropout):
+    from examples import digits
+
     images, labels = digits.load()
     body = (nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
     model = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *body, nn.Flatten(), nn.Linear(128, 10))

@@ -32,7 +32,7 @@ KEPT = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorTyp
 KEPT = (*KEPT, types.WrapperDescriptorType, staticmethod, classmethod, property, type, torch.dtype)
 KEPT = (*KEPT, type(functools.cache(len)))
 TORCH = os.path.dirname(torch.__file__)
-OTHERS = ("PYTEST_", "TORCH", "_TORCH")  # variables of the environment that pytest and torch set
+OTHERS = ("PYTEST_", "TORCH", "_TORCH", "KMP_")  # variables of the environment that pytest, torch and scikit-learn set
 IN_CLOSURES = ("torch.optim.", "torch.nn.utils.", "torch.amp.", "torch.distributed.optim.")
 
 
@@ -167,9 +167,7 @@ def settings() -> dict[str, Any]:
         "sys.argv": [*sys.argv],
         "the main module": sys.modules.get("__main__"),
         "the working folder": os.getcwd(),
-        "the environment": frozenset(
-            each for each in os.environ.items() if not each[0].startswith(("PYTEST_", "TORCH", "_TORCH"))
-        ),
+        "the environment": frozenset(each for each in os.environ.items() if not each[0].startswith(OTHERS)),
         "threads": {each for each in threading.enumerate() if not each.daemon and "PoolExecutor" not in each.name},
     }
 
