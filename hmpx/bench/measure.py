@@ -114,8 +114,8 @@ def times_in(
 
     Args:
         reduced: what to take over rounds in place of the median.
-        calls: of work that takes a millisecond or less, so many calls in a row are measured, ten times whenever its way
-            is in turn. The least counts: some of these times nothing else has disturbed.
+        calls: for work of a millisecond or less, how many calls in a row are timed. That is done ten times a round, and
+            the least of these times counts, which other programs have disturbed least.
     """
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for _ in range(repeat + 2):

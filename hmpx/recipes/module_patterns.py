@@ -229,7 +229,7 @@ _ROLES: dict[str, _Role] = {
 
 
 def _hiding(module: Module, chosen: Mapping[Module, str], overlays: Mapping[str, Overlay]) -> set[str]:
-    """Return the earlier patterns that decide every module inside of a module; empty if its own rule decides some."""
+    """Return the patterns that decide all modules inside of a module, if its own rule decides none of them."""
     order, own = list(overlays), chosen[module]
     found = {chosen.get(each, own) for each in modules_called_in(module)}
     hidden = all(order.index(each) < order.index(own) and overlays[each].hides(overlays[own]) for each in found)

@@ -1,8 +1,8 @@
 """The models that `prepare` has set up, and their op lists: one set for all, or each model its own.
 
-Models that were prepared by equal lists share a conversion. With the first that has others, each model's lists stand as
-rules in its modules (`ops.model_lists`); outside of every model an op follows the model whose output it takes
-(`ops.outside`). A model that is restored while others are not is left uncast.
+Models with equal lists share a conversion. As soon as one has other lists, the lists of each stand as rules in its
+modules (`ops.model_lists`). An op outside of all models then follows the model whose output it takes (`ops.outside`). A
+model that is restored before the others is left uncast.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def leave(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
 
 
 def _put_in_force(models: Mapping[Module, Prepared], gone: list[ModuleRule]) -> None:
-    """Put the lists of models in force, and end rules; what other models compute meanwhile is cast as before.
+    """Put the lists of models in force, and end rules, without a gap for what other threads compute.
 
-    Only settings of the whole process that change (`where`, `verbose`, `dtype_map`, `kernels`) want a new conversion.
+    A new conversion is made only where a setting of the whole process changes: where, verbose, dtype_map or kernels.
     """
     recipes = [each.recipe for each in models.values() if each.policy is not None]
     policies = [each.policy for each in models.values() if each.policy is not None]
@@ -119,7 +119,7 @@ def _settings(recipes: Sequence[Recipe]) -> tuple:
 
 
 def _share(models: Mapping[Module, Prepared], policies: Sequence[Policy], conversion: Conversion) -> list[ModuleRule]:
-    """Give each model its own lists; return the rules in whose place they come."""
+    """Give each model its own lists; return the rules that these replace."""
     new: list[ListsRule] = []
     gone: list[ModuleRule] = []
     for model, each in models.items():

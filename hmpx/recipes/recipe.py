@@ -43,20 +43,14 @@ class Recipe:
     """What a run does with precision. ``print(recipe)`` writes it as a file that needs no other one.
 
     Attributes:
-        opt_level: "O1" or "O2" for `hmpx.convert`; None leaves torch's ops alone.
-        bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path: op lists; "" for the default ones.
-        bf16, fp32, promote, fp8: the same, name by name, in place of a file.
-        fp8_format: how ops in the fp8 list are multiplied; see `hmpx.convert`.
-        low_precision: "bfloat16" or "float16", what the ops in the bf16 list run in. None: what a list file says, else
-            bfloat16.
+        opt_level, bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path, bf16, fp32, promote, fp8: as of
+            `hmpx.convert`; opt_level None leaves torch's ops alone.
+        fp8_format, low_precision, kernels, where, dtype_map: as of `hmpx.convert`, with dtypes by name.
+        verbose: its `isVerbose`: log each distinct decision of the op lists once.
         modules: rules for parts of the model, by the name of a module or a pattern (``"lm_head"``, ``"*.attn"``), or by
             what it is for (``"<head>"``, ``"<norms>"``, ``"<last 15%>"`` of the blocks): a dtype for every op in it, or
             lists that lie over those around it (``{"fp32": ["linear"]}``); see `hmpx.policy_for`. The innermost module
             decides, of two patterns for one the last.
-        kernels: "auto", "native" or "float32", what computes the ops that run in it on a CPU; see `hmpx.convert`.
-        where: "model" or "everywhere", where ops are cast; see `hmpx.convert`.
-        verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.
-        dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
         parameter_dtype: "bfloat16" or "float32", of the model's parameters. None: they keep theirs, as in a file or
             dict with nothing but keys about ops.
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
@@ -65,7 +59,7 @@ class Recipe:
             `state_dtype`: a dtype, or a mapping of any of ``dtype``, ``weights``, ``state_dtype``
             (``{"*.norm*": "float32", "*.bias": {"weights": "master"}}``). The last that fits decides; what it leaves
             out is as for the others.
-        weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: see
+        weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: as of
             `hmpx.attach`, with dtypes by name (``"bf16"``, ``"fp32"`` for short).
 
     `from_nxd()` makes one of NxD's configuration, `inlined()` one without paths. `policy()`, `overlays()`, `mapped()`

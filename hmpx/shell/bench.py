@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,38 +21,39 @@ _LISTS = ("toy", "resnet50", "bert-base", "gpt2-small")
 _MODELS = ("mlp", "convnet", "transformer")
 
 
-def _tables(options: argparse.Namespace) -> list[Callable[[], Bench]]:
-    """Return what makes each table. The imports stand here so that other commands do not pay for torch's profiler."""
+def _tables(options: argparse.Namespace) -> Iterator[Bench]:
+    """Yield each table as it is made. Imports stand here so that other commands do not pay for torch's profiler."""
     if options.what == "memory":
         from hmpx.bench import memory
 
-        made = memory.run(options.params, options.ranks, options.recipe, options.states)
-        return [lambda table=table: table for table in made]  # type: ignore[misc]
+        yield from memory.run(options.params, options.ranks, options.recipe, options.states)
+        return
     with _in_a_checkout(options.what):
         from hmpx.bench import casts, host, updates
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device, repeat = _device(name), options.repeat
+    repeat, device = options.repeat, _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.what == "host":
-        return [lambda: host.run(repeat, device, options.tensors, options.only)]
+        yield host.run(repeat, device, options.tensors, options.only)
+        return
     if options.threads:
         torch.set_num_threads(options.threads)
-    return {
-        "rounding": [lambda: updates.rounding(options.elements, repeat, device)],
-        "step": [
-            lambda: updates.step(options.elements, repeat, device),
-            lambda: updates.steps_of_models(options.models, repeat, device),
-        ],
-        "casts": [lambda: casts.run(repeat, device), lambda: casts.run_kept(repeat, device)],
-        "train": [lambda: casts.run_models(repeat, device, options.models, not options.eager)],
-    }[options.what]
+    if options.what == "rounding":
+        yield updates.rounding(options.elements, repeat, device)
+    elif options.what == "step":
+        yield updates.step(options.elements, repeat, device)
+        yield updates.steps_of_models(options.models, repeat, device)
+    elif options.what == "casts":
+        yield casts.run(repeat, device)
+        yield casts.run_kept(repeat, device)
+    else:
+        yield casts.run_models(repeat, device, options.models, not options.eager)
 
 
 def _bench(options: argparse.Namespace) -> int:
     outputs_asked(options, "json")
     benches = []
     for table in _tables(options):
-        benches.append(table())
-        print("" if len(benches) == 1 else "\n", benches[-1], sep="")
+        benches.append(table)
+        print("" if len(benches) == 1 else "\n", table, sep="")
     if options.json:
         from hmpx.bench import measure
 

@@ -73,10 +73,11 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
 
 
 def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restores: bool = False) -> None:
-    """Do what `run` does, and print and do what the interpreter would at its end, so that a report can follow it.
+    """Do what `run` does, and then what the interpreter does at its end, so that a report can follow.
 
-    That is: the traceback of what the script raises, and what it has registered with `atexit`. restores: torch is not
-    converted afterwards.
+    That prints the traceback of what the script raises, and calls what it has registered with `atexit`.
+
+    restores: end the conversion afterwards.
 
     Raises:
         HmpxError: there is no such script or module, or the recipe is wrong.
