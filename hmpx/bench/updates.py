@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -155,11 +156,12 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "FP32 masters by hand, torch fused": (bf16, _masters_by_hand),
         "hmpx stochastic, torch foreach": (bf16, lambda params: _hmpx(params, *_HELD["stochastic"], foreach=True)),
     }
-    for name, held in _HELD.items():
-        found[f"hmpx {name}, torch fused"] = bf16, lambda params, held=held: _hmpx(params, *held)
-    for name, held in _HELD.items():
-        own = "hmpx fused" if name == "stochastic" else f"hmpx fused, {name}"
-        found[own] = bf16, lambda params, held=held: _hmpx(params, *held, own=True)
+    for name, (weights, state_dtype) in _HELD.items():
+        made = functools.partial(_hmpx, weights=weights, state_dtype=state_dtype)
+        found[f"hmpx {name}, torch fused"] = bf16, made
+    for name, (weights, state_dtype) in _HELD.items():
+        made = functools.partial(_hmpx, weights=weights, state_dtype=state_dtype, own=True)
+        found["hmpx fused" if name == "stochastic" else f"hmpx fused, {name}"] = bf16, made
     return found
 
 

@@ -53,7 +53,7 @@ class Activation(Installation):
 
     def __init__(self, recipe: Recipe, group: Any = None, *, trainer: str = "") -> None:
         super().__init__()
-        self._group, self._trainer = group, trainer  # the plugin that hands models and optimizers over, or ""
+        self._group, self._trainer = group, trainer  # the name of the plugin that hands over its models; "" without one
         self._policy = recipe.policy()
         self.recipe = recipe.inlined()
         self._settings = {under_zero: recipe.under_zero(under_zero).settings() for under_zero in (True, False)}
@@ -114,10 +114,10 @@ class Activation(Installation):
             self._take([model])
             undo.callback(self._ruled.discard, model)
 
-    def take_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        """Attach an optimizer of a model that was taken, unless it has no BF16 parameters."""
+    def take_optimizer(self, optimizer: torch.optim.Optimizer, *models: torch.nn.Module) -> None:
+        """Attach an optimizer of models that were cast, unless it has no BF16 parameters."""
         with self.recipe.naming_lines():
-            attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], [model], self._group)
+            attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], models, self._group)
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and attached(each)]
@@ -128,8 +128,7 @@ class Activation(Installation):
         compare("hmpx.activate", facts(self.recipe), self._group)
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
             models = cast_models_of(parameters(optimizer), self.recipe, undo)
-            with self.recipe.naming_lines():
-                attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], models, self._group)
+            self.take_optimizer(optimizer, *models)
             undo.pop_all()
         self._take(models)
 

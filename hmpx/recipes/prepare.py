@@ -124,7 +124,7 @@ def _refuse_another(
 
 
 def attach_made(
-    optimizer: torch.optim.Optimizer, settings: Settings, models: list[torch.nn.Module], process_group: Any = None
+    optimizer: torch.optim.Optimizer, settings: Settings, models: Sequence[torch.nn.Module], process_group: Any = None
 ) -> None:
     """Attach an optimizer, unless it has no BF16 parameters.
 
@@ -140,7 +140,10 @@ def attach_made(
 
 
 def of_own(
-    settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
+    settings: Settings,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    models: Sequence[torch.nn.Module],
 ) -> Settings:
     """Return the settings with only the rules that fit parameters of this optimizer.
 
