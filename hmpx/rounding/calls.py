@@ -18,9 +18,15 @@ from hmpx.rounding.table import EVEN, WORDS_OF_A_MOVE, Lain, Table, TableRow, ru
 _DRAWN = BF16, SPLIT8, CODED, FP8, FOUR  # kinds that are written by random numbers
 
 
-def launch_once(kernels: ModuleType, rows: Sequence[TableRow]) -> None:
-    """Move what is moved but once, on one device."""
-    if kernels is native:
+def launch_once(
+    kernels: ModuleType,
+    rows: Sequence[TableRow],
+    kernel: str = "move_list",
+    step_key: int | None = None,
+    *constants: int,
+) -> None:
+    """Launch a kernel on rows that are needed but once, on one device."""
+    if kernels is native and kernel == "move_list":
         words = array("Q")
         for row in rows:
             words.extend(row.words(0, row.lain.words(EVEN)) if row.lain.size else ())
@@ -29,9 +35,9 @@ def launch_once(kernels: ModuleType, rows: Sequence[TableRow]) -> None:
     device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)
     if device is not None:
         table = Table(device, kernels)
-        launches = table.add("move_list", rows)
+        launches = table.add(kernel, rows, *constants)
         if launches:
-            table.send()
+            table.send(step_key)
         run_all(launches)
 
 
@@ -86,9 +92,4 @@ def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
 
 def step_list(kernels: ModuleType, kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`."""
-    if stepped:
-        table = Table(stepped[0].weight.tensor.device, kernels)
-        launches = table.add("step_list", map(row_of_step, stepped), KERNELS.index(kernel))
-        if launches:
-            table.send(step_key)
-        run_all(launches)
+    launch_once(kernels, list(map(row_of_step, stepped)), "step_list", step_key, KERNELS.index(kernel))

@@ -145,12 +145,12 @@ def _operand(other: _Each | Sequence[float]) -> Sequence:
     return other.tensors if isinstance(other, _Each) else other
 
 
-Numbers = list[Sequence[float]]  # each scalar of `native_steps.c`, with a value for each tensor
-States = list[_Each | None]
+Numbers = list[list[float]]  # each scalar of `native_steps.c`, with a value for each tensor
+States = list[Any]  # an `_Each` or None, in the order of `native_steps.c`
 
 
 def _adam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
-    m, v = _given(states, 2)
+    m, v = states[:2]
     m.becomes(m * s[3] + x * s[4])
     v.becomes(v * s[5] + x * s[6] * x)
     return p * s[2] - m / (v.sqrt() + s[8]) * s[7]
@@ -166,20 +166,20 @@ def _sgd(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
 
 
 def _lion(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
-    (m,) = _given(states, 1)
+    m = states[0]
     direction = (m * s[3] + x * s[4]).sign()
     m.becomes(m * s[5] + x * s[6])
     return p * s[2] - direction * s[7]
 
 
 def _adagrad(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
-    (total,) = _given(states, 1)
+    total = states[0]
     total.becomes(total + x * x)
     return p - x / (total.sqrt() + s[3]) * s[2]
 
 
 def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
-    (square,), (b, mean) = _given(states, 1), states[1:3]
+    square, b, mean = states
     square.becomes(square * s[3] + x * s[4] * x)
     variance = square
     if mean is not None:
@@ -193,18 +193,11 @@ def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
 
 
 def _nadam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
-    m, v = _given(states, 2)
+    m, v = states[:2]
     m.becomes(m + (x - m) * s[3])
     v.becomes(v * s[4] + x * s[5] * x)
     root = v.over(s[9]).sqrt() + s[8]
     return p * s[2] - x / root * s[6] - m / root * s[7]
-
-
-def _given(states: States, count: int) -> list[_Each]:
-    """Return the first states, which the kernel cannot do without."""
-    given = [state for state in states[:count] if state is not None]
-    assert len(given) == count, "the formula has made them"
-    return given
 
 
 _STEPS: dict[str, Callable[[_Each, _Each, States, Numbers], _Each]] = {
@@ -231,8 +224,10 @@ def step_list(
         states: in the order of `native_steps.c`, the state of each weight; None for one that none of them keeps.
         scalars: of each weight; what they switch (momentum, nesterov) is the same for all.
     """
-    for each in _slices_of(weights, grads, states, scalars):
-        _step(kernel, *each)
+    for few, their_grads, held, of_each in _slices_of(weights, grads, states, scalars):
+        p, numbers = _Each(few), [list(each) for each in zip(*of_each, strict=True)]
+        x = _Each(their_grads) * numbers[0] + p * numbers[1]
+        p.becomes(_STEPS[kernel](p, x, [None if each is None else _Each(each) for each in held], numbers))
 
 
 def _slices_of(
@@ -249,10 +244,3 @@ def _slices_of(
             here = [x.view(-1)[at : at + _AT_ONCE] if is_flat and x is not None else x for x in each]
             cut = [None if x is None else [x] for x in here]
             yield cut[0], cut[1], cut[2:], [own]
-
-
-def _step(kernel: str, weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence, scalars: Sequence) -> None:
-    p, held = _Each(weights), [None if each is None else _Each(each) for each in states]
-    numbers: Numbers = list(map(list, zip(*scalars, strict=True)))
-    x = _Each(grads) * numbers[0] + p * numbers[1]
-    p.becomes(_STEPS[kernel](p, x, held, numbers))

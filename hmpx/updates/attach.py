@@ -45,7 +45,7 @@ def attach(
     fused: bool | None = Settings.fused,
     process_group: dist.ProcessGroup | None = None,
 ) -> Attachment:
-    """From here on, every step of `optimizer` computes in FP32 and holds BF16 parameters as `weights` says.
+    """Make every step of `optimizer` compute in FP32, and hold its BF16 parameters between steps as `weights` says.
 
     Parameters of other dtypes get a plain step. Works with and without `hmpx.convert()`; the optimizer stays the same
     object and is used as before: LR schedulers, GradScaler, `state_dict`, `copy.deepcopy` and pickle included.
@@ -62,11 +62,11 @@ def attach(
         methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
-        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
-            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.state_codes`),
-            "fp8" in the numbers of float8_e4m3fn, and "4bit" in 4 bits where two dimensions or more have
-            rows of a multiple of 16 elements, else in 8. State of Muon, SOAP and
-            Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
+        state_dtype: how the optimizer's state is held between steps. torch.bfloat16 rounds it to BF16, stochastically.
+            "8bit", "fp8" and "4bit" hold each state tensor of the parameter's shape in codes, with a scale for 128
+            elements (`hmpx.rounding.state_codes`): of 8 bits; of 8 bits, the numbers of float8_e4m3fn; of 4 bits. 4
+            bits need two dimensions or more and rows of a multiple of 16 elements; other tensors are in 8. State of
+            Muon, SOAP and Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             `weights`, `state_dtype` or both. Of several patterns that fit, the last decides; a key that it lacks
             has the value above.
@@ -154,7 +154,10 @@ def attach(
 
 
 def attached(optimizer: Optimizer) -> Attachment | None:
-    """Return the attachment of this optimizer, or of the one inside it; None if it is not attached."""
+    """Return the attachment of an optimizer; for a `ZeroRedundancyOptimizer`, that of the optimizer inside it.
+
+    None if it is not attached.
+    """
     return own_attachment(inside_zero(optimizer) or optimizer)
 
 

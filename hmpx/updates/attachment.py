@@ -85,7 +85,6 @@ class Attachment:
         )
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._waiting = released.Waiting()
-        self._released: set[int] = set()  # the parameters that have taken the next step in backward, or wait to do so
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
         self._places: dict[Parameter, tuple[int, int]] = {}  # of each then: its group, and where it stands in it
 
@@ -172,7 +171,7 @@ class Attachment:
             if outer is not None and outer is not self.optimizer:
                 self._checkpoints.watch_loads(outer, self._undo)
             self._undo.callback(self._claim.end)
-            self._undo.callback(_end, self._dtypes, self._released)  # first: what stands there cannot be cast
+            self._undo.callback(_end, self._dtypes, self._waiting.taken)  # first: what stands there cannot be cast
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
@@ -183,8 +182,9 @@ class Attachment:
 
     def _put_back(self) -> None:
         """Undo `install`, all of it again where an interrupt has come in the middle."""
-        self.look_again()
-        self._forget()
+        self._updates.look_again()
+        self._waiting.settle(self._updates.have_stepped)
+        _end(self._dtypes, self._waiting.taken)
         self._claim.end()
         self._undo.close()
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
@@ -209,7 +209,7 @@ class Attachment:
             del self._dtypes[p]
         self._claim.drop(gone)
         released.finish(gone)
-        self._released.difference_update(map(id, gone))
+        self._waiting.taken.difference_update(map(id, gone))
         new = [p for p in now if p not in self._dtypes]
         wide = [p for p in new if p.dtype is torch.float32]
         if wide and torch.bfloat16 in self._dtypes.values():
@@ -241,30 +241,25 @@ class Attachment:
             if dtype is torch.bfloat16 and p.dtype is not dtype:
                 self._updates.cast_state_along(self._alive, p)
 
-    def look_again(self) -> None:
-        """Let the next step look at every parameter, as the first one does."""
-        self._updates.look_again()
-
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
-            self.look_again()
+            self._updates.look_again()
             self._checkpoints.hook_last(optimizer)
 
     def after_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` has run: an open step goes with the weights and the state that it changed."""
-        if optimizer is self.optimizer and self._released:
+        if optimizer is self.optimizer and self.is_open:
             self._waiting.forget()
             released.finish(self._dtypes)
-            self._released.clear()
             self._updates.abandon()
 
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
-        self._updates.waited = self._settle(*self._waiting.ready()) if self._released else []
-        if self._released:  # some still wait after a backward that failed
+        self._updates.waited = self._waiting.settle(self._updates.have_stepped)
+        if self.is_open:  # some have stepped in a backward that failed
             released.finish(self._dtypes)
         found = self._updates.look(call)
         if found is None:
@@ -274,16 +269,16 @@ class Attachment:
             return self._updates.step(call, found)
         finally:  # a signal that has waited for the end of the step may raise there
             if not self._updates.is_open:
-                self._released.clear()
+                self._waiting.taken.clear()
 
     @property
     def is_open(self) -> bool:
         """Whether parameters have taken the next step in backward, which `optimizer.step()` has not ended."""
-        return bool(self._released)
+        return bool(self._waiting.taken)
 
     def refuse_open(self, what: str) -> None:
         """Raise an HmpxError if a step is open: no checkpoint can hold it."""
-        if self._released:
+        if self.is_open:
             raise HmpxError(
                 f"{type(self._alive).__name__}: {what}: some parameters have taken the next step in backward, and "
                 "others not (release_gradients), so no checkpoint can hold this: save it after optimizer.step(). After "
@@ -291,16 +286,15 @@ class Attachment:
             )
 
     def _release(self, p: Parameter) -> None:
-        if id(p) in self._released:
+        if id(p) in self._waiting.taken:
             raise HmpxError(
                 "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
         released.refuse_scaled(self._alive)
         with _lock:  # another device has its backward in another thread
-            if not self._released:
+            if not self.is_open:
                 self.sync_parameters()
-            self._released.add(id(p))
             if self._waiting.add(p, self._alive):
                 self._step_waiting()
             if self._waiting.is_first():
@@ -314,17 +308,7 @@ class Attachment:
                 try:
                     step_hooks.step_part(self._alive, self._updates, self._waiting.show(where))
                 finally:
-                    self._settle(where)
-
-    def _settle(self, *wheres: Any) -> list[Parameter]:
-        back = [p for where in wheres for p in self._waiting.settle(where, self._updates.have_stepped)]
-        self._released.difference_update(map(id, back))
-        return back
-
-    def _forget(self) -> None:
-        """Put away what the last step has left; warn if it has not ended."""
-        self._settle(*self._waiting.ready())
-        _end(self._dtypes, self._released)
+                    self._waiting.settle(self._updates.have_stepped, where)
 
 
 def _end(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:

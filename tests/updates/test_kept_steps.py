@@ -139,7 +139,7 @@ def odd(monkeypatch):
         for turn in range(3):
             give_gradients(optimizer, turn)
             if forget:
-                handle.look_again()
+                handle._updates.look_again()
             optimizer.step()
         return params, optimizer, handle
 
@@ -167,7 +167,7 @@ def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, 
         for turn in range(3, 6):
             give_gradients(optimizer, turn)
             if forget:
-                handle.look_again()
+                handle._updates.look_again()
             optimizer.step()
         grads = [p.grad for p in params if p.grad is not None]
         results.append([*everything(params, optimizer, handle), *grads])
@@ -245,7 +245,7 @@ def test_a_change_between_two_steps_is_seen(way, monkeypatch):
                 if turn == 3:
                     act(params, optimizer, handle)
                 if forget:
-                    handle.look_again()
+                    handle._updates.look_again()
                 optimizer.step()
                 kept.append(handle._updates.kept_steps)
             results.append(everything(params, optimizer, handle))

@@ -41,12 +41,6 @@ def memory_order(tensor: Tensor) -> Order:
     return _order(tensor.shape, tensor.stride())
 
 
-def unfolded(flat: Tensor, sizes: tuple[int, ...], order: Order) -> Tensor:
-    """View a flat tensor, which holds the dimensions in this order, in the shape `sizes`."""
-    permuted = flat.view([sizes[d] for d in order])
-    return permuted.permute([order.index(d) for d in range(len(order))])
-
-
 def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy `tensor` into the layout of `torch.empty_like(like)`."""
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(tensor)
@@ -170,32 +164,28 @@ class RoundingKey:
     """The random numbers of one step depend on this key, the parameter's name and the element's index.
 
     Attributes:
-        pending: collects roundings until `flush`, which does them all in one call. None: each is done at once.
+        pending: what is to be rounded; `flush` does it all in one call of the kernels.
     """
 
     seed: int
     step: int
-    pending: list[Rounding] | None = field(default=None, compare=False)
+    pending: list[Rounding] = field(default_factory=list, compare=False, repr=False)
 
     def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
-        """Round FP32 `x` into BF16 `out`, of the same shape.
+        """Let FP32 `x` be rounded into BF16 `out`, of the same shape, by the next `flush`.
 
         Args:
             name: of the parameter, or of a state tensor.
             start: index of the first element, in `box` or in the whole parameter.
             box: where the elements that this rank holds stand; None if it holds the whole parameter.
         """
-        rounding = Rounding(out, x, name, self.spans(x.numel(), start, box))
-        if self.pending is None:
-            round_all([rounding], self.seed, self.step)
-        else:
-            self.pending.append(rounding)
+        self.pending.append(Rounding(out, x, name, self.spans(x.numel(), start, box)))
 
     def flush(self) -> None:
         """Do the pending roundings."""
-        if self.pending:
-            pending = self.pending[:]
-            self.pending.clear()
+        pending = self.pending[:]
+        self.pending.clear()
+        if pending:
             round_all(pending, self.seed, self.step)
 
     def keys(self, name: str) -> Keys:
@@ -224,11 +214,6 @@ class Held:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-    @property
-    def laid(self) -> Tensor:
-        """A tensor with the parameter's shape and the strides of the held tensor. Its values mean nothing."""
-        return self.tensor
 
     def itself(self, segment: Segment) -> Tensor | None:
         """Return the held memory itself if a step may work on it without a copy, else None."""

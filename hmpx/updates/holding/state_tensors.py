@@ -164,10 +164,6 @@ class HeldCodes(HeldState):
         codes = like(param, codes, layout.of_codes(code, param.shape))
         return cls(code, codes, like(param, scales, layout.of_all(param), layout.folded), param)
 
-    @property
-    def laid(self) -> Tensor:
-        return torch.empty(local(self._param).shape, device="meta")
-
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         if self._layout.cut or self._layout.is_scattered:  # other ranks have a say in the scales
             return None

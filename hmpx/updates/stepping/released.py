@@ -68,12 +68,16 @@ class Waiting:
     """Gradients of one optimizer that are complete, and whose parameters have not stepped yet.
 
     They are kept by device and stream, and so many elements of each at most: that is the memory that they take.
+
+    Attributes:
+        taken: the parameters, by id, that have taken the next step in backward, or wait to do so.
     """
 
     ELEMENTS = 1 << 20
     ELEMENTS_OF_ACCELERATORS = 1 << 25
 
     def __init__(self) -> None:
+        self.taken: set[int] = set()
         self._kept: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
         self._elements: dict[_Where, int] = {}
         self._marks: dict[int, Released] = {}  # by parameter, from the step before
@@ -93,6 +97,7 @@ class Waiting:
         self._kept.setdefault(where, []).append((p, gradient, mark))
         self._elements[where] = elements = self._elements.get(where, 0) + p.numel()
         p.grad, _is_used = mark, True
+        self.taken.add(id(p))
         most = self.ELEMENTS if p.device.type == "cpu" else self.ELEMENTS_OF_ACCELERATORS
         return elements >= most or graph_task() == -1
 
@@ -116,28 +121,30 @@ class Waiting:
                 local(gradient).record_stream(now)
         return [p for p, _, _ in kept]
 
-    def settle(self, where: _Where, have_stepped: Callable[[list[Parameter]], bool]) -> list[Parameter]:
-        """Free the gradients of parameters that have stepped, and give back those of others; all of them wait no more.
+    def settle(self, have_stepped: Callable[[list[Parameter]], bool], *wheres: _Where) -> list[Parameter]:
+        """End the wait, there or anywhere: free the gradients of parameters that have stepped, give others theirs back.
 
         Returns:
             Those that have not stepped.
         """
-        kept = self._kept[where]
-        params = [p for p, _, _ in kept]
-        are_stepped = have_stepped(params)
-        for p, gradient, mark in kept:
-            p.grad = mark if are_stepped else gradient
-        del self._kept[where], self._elements[where]
-        return [] if are_stepped else params
+        back: list[Parameter] = []
+        for where in wheres or self.ready():
+            kept = self._kept[where]
+            are_stepped = have_stepped([p for p, _, _ in kept])
+            for p, gradient, mark in kept:
+                p.grad = mark if are_stepped else gradient
+            back += [] if are_stepped else [p for p, _, _ in kept]
+            del self._kept[where], self._elements[where]
+        self.taken.difference_update(map(id, back))
+        return back
 
     def forget(self) -> None:
         """Drop all gradients that wait."""
         for kept in self._kept.values():
             for p, _, _ in kept:
                 p.grad = None
-        self._kept.clear()
-        self._elements.clear()
-        self._marks.clear()
+        for each in (self._kept, self._elements, self._marks, self.taken):
+            each.clear()
 
 
 def _where(p: Parameter) -> _Where:

@@ -13,7 +13,7 @@ from hmpx.rounding.devices import kernels_for
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.holding.state_forms import form_of, written
-from hmpx.updates.holding.state_tensors import HeldState, entries, held_states
+from hmpx.updates.holding.state_tensors import HeldState, HeldTensor, entries, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_classes import by_memory
@@ -64,7 +64,7 @@ class ShownState:
         content: the items of `own`, if that is a dict.
         shown: copies that the optimizer sees in the place of `own`; None where it sees `own` itself.
         moved: those of them that are written back by others than `take`.
-        keeps_left: whether the object that the step leaves becomes the parameter's entry, as it is.
+        keeps_left: whether what the step leaves becomes the parameter's state as it is, the same object.
     """
 
     def __init__(self, optimizer: Optimizer, segment: Segment) -> None:
@@ -86,7 +86,7 @@ class ShownState:
     def take(
         self, left: Any, optimizer: Optimizer, key: RoundingKey, late: dict[Parameter, dict[str, Any]] | None = None
     ) -> None:
-        """Make what the step has left of the segment's state the parameter's entry, or a part of it.
+        """Store the state that a step has left for the segment as the state of its parameter.
 
         late: see `StepContext`; None for a whole parameter.
         """
@@ -116,11 +116,11 @@ class ShownState:
         }
 
     def take_from(self, shadow: Parameter, optimizer: Optimizer, key: RoundingKey) -> None:
-        """Make the entry that the step has left under the key of the shadow the parameter's."""
+        """Store the state that a step has left under the shadow as the state of the parameter."""
         self.take(self._states.pop(shadow, None), optimizer, key)
 
     def _keep(self, after: Mapping[str, Any]) -> None:
-        """Make these items the parameter's entry, in the dict that it has."""
+        """Store these items in the dict that the parameter has, or in a new one."""
         if after or self.own is not None:
             state = self._states.setdefault(self.segment.param, {} if self.own is None else self.own)
             state.clear()
@@ -249,12 +249,12 @@ class Shown:
 
     @property
     def shows_copies(self) -> bool:
-        """Whether the optimizer is shown copies of the parameter's state, and not that itself."""
+        """Whether the optimizer sees copies of the state, in another dict than the parameter's own."""
         return self._state.shown is not None
 
     @property
     def can_be_as_shown(self) -> bool:
-        """Whether there is nothing to take where a step leaves the state that it was shown."""
+        """Whether `take` has nothing to do after a step that has left every state tensor in its place."""
         return not self._is_cast and not (self._state.own and not self.shows_copies and self._is_part)
 
     @property
@@ -282,18 +282,19 @@ class Shown:
         if self.grad is not None:
             self.grad.show(room, p if self._by_memory else self.segment.grad)
         for key, piece in self._pieces.items():
-            piece.show(room, p if self._by_memory else piece.held.laid)
+            by_itself = isinstance(piece.held, HeldTensor) and not self._by_memory
+            piece.show(room, piece.held.tensor if by_itself else p)
             assert self._state.shown is not None, "pieces are shown in it"
             self._state.shown[key] = self._state.moved[key] = piece.x
         self.rest()
 
     def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
-        """Take the state that the optimizer left over into the parameter's state.
+        """Store the state that a step has left. The pieces are written already; `CountClone`s are copied by the plan.
 
-        The pieces that it was shown are written already. State without the segment's shape is that of the last segment.
+        State that has not the segment's shape is taken from the last segment of a parameter.
 
         Returns:
-            Whether there was anything else.
+            Whether there was anything to store.
         """
         state = self._state
         if state.shown is not None:

@@ -16,7 +16,7 @@ from hmpx.rounding.calls import row_of_move
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.table import Table, TableRow, run_all
-from hmpx.updates.holding.held import Held, RoundingKey, Segment, memory_order, unfolded
+from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
 
@@ -62,7 +62,8 @@ class Piece:
         flat = room[self.at : self.at + self.segment.count]
         if self.segment.start is None or self.segment.by_rows:
             held = self.segment.of(like)
-            flat = flat.view(held.shape) if held.is_contiguous() else unfolded(flat, held.shape, memory_order(held))
+            strides = held.stride() if held.is_contiguous() else torch.empty_like(held, device="meta").stride()
+            flat = flat.as_strided(held.shape, strides)
         self.x = flat.data  # with a version of its own
 
 
