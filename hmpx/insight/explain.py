@@ -13,6 +13,7 @@ import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
+from hmpx.insight.finding import some
 from hmpx.insight.islands import islands
 from hmpx.insight.reasons import reason
 from hmpx.insight.report import Field, table
@@ -142,8 +143,7 @@ def explain(recipe: Stated, model: torch.nn.Module | None = None) -> None:
 def island_lines(model: torch.nn.Module) -> list[str]:
     """Return one line for each line of a model's classes inside of which no op is cast."""
     return [
-        f"{'' if i else 'left alone':12} torch.autocast(enabled=False) at {line}: {', '.join(names[:3])}"
-        f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        f"{'' if i else 'left alone':12} torch.autocast(enabled=False) at {line}: {some(tuple(names))}"
         for i, (line, names) in enumerate(islands(model).items())
     ]
 

@@ -15,14 +15,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from html import escape
 from importlib.resources import files
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from hmpx.base.files import write
 
+T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
@@ -65,6 +66,14 @@ def amount(value: float, unit: str = "") -> str:
             return f"{value:.3g} {prefix}{unit}".rstrip()
         value /= 1000
     return f"{value:.3g} T{unit}"
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by what `key` says of each, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for each in items:
+        found.setdefault(key(each), []).append(each)
+    return found
 
 
 def times(count: int) -> str:

@@ -11,13 +11,9 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.capture.dispatch import Iterations
+from tests.support.planted_trainings import mlp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def mlp(dtype=FP32, width=32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 4)).to(dtype)
 
 
 def trained(model, *optimizers, steps=12, loss_of=None, after=lambda: None):

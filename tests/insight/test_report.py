@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import importlib.util
 import json
 import os
@@ -19,19 +18,10 @@ import hmpx
 from hmpx.insight.places import short_places
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.recorded import RoundTrip, Site
+from hmpx.insight.recording.recorded import RoundTrip
 from hmpx.insight.report import Field, table
 from tests.support import browser, python
-
-
-def site(op="linear", **more):
-    given = {"where": "/home/me/model.py:7", "module": "head", "rule": "bf16", "given": ("float32",)}
-    rest = {"seen": ("bfloat16",), "result": ("bfloat16",), "calls": 2, "casts": 4, "bytes_cast": 1200}
-    return Site(op, op, **{**given, **rest, "cast_seconds": 0.001, "op_seconds": 0.002, **more})
-
-
-def log_of(*sites, **more):
-    return Log([*sites], policy="bf16: [linear]\n", about={"torch": "2.13.0"}, **more)
+from tests.support.recorded import log_of, site
 
 
 def shown(log, monkeypatch, columns=100):
@@ -87,85 +77,6 @@ def test_a_table_never_cuts_what_may_not_be_cut():
 def test_a_path_that_is_cut_keeps_its_end():
     path = Field("line", lambda _: "/a/long/way/to/model.py:1234", "end", least=8)
     assert table([path], [None], 14)[1] == "…model.py:1234"
-
-
-def saved(tmp_path, log):
-    log.html(tmp_path / "log.html")
-    return (tmp_path / "log.html").read_text()
-
-
-def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(tmp_path, monkeypatch):
-    log = log_of(site(module="a.b." * 40))
-    said = shown(log, monkeypatch, 110)
-    assert said in html.unescape(saved(tmp_path, log)) and max(map(len, said.splitlines())) == 110
-
-
-def hostile(tmp_path):
-    """A log of a model with a hostile name, from a file with a hostile one."""
-    file = f"/tmp/{browser.IMAGE}/{browser.HOSTILE}.py"
-    code = compile("def call(module, x):\n    return module(x).exp()", file, "exec")
-    world: dict = {}
-    exec(code, world)
-    (tmp_path / "mine.txt").write_text("linear\n")
-    with hmpx.convert(bf16_file_path=tmp_path / "mine.txt"), hmpx.record() as log:
-        world["call"](browser.hostile_model(), torch.ones(2, 8))
-    log.unmatched = (f"{browser.IMAGE}.txt:1: {browser.HOSTILE}",)
-    return log
-
-
-def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(tmp_path):
-    page = saved(tmp_path, hostile(tmp_path))
-    assert {browser.HOSTILE, browser.IMAGE} <= {*browser.columns_of(page)["module"]}
-    assert browser.is_harmless(page) and html.escape(browser.HOSTILE) in page
-
-
-def test_the_table_of_the_page_has_the_numbers_of_the_record(tmp_path):
-    sites = [site("exp", nonfinite=3, nonfinite_at=3, casts_avoided=5), site("add", calls=7, shapes=["2x4"])]
-    found = browser.columns_of(saved(tmp_path, log_of(*sites)))
-    assert found == {
-        **{"op": ["exp", "add"], "line": ["model.py:7"] * 2, "module": ["head"] * 2, "rule": ["bf16"] * 2},
-        **{
-            "in -> out": ["fp32 -> bf16"] * 2,
-            "calls": [2, 7],
-            "tensors cast": [4, 4],
-            "avoided": [5, 0],
-            "cast MB": [0.0012] * 2,
-        },
-        **{"cast ms": [1.0] * 2, "op ms": [2.0] * 2, "inf, NaN": ["call 3", ""]},
-    }
-
-
-def test_the_page_of_an_empty_record_says_so_and_has_no_table(tmp_path):
-    page = saved(tmp_path, Log())
-    assert "Nothing was converted" in browser.shown_in(page)["lines"][0] and not browser.shown_in(page)["sections"]
-    page = saved(tmp_path, log_of(unmatched=("mine.txt:3: conv9d",)))
-    assert [each["kind"] for each in browser.shown_in(page)["sections"]] == ["box", "text", "text"]
-
-
-@pytest.mark.browser
-@browser.needed
-def test_the_browser_draws_it_sorts_it_filters_it_and_adds_up(tmp_path):
-    sites = [site("exp", calls=1200, op_seconds=0.5), site("add", module="blocks.0"), site("relu", op_seconds=0.01)]
-    page = saved(tmp_path, log_of(*sites, unmatched=("mine.txt:3: conv9d",)))
-    dom = browser.drawn(tmp_path, page)
-    assert 'data-drawn="yes"' in dom and "mine.txt:3: conv9d" in dom and dom.count('class="bar"') == 3
-    assert browser.cells(dom, "op") == ["exp", "relu", "add"] and browser.cells(dom, "calls") == ["1,200", "2", "2"]
-    assert re.findall(r"<td[^>]*>([\d,.]+)</td>", dom.partition("<tfoot>")[2])[:2] == ["1,204", "12"]
-    click = "document.querySelectorAll('th button')[{}].click();"
-    assert browser.cells(browser.drawn(tmp_path, page, click.format(0)), "op") == ["add", "exp", "relu"]
-    assert browser.cells(browser.drawn(tmp_path, page, 2 * click.format(0)), "op") == ["relu", "exp", "add"]
-    word = "const i = document.querySelector('input'); i.value = 'bf16 BLOCKS'; i.dispatchEvent(new Event('input'));"
-    dom = browser.drawn(tmp_path, page, word)
-    assert browser.cells(dom, "op") == ["add"] and "1 of 3 rows" in dom
-
-
-@pytest.mark.browser
-@browser.needed
-def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
-    open_rows = "for (const row of document.querySelectorAll('tr.row')) row.click()"
-    dom = browser.drawn(tmp_path, saved(tmp_path, hostile(tmp_path)), open_rows)
-    assert "<title>hmpx record</title>" in dom and "<img" not in dom and 'data-drawn="yes"' in dom
-    assert 'class="more" hidden' not in dom and "called as " in dom and html.escape(browser.HOSTILE, quote=False) in dom
 
 
 def test_a_diff_shows_what_is_new_gone_and_changed(monkeypatch, stored, tmp_path):

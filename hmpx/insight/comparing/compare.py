@@ -24,6 +24,7 @@ from hmpx.insight.capture.notes import Notes
 from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.reasons import in_a_line
+from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
@@ -118,10 +119,7 @@ class _Comparing:
         whole = self._changes.effect()
         first, phase = self._first_wrong(whole)
         sites = [site for site in runs.sites if site.calls]
-        names: dict[str, list[CallSite]] = {}
-        for site in sites:
-            if site.is_low:
-                names.setdefault(site.op, []).append(site)
+        names = grouped((site for site in sites if site.is_low), lambda site: site.op)
         self._most = self._progress.done + len(names) + _MOST[0] + _MOST[1] * len(self._numbers)
         self._progress.most = f" of at most {self._most}"
         self._numbers.sort(key=lambda number: -whole.by_batch[number])
@@ -264,10 +262,9 @@ class _Comparing:
 
     def _rows_to_blame(self, culprits: Sequence[Unit]) -> list[Row]:
         """Return a row for each name in each module, as rules say it; the first of them with what each does alone."""
-        units: dict[tuple[str, str], list[CallSite]] = {}
         blamed = Unit().union(*culprits)
-        for site in [site for site in self._runs.sites if site in blamed]:  # a set has another order in each process
-            units.setdefault((site.op, site.module), []).append(site)
+        in_order = (site for site in self._runs.sites if site in blamed)  # a set has another order in each process
+        units = grouped(in_order, lambda site: (site.op, site.module))
         rows = []
         for i, sites in enumerate(units.values()):
             if 1 < len(sites) <= PARTS and not self._is_spent:  # the worst line stands for all

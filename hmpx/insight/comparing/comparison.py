@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.places import at_place, numberless, short_places
-from hmpx.insight.report import Bars, Field, Grid, Lines, Report, short_dtypes
+from hmpx.insight.report import Bars, Field, Grid, Lines, Report, grouped, short_dtypes
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import CallSite
 
@@ -100,9 +100,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
     A merged row has the calls of all, and the other figures of the worst, which `rows` has first.
     """
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.op, row.where, numberless(row.module), row.rule, row.dtypes, row.raised), []).append(row)
+    groups = grouped(rows, lambda row: (row.op, row.where, numberless(row.module), row.rule, row.dtypes, row.raised))
     return [
         replace(group[0], module=numberless(group[0].module), calls=sum(row.calls for row in group))
         if len({row.module for row in group}) > 1

@@ -18,7 +18,7 @@ from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
 from hmpx.insight.places import numberless
-from hmpx.insight.report import number
+from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.held import Way
@@ -70,10 +70,7 @@ class Updates(Look):
             each.close()
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
-        lines: dict[str, list[SteppedOptimizer]] = {}
-        for each in self._seen.values():
-            lines.setdefault(each.where, []).append(each)
-        for where, seen in lines.items():
+        for where, seen in grouped(self._seen.values(), lambda each: each.where).items():
             yield from _of_line(where, seen, names)
 
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:

@@ -16,6 +16,7 @@ from hmpx.insight.capture.dispatch import INDEXED, NORMS, OpLook, few, memory
 from hmpx.insight.capture.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
+from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, widened
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
@@ -221,10 +222,7 @@ def _count(
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
     stepped = {memory(p.detach()) for p in names if p.layout is torch.strided}
-    lines: dict[str, list[Spot]] = {}
-    for spot in notes.spots("write"):
-        lines.setdefault(spot.where, []).append(spot)
-    for spots in lines.values():
+    for spots in grouped(notes.spots("write"), lambda spot: spot.where).values():
         worst = min(spots, key=_kept)
         if notes.are_weights(worst.memories):
             yield from _of_weights(worst, is_stepped=not worst.memories.isdisjoint(stepped))

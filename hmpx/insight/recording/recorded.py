@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from hmpx.insight.places import at_place, numberless
-from hmpx.insight.report import Field, Grid, Report, dtype_steps, number, short_dtypes, size, times
+from hmpx.insight.report import Field, Grid, Report, dtype_steps, grouped, number, short_dtypes, size, times
 
 T = TypeVar("T")
 SHAPES = 8  # how many different ones are kept of one site
@@ -123,10 +123,12 @@ def alike(sites: Iterable[Site]) -> list[Site]:
 
     A merged site has their sums, and a module such as `blocks.*.norm`.
     """
-    groups: dict[tuple, list[Site]] = {}
-    for site in sites:
+
+    def key(site: Site) -> tuple:
         names = numberless(site.module), numberless(site.unchosen)
-        groups.setdefault((site.op, site.entry, site.where, site.rule, site.dtypes, *names), []).append(site)
+        return site.op, site.entry, site.where, site.rule, site.dtypes, *names
+
+    groups = grouped(sites, key)
     return [_together(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
@@ -248,12 +250,9 @@ def paired(
     """Pair what has the same key, in order: by the first key, then what is left by the next; return both rests, too."""
     pairs, old, new = list[tuple[T, T]](), list(before), list(after)
     for key in keys:
-        waiting: dict[Hashable, list[T]] = defaultdict(list)
-        for each in old:
-            waiting[key(each)].append(each)
-        left = []
+        waiting, left = grouped(old, key), []
         for each in new:
-            if same := waiting[key(each)]:
+            if same := waiting.get(key(each)):
                 pairs.append((same.pop(0), each))
             else:
                 left.append(each)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
+from hmpx.insight.report import grouped
 from hmpx.insight.trials.runs import Effect
 
 T = TypeVar("T")
@@ -74,11 +75,9 @@ def parts_of(unit: Collection[T], module_of: Callable[[T], str]) -> list[frozens
     What has one module has one part.
     """
     ordered = sorted(unit, key=lambda each: _block_key(module_of(each)))
-    blocks: dict[tuple[str, ...], list[T]] = {}
+    blocks: dict[tuple, list[T]] = {}
     for depth in range(1, 2 + max(module_of(each).count(".") for each in ordered)):
-        blocks = {}
-        for each in ordered:
-            blocks.setdefault(tuple(module_of(each).split(".")[:depth]), []).append(each)
+        blocks = grouped(ordered, lambda each: tuple(module_of(each).split(".")[:depth]))  # noqa: B023  called here
         if len(blocks) > 1:
             break
     groups = [*blocks.values()]
