@@ -104,6 +104,7 @@ class Batch:
             key.flush()
         except BaseException:
             lists.hide()  # an interrupt may have come while they were shown or hidden
+            key.pending.clear()
             written.append(self._written(optimizer))
             self._undo()
             raise

@@ -271,7 +271,6 @@ class Plan:
         """Take the step. found: the gradients, by `fits`."""
         key, (gradients, addresses) = write_back.rounding_key, found or (self._gradients(), None)
         if self._batches:
-            write_back = write_back.deferred()
             call = by_formula(call, self._formula, self._members.group)
             if self._fingerprint is not None:
                 for room, size in self._rooms.values():

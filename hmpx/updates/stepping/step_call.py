@@ -83,10 +83,6 @@ class WriteBack(NamedTuple):
     signals: DeferredSignals
     written: list[list[str]]
 
-    def deferred(self) -> WriteBack:
-        """Return the same, with roundings put off until `rounding_key.flush()`."""
-        return self._replace(rounding_key=RoundingKey(self.rounding_key.seed, self.rounding_key.step, []))
-
 
 def hides_writes(optimizer: Optimizer) -> bool:
     """Whether a step may write to state or gradients without raising the version of some of them.
