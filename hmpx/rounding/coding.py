@@ -198,9 +198,9 @@ class StateCode(ABC):
         if not x.numel():
             return
         kernels = self._kernels(held, x)
-        if kernels is not None and all(span.has_one_key for span in spans):
-            key = derive_key(*keys)
-            launch_once(kernels, [self._row(held, x, span, key, given) for span in spans])
+        parts = [part for span in spans for part in span.within_keys()]
+        if kernels is not None and len(parts) == len(spans):  # else one may end inside of a block
+            launch_once(kernels, [self._row(held, x, p, derive_key(*keys, p.offset >> 32), given) for p in parts])
             return
         if not given:
             scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
@@ -232,7 +232,7 @@ class StateCode(ABC):
     def _row(self, held: BlockCodes, x: Tensor, span: Span, key: int | None = None, given: bool = False) -> TableRow:
         """Return the row that moves a span of FP32 `x` to codes, or from there if there is no key to round by."""
         (row, column, blocks), (first, last, offset, width, stride) = held.rows, span
-        lain = Lain(last - first, offset, width, stride, row, blocks, held.start + first, column)
+        lain = Lain(last - first, offset % 2**32, width, stride, row, blocks, held.start + first, column)
         codes = held.codes[first // self.per_byte : last // self.per_byte]
         coded = StoredTensor(codes, -self.kind if given else self.kind, beside=held.scales)
         tensors = coded, StoredTensor(x[first:last], FP32)

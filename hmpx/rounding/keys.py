@@ -55,12 +55,6 @@ class Span(NamedTuple):
     width: int
     stride: int
 
-    @property
-    def has_one_key(self) -> bool:
-        """Return whether all elements are among the first 2^32 of the parameter, so that one key serves them."""
-        rows = max(self.stop - self.start - 1, 0) // self.width
-        return self.offset + rows * self.stride + self.width <= 2**32
-
     def within_keys(self) -> Iterator[Span]:
         """Cut the span so that each part has one key: each 2^32 elements of a parameter have a key of their own."""
         start, stop, offset, width, stride = self
