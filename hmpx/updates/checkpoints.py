@@ -189,6 +189,7 @@ class Checkpoints:
             return  # a wrapper loads the state that it has just saved: the masters belong to it
         self._updates.stores.forget()
         dropped = self._updates.set_masters(optimizer, found)
+        self._updates.stores.own()
         for why, count in dropped.items():
             logger.warning("hmpx: the checkpoint's masters of %d parameters are dropped: %s", count, why)
         if self._settings.has_masters and not found and self._loses:

@@ -87,6 +87,30 @@ def test_a_parameter_with_masters_that_leaves_is_said_and_its_masters_wait(caplo
     assert torch.equal(two.detach(), twin.detach().bfloat16())
 
 
+@pytest.mark.parametrize("weights", WITH_MASTERS)
+def test_masters_that_a_new_optimizer_does_not_have_are_said(weights, caplog):
+    """Ten phases of small updates, each with its own optimizer: an FP32 twin moves, these weights cannot."""
+    p, twin = parameter(4), nn.Parameter(parameter(4).detach().float())
+    for _ in range(10):
+        optimizer, of_twin = optim.SGD([p], lr=2.0**-12), optim.SGD([twin], lr=2.0**-12)
+        hmpx.attach(optimizer, weights)
+        step_by(optimizer), step_by(of_twin)
+    assert (p == parameter(4)).all() and (twin.bfloat16() != parameter(4)).all()
+    said = [each for each in caplog.messages if "the masters of 1 parameters are in another optimizer" in each]
+    assert len(said) == 9
+    optimizer.zero_grad()
+    with_masters = {"weights": weights, "use_master_weights_in_ckpt": True}
+    hmpx.detach(optimizer)
+    hmpx.attach(optimizer, **with_masters)
+    step_by(optimizer)
+    caplog.clear()
+    resumed = optim.SGD([p], lr=2.0**-12)
+    hmpx.attach(resumed, **with_masters)
+    resumed.load_state_dict(optimizer.state_dict())
+    step_by(resumed)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("options", [{}, {"weights": "split"}, {"state_dtype": "8bit"}], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_gradient_is_alive_after_zero_grad(options, fused):

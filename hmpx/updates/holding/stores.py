@@ -20,6 +20,8 @@ To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, tor
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import ClassVar
@@ -205,6 +207,13 @@ WAYS: dict[str, type[Store]] = {
 }
 
 
+_owners: dict[int, tuple[weakref.ref[Parameter], weakref.ref[Stores]]] = {}  # who has had the masters, by identity
+
+
+def _forget_owner(key: int, _: object) -> None:
+    _owners.pop(key, None)
+
+
 class Stores:
     """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`.
 
@@ -214,7 +223,7 @@ class Stores:
     """
 
     def __init__(self) -> None:
-        self.are_torn = False
+        self.are_torn, self._owned = False, 0
         self.kept: dict[Parameter, Store] = {}
 
     def of(self, segment: Segment) -> Store:
@@ -231,6 +240,20 @@ class Stores:
         """Return the tensors that are kept beside the weights of these parameters, or of all."""
         stores = self.kept.values() if params is None else [self.kept[p] for p in params if p in self.kept]
         return list(map(_BESIDE, stores))
+
+    def own(self) -> int:
+        """Note that the masters of these parameters are here; return how many parameters had theirs in other stores."""
+        others = 0
+        if self._owned == len(self.kept):
+            return others
+        self._owned = len(self.kept)
+        for p in self.kept:
+            known, owner = _owners.get(id(p), (lambda: None, lambda: None))
+            if known() is p and owner() is self:
+                continue
+            others += known() is p
+            _owners[id(p)] = weakref.ref(p, functools.partial(_forget_owner, id(p))), weakref.ref(self)
+        return others
 
     def masters(self, segment: Segment) -> Tensor | None:
         """Return the FP32 masters of a whole parameter, sharded as it is; None where it has none."""

@@ -104,6 +104,8 @@ class WeightUpdates:
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
             raise
+        if found is None and (others := self.stores.own()):
+            logger.warning(_OTHERS_MASTERS, others, type(optimizer).__name__)
         for p in self.waited:
             p.grad = None
         if self._open is not None:
@@ -287,6 +289,13 @@ class WeightUpdates:
     def abandon(self) -> None:
         """Forget the step that parameters have begun to take in parts."""
         self._open = None
+
+
+_OTHERS_MASTERS = (
+    "hmpx: the masters of %d parameters are in another optimizer, or went with it: %s starts from the BF16 weights. "
+    "To keep what is below BF16's precision, go on with the same optimizer, or load the state_dict of the other, with "
+    "use_master_weights_in_ckpt=True for both; with weights='stochastic' there is nothing to keep"
+)
 
 
 class _OpenStep:
