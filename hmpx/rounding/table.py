@@ -24,7 +24,7 @@ from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
 _ABSENT, _CODED = 0, (CODED, FP8, FOUR)
-_HEAD, _STORED, _KEY = 11, 4, 1  # words of a row and of each of its tensors, and the place of a key among the latter
+_HEAD, _STORED, _KEY = 11, 4, 1  # words of a row without its tensors, of each tensor, and where a tensor's key is
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words that hold the scalars of a row
 _BYTES = 8  # of a word
@@ -66,7 +66,7 @@ class Lain(NamedTuple):
         return self.width >= self.size and (is_full or is_one)
 
     def words(self, lie: int) -> tuple[int, ...]:
-        """Return the words of a row without the first program; the second word counts blocks, for Triton."""
+        """Return all words of a row's layout but the number of its first program; the second one counts blocks."""
         if lie != _UNEVEN:
             blocks, before = _blocks(self.size + self.offset % 2), self._block(self.start, self.whole)
         else:
@@ -116,7 +116,7 @@ class TableRow(NamedTuple):
         return *kinds, lie
 
     def words(self, first: int, where: tuple[int, ...]) -> list[int]:
-        """Return the words of the row, whose first program is `first`; `where`: those of its layout."""
+        """Return the words of the row. first: the number of its first program. where: the words of its layout."""
         words = [first, *where]
         for held, key in zip(self.tensors, self.keys, strict=True):
             if held is None:
@@ -145,7 +145,7 @@ class _Places:
         self._offsets.append(offset)
 
     def fix(self) -> None:
-        """Look how the words lie; no more are added."""
+        """Prepare `fill`: every place has been added."""
         places, count = self._places, len(self._places)
         if not count:
             return
@@ -156,7 +156,7 @@ class _Places:
         self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
 
     def fill(self, words: array[int], addresses: array[int]) -> None:
-        """Write these addresses, each as often as it is asked for."""
+        """Write the address of each place, given the addresses of all tensors by their indices."""
         if self._slice is not None and len(addresses) == len(self._places):
             words[self._slice] = addresses
         elif self._places:
@@ -186,7 +186,7 @@ class Launch:
         self._compiled: Callable[..., object] | None = None
 
     def lie_in(self, table: torch.Tensor) -> None:
-        """Say where the words are on the device, and put the row of each program there."""
+        """Remember where the words are on the device, and send it the number of each program's row."""
         words, rows = table[self.at : self.end], None
         if self.count > 1:
             numbers = torch.arange(self.count, dtype=torch.int32, device="cpu")
@@ -196,7 +196,7 @@ class Launch:
             self._args += (words[-_SCALARS * self.count :].view(torch.float32),)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return what must be open while it runs: Triton launches on the current device."""
+        """Return the context in which `run` is called: Triton launches on the current device."""
         return torch.cuda.device_of(self._args[0])
 
     def run(self) -> None:
@@ -208,10 +208,10 @@ class Launch:
 
 
 class Call(Launch):
-    """The same for the C kernels: one call, whatever its rows are."""
+    """A launch of a C kernel, which takes rows of all kinds in one call."""
 
     def begin_at(self, address: int) -> None:
-        """Say where the table is; it stays there."""
+        """Remember the address of the table, which never moves."""
         self._args = address + _BYTES * self.at, self.count
         if self._kernel == "step_list":
             self._args += (self._constants[0], address + _BYTES * (self.end - _SCALARS * self.count))
@@ -236,7 +236,7 @@ class Table:
 
     def __init__(self, device: torch.device, kernels: ModuleType) -> None:
         self._device, self._in_c, self._words = device, kernels is native, array("Q")
-        self._names, self._keys = array("Q"), array("Q")  # of what is rounded in each step, and where its key stands
+        self._names, self._keys = array("Q"), array("Q")  # ids of the names of rounded tensors; places of their keys
         self._grads, self._in_room = _Places(), _Places()
         self._aligned = list[int]()  # gradients whose addresses must stay multiples of 16
         self._launches: list[Launch] = []
@@ -244,7 +244,7 @@ class Table:
         self._sent: torch.Tensor
 
     def add(self, kernel: str, rows: Iterable[TableRow], *constants: int) -> list[Launch]:
-        """Add a launch for each group of rows that the kernel is compiled for alike, which is nearly always one."""
+        """Add a launch for each kind of rows, for which Triton compiles the kernel anew; mostly there is one kind."""
         lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
             if row.lain.size:
@@ -292,12 +292,12 @@ class Table:
         return bool(self._launches)
 
     def takes(self, addresses: array[int]) -> bool:
-        """Return whether gradients at these addresses are aligned as those for which the launches were made."""
+        """Return whether all gradients are at multiples of 16 bytes for which the kernel was compiled so."""
         lowest = addresses.tobytes()[:: addresses.itemsize]  # byte of each address
         return not lowest.translate(None, _MULTIPLES) or not any([lowest[i] % 16 for i in self._aligned])
 
     def send(self, step_key: int | None = None, grads: array[int] = _NONE, room: int = 0) -> None:
-        """Copy the words to the device, with keys, addresses of gradients and of the room as they are in this step."""
+        """Fill in the keys of this step, the addresses of its gradients and room; copy all words to the device."""
         if not self._is_fixed:
             self._fix()
         if step_key is not None:
@@ -310,7 +310,7 @@ class Table:
             _send(_as_tensor(self._words), self._sent)
 
     def _fix(self) -> None:
-        """Look where all words are; no more are added."""
+        """Prepare `send`: every row has been added."""
         self._grads.fix()
         self._in_room.fix()
         if not self._in_c:
@@ -327,12 +327,12 @@ class Tables(dict[torch.device, Table]):
     """The table of each device."""
 
     def of(self, device: torch.device, kernels: ModuleType) -> Table:
-        """Return that of a device, which these kernels read."""
+        """Return the table of a device, for these kernels."""
         return self.get(device) or self.setdefault(device, Table(device, kernels))
 
 
 def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
-    """Copy to the device. The CPU waits only while a CUDA graph is captured, which fails: it would not copy again."""
+    """Copy to the device, without waiting. A CUDA graph that is captured would not copy again: a wait makes it fail."""
     if sent.is_cuda:
         sent.copy_(host.pin_memory(), non_blocking=not torch.cuda.is_current_stream_capturing())
     else:

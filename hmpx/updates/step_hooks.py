@@ -102,7 +102,7 @@ def is_needed() -> bool:
 def _watch() -> None:
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
-    _changes.callback(forget_warnings)
+    _changes.callback(_warned.clear)  # a new conversion warns again
     for name, wrapper in _MAKERS:
         optimizer_hooks.wrap(_changes, name, wrapper)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
@@ -173,7 +173,7 @@ never_compile(_watched(lambda optimizer: None))  # one code serves every class
 def _is_plain(optimizer: Optimizer) -> bool:
     """Whether hmpx has nothing to do with the weights and the state of an optimizer that is not attached."""
     is_ours = has_bf16(optimizer) or inside_zero(optimizer) is not None
-    return not is_ours and not step_count.is_stored(optimizer)
+    return not is_ours and not step_count.stored(optimizer)
 
 
 def _step(call: StepCall) -> Any:
@@ -331,8 +331,3 @@ def warn_of_nearest(optimizer: Optimizer) -> None:
             "write `with hmpx.disable_casts(): optimizer.step()` for stochastic rounding",
             type(optimizer).__name__,
         )
-
-
-def forget_warnings() -> None:
-    """Forget which warnings were given, so that a new conversion warns again."""
-    _warned.clear()

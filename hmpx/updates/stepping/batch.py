@@ -17,7 +17,7 @@ import torch
 from hmpx.base.torch_private import dispatch_modes, version_of
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.held import RoundingKey, Segment
-from hmpx.updates.ranks.sharding import local
+from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators
@@ -33,7 +33,8 @@ class Batch:
     Attributes:
         others: parameters of other dtypes, each with the index of its group.
         size: how many elements of a room it takes.
-        counts: the counts of steps of parameters that are cut.
+        counts: the step counts of parameters of which this batch has a part.
+        is_settled: whether the last step has left all state in the tensors that it was shown.
     """
 
     def __init__(self, segments: list[Segment], context: StepContext) -> None:
@@ -45,12 +46,12 @@ class Batch:
         self.counts: list[CountClone] = [count for each in self._shown for count in each.counts]
         self.others: list[tuple[int, Parameter]] = []
         self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
-        self._names, self._late, self._is_settled = [segment.name for segment in segments], context.late, True
+        self._names, self._late, self.is_settled = [segment.name for segment in segments], context.late, True
         self._versions: list[int] = []
         self._can_be_as_shown = all([each.can_be_as_shown for each in self._shown])
 
     def kernels(self) -> ModuleType | None:
-        """Return the kernels that can move all of it; None if there are none."""
+        """Return the kernels that can move every tensor of this batch; None if there are none."""
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
@@ -58,7 +59,7 @@ class Batch:
         """Make the shadows and their state, with copies in this room.
 
         Args:
-            table: of the launches of kernels that move all of it; None if there are none.
+            table: takes the launches of the kernels that move this batch. None: torch's operators move it.
             gradients: of all parameters of the step.
         """
         for each in self._shown:
@@ -86,7 +87,8 @@ class Batch:
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
         """Step every segment of this batch. If the optimizer raises, weights, gradients and state are as they were.
 
-        What it has written to in place cannot be restored; `write_back.written` then has the names.
+        State and masters that the optimizer has written in place cannot be restored: `write_back.written` gets the
+        names of their parameters.
 
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
@@ -111,14 +113,14 @@ class Batch:
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
-        """Fill the shadows and show them, but for the lists that are returned."""
+        """Fill the shadows and their state. Return the lists of `param_groups`, which do not hold the shadows yet."""
         for each in self._ready:
             grad = gradients[each.index]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
         self._grads: list[Any] = [shadow.grad for shadow in self._shadows]
         self._seen, self._versions = _versions(self._grads), [version_of(tensor) for tensor, _ in self._versioned]
-        self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
+        self._states.update(self._new)  # from a dict, whose hashes are known: tensors compute theirs in Python
         return ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
 
     def _run(self, call: StepCall, write_back: WriteBack, lists: ShownParameters) -> Any:
@@ -130,11 +132,11 @@ class Batch:
             segment.mark_written()
 
     def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
-        """Take what the step has left in the optimizer's state."""
+        """Bring what the step has left in the state of the shadows into the state of the parameters."""
         left = self._states_left()
-        self._is_settled = self._is_as_shown(left)
-        if not self._is_settled:
-            self._is_settled = not any([e.take(s, optimizer, key) for e, s in zip(self._shown, left, strict=True)])
+        self.is_settled = self._is_as_shown(left)
+        if not self.is_settled:
+            self.is_settled = not any([e.take(s, optimizer, key) for e, s in zip(self._shown, left, strict=True)])
 
     def _undo(self) -> None:
         self._grads = []
@@ -142,18 +144,13 @@ class Batch:
             each.undo()
 
     def _written(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of parameters of which the step has written to held tensors in place."""
+        """Return the names of the parameters whose masters or state the step has written in place."""
         is_blind, pairs = hides_writes(optimizer), zip(self._versioned, self._versions, strict=False)
         return [name for (tensor, name), version in pairs if is_blind or version_of(tensor) != version]
 
     def is_as_made(self) -> bool:
         """Whether the next step may use this batch again: all state is in the tensors that were shown."""
-        return self._is_settled and all([each.is_as_made() for each in self._shown])
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the step has left all state as it was shown. Somebody may have changed the parameters' own since."""
-        return self._is_settled
+        return self.is_settled and all([each.is_as_made() for each in self._shown])
 
     def _is_as_shown(self, left: list[Any]) -> bool:
         """Whether a step left the tensors that it was shown, as most do: then no state is to be moved."""
@@ -166,7 +163,7 @@ class Batch:
     def _states_left(self) -> list[Any]:
         """Take the shadows' state out of the optimizer's state.
 
-        To take the last items of a dict hashes no keys, either.
+        `popitem` hashes no key, and tensors compute their hashes in Python.
         """
         states, shadows = self._states, self._shadows
         if len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows))):
@@ -176,13 +173,16 @@ class Batch:
     def _hand_back(self, optimizer: Any, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Give the parameters' gradients the changes that the step made to the shown ones."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
-        # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
+        # Two kinds of writes raise no version: those of fused kernels to scaled gradients, and those of foreach kernels
+        # to any gradient while a dispatch mode is on.
         is_hidden = getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
-        if is_hidden or not all(map(is_, left, self._grads)) or _versions(left) != self._seen:
+        versions = _versions(left)
+        if is_hidden or not all(map(is_, left, self._grads)) or versions != self._seen:
             write_back.written.append(self._names)
-            for each, now, grad, version in zip(self._shown, left, self._grads, self._seen, strict=True):
-                if is_hidden or now is not grad or _version(now) != version:
-                    _hand_back(each.segment, now, gradients, each.index)
+            changes = zip(self._shown, left, self._grads, versions, self._seen, strict=True)
+            for each, now, grad, version, seen in changes:
+                if is_hidden or now is not grad or version != seen:
+                    gradients[each.index] = hand_back(each.segment, gradients[each.index], now)
                     each.rest()
         self._grads = []
         for each in self._ready:
@@ -190,7 +190,7 @@ class Batch:
 
 
 class ShownParameters:
-    """The lists of `param_groups` hold other parameters inside the block; they stay the same objects."""
+    """A block in which the lists of `param_groups`, the same objects, hold other parameters."""
 
     def __init__(self, lists: list[list[Any]], shown: list[list[Any]]) -> None:
         self._lists, self._shown = lists, shown
@@ -212,27 +212,35 @@ class ShownParameters:
         self.hide()
 
 
-def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], index: int) -> None:
-    """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
+def hand_back(segment: Segment, held: Any, left: Tensor | None, *, is_replaced: bool = False) -> Any:
+    """Do to the gradient of a parameter what a step has done to that of its shadow.
+
+    Args:
+        held: the parameter's gradient, or this rank's part of it.
+        left: the shadow's gradient after the step.
+        is_replaced: `left` becomes the gradient itself. Otherwise its values are written into `held`.
+
+    Returns:
+        The parameter's gradient, or this rank's part of it, which may be another tensor now.
+    """
     p = segment.param
     if left is None:
         p.grad = None if segment.is_last else p.grad
-    elif left.layout is not torch.strided:
-        p.grad = left.to(segment.grad.dtype)
-    else:
-        if not can_be_written(segment.grad):
-            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
-            gradients[index] = local(p.grad)
-        segment.of(gradients[index]).copy_(left)
+        return held
+    if held is None or is_replaced or left.layout is not torch.strided:
+        dtype = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
+        p.grad = left.detach().to(dtype, copy=True)
+        return local(p.grad)
+    if not can_be_written(held):
+        p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
+        held = local(p.grad)
+    (held if is_sharded(left) else segment.of(held)).copy_(left)
+    return held
 
 
 def can_be_written(grad: Tensor) -> bool:
     """Whether each element has its own memory, unlike in an expanded gradient."""
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
-
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else version_of(grad)
 
 
 def _versions(grads: list[Any]) -> list[int]:

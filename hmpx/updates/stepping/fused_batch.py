@@ -133,12 +133,17 @@ class _Counts:
 
 
 class FusedBatch:
-    """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
+    """Parameters of one device that a kernel steps as they are held; under `torch.no_grad()`.
+
+    Attributes:
+        is_settled: whether the next step can use the same words, with other gradients and scalars.
+    """
 
     def __init__(
         self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
     ) -> None:
         self.segments, self._formula, self._states = segments, formula, context.optimizer.state
+        self.is_settled = formula.tensors_alone
         for segment in segments:
             context.stores.of(segment).settle(segment, write_back.rounding_key)
         self._taken = [self._take(segment, context) for segment in segments]
@@ -182,11 +187,6 @@ class FusedBatch:
             if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
                 return False
         return True
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next step can pass the same words, with other gradients and scalars."""
-        return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:
         """Compute the scalars, and put them into the table. Wrong options raise here, before anything is written."""

@@ -54,28 +54,28 @@ class Fingerprint:
     """An optimizer as a step left it. While `look` returns gradients, only they and options differ.
 
     Args:
-        params: those that were stepped; they still have their gradients.
-        is_part: others are stepped, too, and are not looked at.
+        params: the parameters that were stepped; they still have their gradients.
+        is_part: the optimizer steps other parameters by other plans, and this fingerprint looks at none of them.
     """
 
     def __init__(self, optimizer: Optimizer, params: list[Parameter], stores: Stores, *, is_part: bool) -> None:
         self._params, self._stores, self._is_part = params, stores, is_part
         self._all, self._shared = params if is_part else parameters(optimizer), shared_names(optimizer)
         self._groups = self._look_at_groups(optimizer.param_groups)
-        self._states, self._beside = optimizer.state, stores.beside(params if is_part else None)
+        self._masters = self._look_at_masters()
+        self._states = optimizer.state
         self._keys_of_states, self._own = map(list, self._look_at_states())
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
-        # Masters and scales are hmpx's own: they are what they were where they are the same objects.
+        # Masters and scales are hmpx's own tensors, and nobody changes one in place: to compare objects is enough.
         named = zip(self._keys, self._values, strict=True)
         of_states = [value for key, value in named if not str(key).startswith(SCALES)]
         tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
         self._sharded = [each for each in tensors if is_sharded(each)]
-        self._parts, self._of_grads = list(map(_PARTS, self._sharded)), [is_sharded(p.grad) for p in params]
-        self._grad_types = [type(p.grad) for p in params]
+        self._parts, self._grad_types = list(map(_PARTS, self._sharded)), [type(p.grad) for p in params]
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        flat = {id(value) for value in of_states if value.dim() < 2}  # state that lies in one way alone
+        flat = {id(value) for value in of_states if value.dim() < 2}  # there is one way to lay them out
         self._laid = [each for each in self._tensors if id(each) not in flat]
         grads = [local(p.grad) for p in params if p.grad is not None]
         self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -85,16 +85,15 @@ class Fingerprint:
         names = [list(group.get("param_names", ())) for group in groups]
         return [len(group["params"]) for group in groups], names, len(self._shared)
 
+    def _look_at_masters(self) -> list[tuple[Tensor, ...]]:
+        """Return the tensors that are kept beside the weights."""
+        return self._stores.beside(self._params if self._is_part else None) if self._stores.kept else []
+
     def _look_at_states(self) -> tuple[Collection[Any], Collection[Any]]:
         """Return parameters and their states. To go through all of a dict hashes no tensor, which Python would do."""
         if self._is_part:
             return [], list(map(self._states.get, self._params))
         return self._states.keys(), self._states.values()
-
-    def _are_masters_kept(self) -> bool:
-        if not self._beside and not self._stores.kept:
-            return True
-        return _are(self._stores.beside(self._params if self._is_part else None), self._beside)
 
     @staticmethod
     def can_be(optimizer: Optimizer, params: Iterable[Parameter]) -> bool:
@@ -121,40 +120,50 @@ class Fingerprint:
 
         One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
         """
-        groups = optimizer.param_groups
-        if optimizer.state is not self._states or is_scaled(optimizer) or self._look_at_groups(groups) != self._groups:
+        if optimizer.state is not self._states or is_scaled(optimizer):
             return None
-        if not self._is_part and not all(map(is_, chain.from_iterable(map(_OF_GROUP, groups)), self._all)):
-            return None
-        keys, own = self._look_at_states()
-        if not _are(keys, self._keys_of_states) or not _are(own, self._own):
-            return None
-        values = chain.from_iterable(map(dict.values, self._dicts))
-        if list(chain.from_iterable(self._dicts)) != self._keys or not all(map(is_, values, self._values)):
+        if not self._has_members(optimizer.param_groups) or not self._has_state():
             return None
         grads = self._gradients()
-        if not self._are_masters_kept() or grads is None or not self._guards.check(*self._laid, *grads):
+        if grads is None or not self._guards.check(*self._laid, *grads):
             return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return None
         addresses = array("Q", list(map(Tensor.data_ptr, grads)))
         if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):
-            return None  # the memory is not there
+            return None  # somebody has freed the memory of a gradient
         if len(self._all) != len(grads) and sum([p.grad is not None for p in self._all]) != len(grads):
             return None
         return Gradients(grads, addresses)
 
+    def _has_members(self, groups: list[dict]) -> bool:
+        """Whether the groups hold the same parameters, with the same names and masters."""
+        if not _are(self._look_at_masters(), self._masters):
+            return False
+        if self._is_part:  # whoever steps in parts asks this once in a step
+            return True
+        params = chain.from_iterable(map(_OF_GROUP, groups))
+        return self._look_at_groups(groups) == self._groups and all(map(is_, params, self._all))
+
+    def _has_state(self) -> bool:
+        """Whether the state is the same dicts, with the same objects under the same keys."""
+        params, own = self._look_at_states()
+        if not _are(params, self._keys_of_states) or not _are(own, self._own):
+            return False
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return list(chain.from_iterable(self._dicts)) == self._keys and all(map(is_, values, self._values))
+
     def _gradients(self) -> list[Any] | None:
-        """Return this rank's part of each gradient; None where another tensor is sharded, or in another way."""
+        """Return this rank's part of each gradient; None if tensors are sharded otherwise than they were."""
         grads: list[Any] = list(map(_GRAD, self._params))
         if not self._sharded:
-            return grads  # the guards refuse one of another class, and None
+            return grads  # the guards see a gradient that is None or of another class
         if list(map(type, grads)) != self._grad_types:
             return None
         if not all([_are(*each) for each in zip(map(_PARTS, self._sharded), self._parts, strict=True)]):
             return None
         for i, (grad, p) in enumerate(zip(grads, self._params, strict=True)):
-            if self._of_grads[i]:
+            if is_sharded(grad):
                 grads[i], mesh, placements = _PARTS(grad)
                 if (mesh, placements) != _PARTS(p)[1:]:
                     return None
@@ -182,9 +191,9 @@ class Plan:
     A plan is made once and run in many steps.
 
     Args:
-        params: those that are to be stepped.
+        params: the parameters that the plan steps.
         formula: the arithmetic of the step. None: the optimizer's own step is called.
-        is_part: others are stepped, too, apart from these.
+        is_part: the optimizer steps other parameters by other plans.
     """
 
     def __init__(
@@ -250,7 +259,7 @@ class Plan:
             self._batches.append(batches[0])
         if others:
             batches[0].others = others
-        # Each parameter has one transfer: the parts that it is cut into share a block of codes.
+        # Kernels move all parts of a parameter, or operators do: two parts may share a block of codes.
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
@@ -260,7 +269,7 @@ class Plan:
         self._rooms[device] = room, room.nbytes
 
     def _gradients(self) -> list[Tensor]:
-        """Return this rank's part of each gradient. One that is cut otherwise than the parameter is redistributed."""
+        """Return this rank's part of each gradient, redistributed where it is not sharded as its parameter is."""
         found = []
         for p in self._params:
             assert p.grad is not None, "only parameters with gradients are stepped"
@@ -298,7 +307,7 @@ class Plan:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""
         if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
             return False
-        # Later the fingerprint looks at the parameters' own state, before the next step.
+        # From here on the fingerprint compares the parameters' state, so that `rest` need not do it after each step.
         if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
             return False
         self._fingerprint = Fingerprint(optimizer, self._params, self._stores, is_part=self._is_part)
@@ -306,14 +315,14 @@ class Plan:
 
     def rest(self) -> bool:
         """After a step, free the copies; return whether the batches can be stepped again."""
-        if not all([*[batch.is_settled for batch in self._plain], *[batch.is_settled for batch in self._fused]]):
+        if not all([batch.is_settled for batch in (*self._plain, *self._fused)]):
             return False
         for room, _ in self._rooms.values():
             room.untyped_storage().resize_(0)
         return True
 
     def fits(self, optimizer: Optimizer) -> Gradients | None:
-        """Whether the next step can use these batches: return its gradients if nothing else but options has changed."""
+        """Return the gradients of the next step if this plan serves it: the rest is unchanged, options aside."""
         found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None

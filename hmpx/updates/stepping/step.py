@@ -1,10 +1,11 @@
-"""One optimizer step: its rounding key, and whether it is taken by the last plan, by a new one or whole."""
+"""The steps of one optimizer: each by the plan of the step before, by a new plan, or with all parameters at once."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,22 +54,23 @@ class WeightUpdates:
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
         self.settings, self.names = settings, names or {}
         self.stores = Stores()
-        self.kept_steps = 0  # taken by the plan of the step before
-        self.waited: list[Parameter] = []  # whose gradients go with the step: a backward that failed left them waiting
+        self.kept_steps = 0  # how many steps have used the plan of the step before
+        # A backward pass that failed left gradients of these parameters waiting. The next step uses, then drops them.
+        self.waited: list[Parameter] = []
         self._parameters = BF16Parameters(settings, self.names)
         self._kept: Plan | None = None
-        self._stepped: list[int] | None = None  # the parameters of the last step, by id
+        self._stepped: list[int] | None = None  # ids of the parameters of the last new plan
         self._open: _OpenStep | None = None
-        # Parts of the step before and of this one, by the parameters that have taken them together.
-        self._parts: dict[tuple[int, ...], Plan] = {}
-        self._taken: dict[tuple[int, ...], Plan] = {}
-        self._members: tuple | None = None  # when the last of these was opened
+        # With released gradients, a step is taken in parts. Each part has a plan, under the ids of its parameters.
+        self._parts: dict[tuple[int, ...], Plan] = {}  # of the step before, which this step has not used yet
+        self._taken: dict[tuple[int, ...], Plan] = {}  # of the step that is open
+        self._members: tuple | None = None  # `membership` when a step was last opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # no copy can hold these
+        return {**vars(self), "_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # plans cannot be copied
 
     def look(self, call: StepCall) -> Gradients | None:
-        """Return the gradients of a step that begins now, if it is sure to take the plan of the last one."""
+        """Return the gradients of a step that begins now, if the plan of the last step fits it."""
         if self._kept is None or self._open is not None or call.args or call.kwargs:
             return None
         return self._kept.fits(call.optimizer)
@@ -76,7 +78,7 @@ class WeightUpdates:
     def step(self, call: StepCall, found: Gradients | None = None) -> Any:
         """Run a step of the optimizer. If it raises, weights and gradients are as they were.
 
-        found: by `look`, after which nothing has changed.
+        found: the result of `look`, if it was called just before.
         """
         return self._guarded(self._numbered_step, call, found)
 
@@ -175,7 +177,7 @@ class WeightUpdates:
     def _part_of_step(self, call: StepCall, signals: DeferredSignals, params: list[Parameter]) -> None:
         signals.begin()
         if self._open is None:
-            self._open = _OpenStep(self._write_back(call, signals))
+            self._open = _OpenStep(self._write_back(call, signals), set())
             before, self._members = self._members, membership(call.optimizer)
             if before != self._members:
                 self._parts.clear()
@@ -186,8 +188,9 @@ class WeightUpdates:
             found = None if part is None else part.fits(call.optimizer)
             if part is None or found is None:
                 formula = chosen(call.optimizer, self.settings.fused)
-                members = self._open.members_of(call.optimizer, self)
-                part = Plan(call.optimizer, members, params, write_back, formula, is_part=True)
+                if self._open.members is None:
+                    self._open.members = self.members(call.optimizer, write_back.rounding_key)
+                part = Plan(call.optimizer, self._open.members, params, write_back, formula, is_part=True)
                 part.run(call, write_back)
                 is_kept = part.keep(call.optimizer)
             else:
@@ -201,7 +204,7 @@ class WeightUpdates:
             raise
 
     def have_stepped(self, params: list[Parameter]) -> bool:
-        """Whether these parameters have taken the step that is open, together."""
+        """Whether all of these parameters have taken the step that is open."""
         return self._open is not None and self._open.stepped.issuperset(map(id, params))
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
@@ -298,22 +301,18 @@ _OTHERS_MASTERS = (
 )
 
 
+@dataclass
 class _OpenStep:
     """A step that parameters take in parts, as their gradients come (`release_gradients`).
 
     Attributes:
-        stepped: those that have taken it, by id.
+        stepped: ids of the parameters that have taken it.
+        members: of the optimizer, once a part without a fitting plan has asked for them.
     """
 
-    def __init__(self, write_back: WriteBack) -> None:
-        self.write_back, self.stepped = write_back, set[int]()
-        self._members: Members | None = None
-
-    def members_of(self, optimizer: Optimizer, updates: WeightUpdates) -> Members:
-        """Return the members, made once in a step: only a part without a fitting plan needs them."""
-        if self._members is None:
-            self._members = updates.members(optimizer, self.write_back.rounding_key)
-        return self._members
+    write_back: WriteBack
+    stepped: set[int]
+    members: Members | None = None
 
 
 def _tell_of_before(optimizer: Optimizer) -> None:

@@ -40,11 +40,6 @@ def stored(optimizer: Optimizer) -> dict[str, int]:
     return {key: carrier[key] for key in _KEYS if key in carrier}
 
 
-def is_stored(optimizer: Optimizer) -> bool:
-    """Whether one of them is known, sooner than `stored` says it."""
-    return optimizer in _known or any([STEP_KEY in group or SEED_KEY in group for group in optimizer.param_groups])
-
-
 def keep(optimizer: Optimizer, **new: Any) -> None:
     """Store new values, by their keys, in the first group, with those that are known."""
     now = new if set(_KEYS) <= new.keys() else {**stored(optimizer), **new}

@@ -27,7 +27,7 @@ from hmpx.updates.holding.state_forms import StateForm
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
-from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written
+from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written, hand_back
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shown import ShownState
@@ -241,11 +241,7 @@ class Shadow:
         if self.gathers and is_sharded(p) and left is not None:
             left = like(p, held_part(p, left))
         self._keep_gradient()
-        if left is not None and is_shown and p.grad is not None and can_be_written(p.grad):
-            p.grad.copy_(left)
-        else:
-            own = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
-            p.grad = None if left is None else left.detach().to(own, copy=True)
+        hand_back(self.segment, p.grad, left, is_replaced=not is_shown)
 
     def _keep_gradient(self) -> None:
         """Keep a copy of the parameter's gradient for `undo`."""
