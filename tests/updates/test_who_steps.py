@@ -108,6 +108,24 @@ def test_a_checkpoint_of_before_says_which_key_gives_its_bits(caplog):
     assert not caplog.messages and formula_of(resumed[0]) and not formula_of(other[0])
 
 
+def test_gradients_that_are_released_after_a_checkpoint_of_before_say_so_too(caplog):
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = optim.AdamW(model.named_parameters())
+    hmpx.attach(optimizer, release_gradients=True)
+    for _ in range(3):
+        model(torch.ones(1, 4).bfloat16()).float().sum().backward()
+        optimizer.step()
+        assert not caplog.messages
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["hmpx_version"]
+    optimizer.load_state_dict(saved)
+    for _ in range(2):
+        model(torch.ones(1, 4).bfloat16()).float().sum().backward()
+        optimizer.step()
+    (told,) = caplog.messages
+    assert "is of hmpx 0.2 or before" in told and "fused=False" in told
+
+
 def test_explain_and_footprint_say_who_chose(capsys):
     said = {}
     for fused in (None, True, False):

@@ -154,8 +154,6 @@ class WeightUpdates:
         """Look at every parameter; step by a new plan, or whole where gradients or state cannot be cut."""
         optimizer, key = call.optimizer, write_back.rounding_key
         formula = chosen(optimizer, self.settings.fused)
-        if key.step and self.settings.fused is None and formula is not None:
-            _tell_of_before(optimizer)
         members = self.members(optimizer, key)
         if not can_be_cut(optimizer, members.whole.values()):
             stepped = [segment for segment in members.whole.values() if segment.param.grad is not None]
@@ -209,6 +207,8 @@ class WeightUpdates:
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
         """Look at every parameter, and bring all state to the form in which it is held."""
+        if key.step and self.settings.fused is None and chosen(optimizer, None) is not None:
+            _tell_of_before(optimizer)
         segments = self.segments(optimizer)
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
         made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
