@@ -135,7 +135,8 @@ def fp8_ways() -> dict[str, Way]:
     """Return the context of each way, and what it makes of a model."""
     found: dict[str, Way] = {"BF16": (contextlib.nullcontext, lambda model: model)}
     for form in ("tensorwise", "rowwise"):
-        found[f"hmpx {form}"] = functools.partial(_in_fp8, form), lambda model: model
+        converted = functools.partial(convert, bf16=[], fp32=[], promote=[], fp8=["linear"], fp8_format=form)
+        found[f"hmpx {form}"] = converted, lambda model: model
     with contextlib.suppress(ImportError):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -144,12 +145,6 @@ def fp8_ways() -> dict[str, Way]:
             theirs = functools.partial(convert_to_float8_training, config=config)
             found[f"torchao {form}"] = contextlib.nullcontext, theirs
     return found
-
-
-@contextlib.contextmanager
-def _in_fp8(form: str) -> Iterator[None]:
-    with convert(bf16=[], fp32=[], promote=[], fp8=["linear"], fp8_format=form):
-        yield
 
 
 def run_fp8(

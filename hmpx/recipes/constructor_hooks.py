@@ -79,7 +79,15 @@ def watch_distribution(distributes: Callable[[Module], object], changes: Changes
     changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
 
     def imported(fsdp: ModuleType) -> None:
-        fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
+        fully_shard = fsdp.fully_shard
+
+        @functools.wraps(fully_shard)
+        def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in module if isinstance(module, list | tuple) else (module,):
+                if not ended:
+                    distributes(each)
+            return fully_shard(module, *args, **kwargs)
+
         changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
         if imported_before:
             rebinding.add([(fully_shard, shard)])
@@ -88,17 +96,6 @@ def watch_distribution(distributes: Callable[[Module], object], changes: Changes
 
     changes.callback(ended.append, True)
     when_imported("torch.distributed.fsdp", imported, changes)
-
-
-def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], object], ended: list) -> Callable:
-    @functools.wraps(fully_shard)
-    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in module if isinstance(module, list | tuple) else (module,):
-            if not ended:
-                distributes(each)
-        return fully_shard(module, *args, **kwargs)
-
-    return shard
 
 
 def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:

@@ -98,18 +98,14 @@ def _kept(model: torch.nn.Module) -> set[torch.nn.Parameter]:
         return {p for _, p in wide}
     kept: set[torch.nn.Parameter] = set()
     for prefix, module in model.named_modules():
-        keys = _KEPT if _is_of_diffusers(module) else _KEPT[:1]
+        of_diffusers = any(cls.__module__.startswith("diffusers.") for cls in type(module).__mro__)
+        keys = _KEPT if of_diffusers else _KEPT[:1]  # in transformers the weaker key is for FP16 alone
         words = {word for key in keys for word in getattr(type(module), key, None) or ()}
         if words:
             pattern = re.compile("|".join(rf"(^|\.){word.replace('*', '.*')}($|\.)" for word in words))
             start = f"{prefix}." if prefix else ""
             kept |= {p for name, p in wide if name.startswith(start) and pattern.search(name.removeprefix(start))}
     return kept
-
-
-def _is_of_diffusers(module: torch.nn.Module) -> bool:
-    """Return whether the weaker key holds in BF16 too; in transformers it is for FP16 alone."""
-    return any(cls.__module__.startswith("diffusers.") for cls in type(module).__mro__)
 
 
 def _in_words(names: Sequence[str]) -> str:

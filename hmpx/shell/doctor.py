@@ -149,12 +149,27 @@ class _Report:
         if self._watcher is not None:
             self._watcher.give(str(examination.so_far()))
         if examination.is_ending:
-            end_in_time(self._of_thread, lambda: self._status is not None, self._terminal)
+            threading.Thread(target=self._end_in_time, daemon=True).start()
 
-    def _of_thread(self) -> int:
+    def _end_in_time(self) -> None:
+        """End this process, from a thread: a thread or a process of the script that waits would keep it for ever."""
+        until, main = time.monotonic() + _PATIENCE, threading.main_thread().ident
+        while self._status is None:
+            time.sleep(1)
+            frame = sys._current_frames().get(main or 0)
+            if time.monotonic() > until and frame is not None and frame.f_code.co_filename.endswith(_WAITING):
+                break
         if self._status is None and self.examination is not None:
             self.examination.finish()
-        return self(0)
+        status = self(0)
+        time.sleep(_GRACE)
+        threads = [each.name for each in threading.enumerate() if not each.daemon and each.ident != main]
+        children = multiprocessing.active_children()
+        names = ", ".join([*threads, *(each.name for each in children)]) or "it has not ended"
+        print(f"hmpx: doctor ends the process, which would wait: {names}", file=self._terminal, flush=True)
+        for each in children:
+            each.terminate()
+        os._exit(status)
 
     def __call__(self, status: int) -> int:
         """Write the files, print what was found beneath all that the script has printed, and return the exit status."""
@@ -182,7 +197,7 @@ class _Report:
         return are_all
 
 
-# What stays when a script is ended or killed: the terminal as it was, and processes that see to an end
+# What stays when a script is ended or killed: the terminal as it was, and a process that tells what was found
 
 _GRACE = 10  # seconds in which the threads of a script may end by themselves
 _PATIENCE = 60  # seconds in which its `finally` blocks may
@@ -249,29 +264,3 @@ class Watcher:
         with contextlib.suppress(OSError, ValueError, AttributeError, subprocess.TimeoutExpired):
             self._process.stdin.close()
             self._process.wait(5)
-
-
-def end_in_time(report: Callable[[], int], is_reported: Callable[[], bool], to: TextIO) -> None:
-    """See to it, from a thread, that this process ends: a thread or a process that waits would keep it for ever.
-
-    report: prints, once, and returns the exit status.
-    """
-    threading.Thread(target=_end, args=(report, is_reported, to), daemon=True).start()
-
-
-def _end(report: Callable[[], int], is_reported: Callable[[], bool], to: TextIO) -> None:
-    until, main = time.monotonic() + _PATIENCE, threading.main_thread().ident
-    while not is_reported():
-        time.sleep(1)
-        frame = sys._current_frames().get(main or 0)
-        if time.monotonic() > until and frame is not None and frame.f_code.co_filename.endswith(_WAITING):
-            break
-    status = report()
-    time.sleep(_GRACE)
-    threads = [each.name for each in threading.enumerate() if not each.daemon and each.ident != main]
-    children = multiprocessing.active_children()
-    names = ", ".join([*threads, *(each.name for each in children)])
-    print(f"hmpx: doctor ends the process, which would wait: {names or 'it has not ended'}", file=to, flush=True)
-    for each in children:
-        each.terminate()
-    os._exit(status)

@@ -87,12 +87,6 @@ def lists_asked(options: argparse.Namespace) -> dict[str, str]:
     return {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
 
 
-def says_a_policy(options: argparse.Namespace) -> bool:
-    """Return whether the options say how ops are cast."""
-    own = (options.opt_level, options.low_precision, options.kernels, options.set)
-    return bool(options.recipe or lists_asked(options) or any(own))
-
-
 def add_force(command: Any) -> None:
     """Add, to a command or to a group of its options, the one that lets `check_outputs` pass."""
     command.add_argument("--force", action="store_true", help="write over files that are there")

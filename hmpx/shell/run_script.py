@@ -33,7 +33,7 @@ from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
 from hmpx.recipes.reading import as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
-from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
+from hmpx.shell.options import add_recipe_options, keys_asked, lists_asked, with_options
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -198,7 +198,7 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
         recipe, said = as_recipe(named), f"recipe {named}{aside}"
     elif of_environment is not None:
         recipe, said = of_environment
-    elif says_a_policy(options):
+    elif keys_asked(options)[0]:
         recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
         return None
