@@ -39,7 +39,7 @@ from hmpx.base.compiling import never_compile, with_dynamo
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import AUTOCAST, private
 from hmpx.ops.decision_log import say_beats_island, say_once
-from hmpx.ops.module_rules import lowering_rule
+from hmpx.ops.module_rules import lowering_rule, rules_of
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.wrapping.callers import modules, users_line
@@ -174,7 +174,7 @@ def _was_enabled(region: torch.autocast, enabled: bool) -> bool:
 def _is_overruled(frame: FrameType) -> bool:
     """Return whether an island is none, by a rule of the module whose code opens it in `frame`."""
     module = next(modules(frame), None)
-    rule = None if module is None else lowering_rule(module)
+    rule = None if module is None else lowering_rule(rules_of(module))
     if rule is not None:
         say_beats_island(f"the rule for this {type(module).__name__} ({rule.where})", frame)
     return rule is not None
@@ -206,7 +206,7 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
         if self.source is not None and hasattr(tx.output, "resolve_source_value"):  # a decorator; since torch 2.13
             enabled = _was_enabled(tx.output.resolve_source_value(self.source), enabled)
         inside = list(_modules(tx))
-        casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(inside[0]))
+        casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(rules_of(inside[0])))
         opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts
         in_model = casts or inside or any(opened) or in_enabled_region() or in_method(sys._getframe())
         opened.append(casts)

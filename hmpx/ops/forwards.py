@@ -21,7 +21,7 @@ from hmpx.base import region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.decision_log import say_beats_island
-from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
+from hmpx.ops.module_rules import RULES, deciding, forward_class, lowering_rule, rules_of
 from hmpx.ops.outside import run_as_model
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.scopes import lists_of, scope_inside
@@ -88,12 +88,10 @@ def _act(rules):
     """Return whether rules act here: in ``torch.autocast(enabled=False)`` one that names ops for low precision does."""
     if region_state.casts_on():
         return True
-    lowering = [rule for rule in deciding(rules) if rule.overlay.lowers] if region_state.innermost().island else ()
-    if not lowering:
-        return False
-    if not is_dynamo_compiling():
-        say_beats_island(f"the rule at {lowering[-1].where}", sys._getframe(2))
-    return True
+    rule = lowering_rule(rules) if region_state.innermost().island else None
+    if rule is not None and not is_dynamo_compiling():
+        say_beats_island(f"the rule at {rule.where}", sys._getframe(2))
+    return rule is not None
 
 
 def _run(rules, function, args, kwargs):

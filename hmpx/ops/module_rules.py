@@ -189,9 +189,10 @@ def deciding(rules):
     return list({distance: rule for distance, rule in rules if rule.active}.values())
 
 
-def lowering_rule(module: Module) -> ModuleRule | None:
-    """Return a rule in force for this module that names ops for low precision; None if there is none."""
-    return next((rule for rule in deciding(rules_of(module)) if rule.overlay.lowers), None)
+def lowering_rule(rules):
+    """Return the innermost of these rules of a module that names ops for low precision; None if none does."""
+    found = [rule for rule in deciding(rules) if rule.overlay.lowers]
+    return found[-1] if found else None
 
 
 def forward_class(module: Module) -> type:

@@ -30,6 +30,7 @@ from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.scopes import lists_of, number_inside, scope_inside
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import modules
+from hmpx.ops.wrapping.overriding import items_of
 from hmpx.ops.wrapping.switch import Switch
 
 _NO_LISTS = (
@@ -70,10 +71,7 @@ def build_outside(
 
 def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """Return the lists (a number) of the model that a call outside of every model follows; 0: of none."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    for value in args[:1]:
-        if isinstance(value, (list, tuple)):  # of `cat` and `stack`
-            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+    tensors = [value for value in items_of(args, kwargs) if isinstance(value, torch.Tensor)]
     if is_dynamo_compiling():
         return lists_of_traced(tensors)
     return _lists_now(tensors)

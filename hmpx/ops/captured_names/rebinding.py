@@ -53,12 +53,7 @@ class Rebinding:
     @property
     def captures(self) -> list[CapturedName]:
         """One capture for each place. Searches for pending pairs; after an interrupt it may be called again."""
-        pending = self._pending
-        try:
-            self._catch_up()
-        except BaseException:
-            self._pending = pending | self._pending
-            raise
+        self._catch_up()
         return list(self._captures)
 
     def around(self, changes: Changes, *parts: Replacing) -> None:
@@ -134,9 +129,10 @@ class Rebinding:
         return replacements
 
     def _catch_up(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, {}
+        if pending := dict(self._pending):
             self._run(pending, Sweep.everything)
+            for function in pending:  # an import meanwhile may have added others
+                self._pending.pop(function, None)
 
     def _run(self, replacements: dict[Any, Any], look: Callable[[Sweep], object]) -> None:
         mark, sweep = self._places.mark(), Sweep(replacements, self._places.put)

@@ -71,20 +71,23 @@ class Format:
         legal: dict[str, tuple] = {"scaling": SCALINGS, "forward": elements, "backward": elements}
         for key in (each.name for each in fields(self) if each.type == "bool"):
             legal[key] = (True, False)
-        wrong = [_none_of(key, getattr(self, key), words) for key, words in legal.items()]
-        wrong += [_none_of("products", product, PRODUCTS) for product in self.products]
-        if self.auto_filter is True and self.scaling in BLOCK:
-            wrong.append(f"auto_filter: torchao has none for {self.scaling} scales")
-        if self.power_of_two is True and self.scaling == "nvfp4":
-            wrong.append("power_of_two: scales of nvfp4 are numbers of e4m3")
-        if self.weight_tensorwise is True and self.scaling in BLOCK:
-            wrong.append(f"weight_tensorwise: scales of {self.scaling} differ along the sum")
-        if self.stochastic is True and self.backward != "e2m1":
-            wrong.append(f"stochastic: gradients in e2m1 are rounded so, and backward is {self.backward}")
-        if self.saturating is False and "e2m1" in (self.forward, self.backward):
-            wrong.append("saturating: e2m1 has no inf and no NaN, and so can do nothing else")
-        for each in filter(None, wrong):
-            raise HmpxError(each)
+        for key, words in legal.items():
+            _check(key, getattr(self, key), words)
+        for product in self.products:
+            _check("products", product, PRODUCTS)
+        in_blocks, has_e2m1 = self.scaling in BLOCK, "e2m1" in (self.forward, self.backward)
+        for is_wrong, why in (
+            (self.auto_filter and in_blocks, f"auto_filter: torchao has none for {self.scaling} scales"),
+            (self.power_of_two and self.scaling == "nvfp4", "power_of_two: scales of nvfp4 are numbers of e4m3"),
+            (self.weight_tensorwise and in_blocks, f"weight_tensorwise: scales of {self.scaling} differ along the sum"),
+            (
+                self.stochastic and self.backward != "e2m1",
+                f"stochastic: gradients in e2m1 are rounded so, and backward is {self.backward}",
+            ),
+            (not self.saturating and has_e2m1, "saturating: e2m1 has no inf and no NaN, and so can do nothing else"),
+        ):
+            if is_wrong:
+                raise HmpxError(why)
 
     @classmethod
     def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:
@@ -132,10 +135,10 @@ class Format:
         return f"{self.scaling} {dtypes}"
 
 
-def _none_of(key: str, value: Any, legal: tuple) -> str:
-    if any(type(value) is type(each) and value == each for each in legal):
-        return ""
-    return f"{key} is {value!r}, none of {', '.join(map(str, legal))}{did_you_mean(str(value), list(map(str, legal)))}"
+def _check(key: str, value: Any, legal: tuple) -> None:
+    if not any(type(value) is type(each) and value == each for each in legal):
+        words = list(map(str, legal))
+        raise HmpxError(f"{key} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
 
 
 _USUAL = Format()

@@ -112,12 +112,12 @@ def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
 
     A weight of a class that derives from `Parameter`, say: its casts are plain tensors.
     """
-    pairs = zip(_items(*before), _items(*after), strict=True)
+    pairs = zip(items_of(*before), items_of(*after), strict=True)
     lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]
     return torch.overrides.has_torch_function(lost)
 
 
-def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
+def items_of(args: tuple, kwargs: dict) -> Iterator[Any]:
     """Yield arguments, and the items of lists and tuples among them."""
     for value in (*args, *kwargs.values()):
         yield from value if type(value) in (list, tuple) else (value,)
@@ -125,7 +125,7 @@ def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
 
 def subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors of other classes than torch's plain ones, in lists and tuples too."""
-    return list(filter(_is_other, _items(args, kwargs)))
+    return list(filter(_is_other, items_of(args, kwargs)))
 
 
 def _is_other(value: Any) -> bool:
