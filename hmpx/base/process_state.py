@@ -65,7 +65,7 @@ prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 model_lists: tuple[int, ...] = ()
 lists_of_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-# The outermost modules that have been called, by identity, each by a weak reference (ops.wrapping.models): models, and
+# The outermost modules that have been called, by identity, each by a weak reference (ops.wrapping.switch): models, and
 # those that keep an average. A new one with each conversion.
 models: dict[int, Any] = {}
 averages: dict[int, Any] = {}

@@ -1,4 +1,10 @@
-"""Patches of functions of torch that are no ops of a model.
+"""Where a model runs, and what runs beside it: patches of functions of torch that are no ops.
+
+Where casts belong to the model (``where="model"``), the call of a module opens a region that casts, and so does a
+checkpointed function, which runs again in backward. Under either setting, a backward pass opens one in which ops are
+cast only where a forward is computed again, and in the `backward` of a `torch.autograd.Function`: the hooks of
+gradients are beside the model. Compiled code counts as a forward whoever calls it, so a module inside opens nothing
+there, and Dynamo is told that nobody has patched `Module.__call__`.
 
 - Casts are off in code that runs beside the model: schedulers, initialisation, clipping, data loading.
   `op_facts.BESIDE_THE_MODEL` lists this code, and says why. Modules that are not imported yet are patched at import.
@@ -16,17 +22,30 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from hmpx.base import awaited, region_state, run_in_region
-from hmpx.base.changes import Changes
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.base import awaited, process_state, region_state, run_in_region
+from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import with_dynamo
 from hmpx.base.subclasses import with_subclasses
-from hmpx.base.torch_private import CHECKPOINTING, RECURRENT, lacks
+from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.refusals import build_explaining
 from hmpx.ops.wrapping.rules import cast
-from hmpx.ops.wrapping.switch import Switch
+from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
+
+_BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
+_BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "torch.autograd.grad")
+_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
+_CALL = "torch.nn.Module.__call__"
+_WAYS = tuple(f"torch.nn.Module.{name}" for name in ("_wrapped_call_impl", "_compiled_call_impl", "_call_impl"))
+_HOOKS = "BackwardHookFunctionBackward"  # the node in which a module's own backward hooks run, and nothing else
+_DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
 
 
 class BesideModel:
@@ -38,15 +57,23 @@ class BesideModel:
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches for every imported module."""
+        switch = self._switch
+        HOOKS.is_on()
+        for path in _BACKWARDS:
+            yield patch_at(path, Patching.BACKWARD, functools.partial(_running, run_in_region.run_backward, switch))
+        if not switch.everywhere:
+            running = functools.partial(_running, run_in_region.run_forward, switch)
+            yield patch_at(_CHECKPOINT, Patching.FORWARD, running)
+            yield patch_at(_CALL, Patching.FORWARD, functools.partial(_calling, switch))
         for module in self._places:
             if module in sys.modules:
                 yield from self._uncast_in(module)
         for path in op_facts.NO_LOW_FUNCTIONS:
             yield patch_at(path, Patching.EXPLAINED, functools.partial(_explaining, path))
         for path, weights in op_facts.INPUT_CHECKS.items() if RECURRENT.is_on() else ():
-            yield patch_at(path, Patching.CHECK, functools.partial(_checking, weights, self._switch))
+            yield patch_at(path, Patching.CHECK, functools.partial(_checking, weights, switch))
         for path, position in op_facts.CALLED_LATER.items() if CHECKPOINTING.is_on() else ():
-            yield patch_at(path, Patching.CARRYING, functools.partial(_carrying, position, self._switch))
+            yield patch_at(path, Patching.CARRYING, functools.partial(_carrying, position, switch))
 
     def _uncast_in(self, module: str) -> Iterator[Patch]:
         for owner, attribute, path in functions_in(module, self._places):
@@ -57,8 +84,14 @@ class BesideModel:
             self._wrappers[id(original)] = _uncast(path, original, self._switch)
         return self._wrappers[id(original)]
 
-    def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
-        """Patch each module that is imported before `changes` are undone, and hand its patches to `told`."""
+    def apply(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
+        """Tell Dynamo and autograd of models, and patch what is imported before `changes` are undone.
+
+        told: is handed the patches of such a module.
+        """
+        if not self._switch.everywhere:
+            _tell_dynamo(changes)
+        _mark_functions(changes)
         self._changes, self._rebinding, self._told = changes, rebinding, told
         for module in self._places:
             if module not in sys.modules:
@@ -70,6 +103,91 @@ class BesideModel:
         self._rebinding.expect(patches.replacements)
         patches.apply(self._changes)
         self._told(*patches.patches)
+
+
+# Where a model runs
+
+
+def _tell_dynamo(changes: Changes) -> None:
+    """Let Dynamo take the patched `Module.__call__` for torch's own, until `changes` are undone."""
+
+    def tell(dynamo: ModuleType) -> None:
+        for module in (dynamo.utils, dynamo.variables.nn_module):
+            if has(path := f"{module.__name__}.{_DYNAMO_CALL}"):
+                changes.put(Attribute(module, _DYNAMO_CALL, path), torch.nn.Module.__call__)
+
+    with_dynamo(tell, changes)
+
+
+def _calling(switch: Switch, original: Callable) -> Callable:
+    """Return `Module.__call__` opening a region, as `run_in_region.run_forward` does, which is slower.
+
+    It takes the place of torch's own function, whose two ways on it knows: a frame more would cost a fifth of a call.
+    """
+    nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
+    models = process_state.models  # of this conversion; emptied when it ends
+    ways = all(map(has, _WAYS))
+    is_torchs, leave = ways and original is private(_WAYS[0]), run_in_region.leave_forward
+
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        here = nowhere.here
+        if is_torchs and here.casting:
+            return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+        if here is not nowhere or id(self) not in models or not (is_torchs and process_state.enabled):
+            return _call_elsewhere(switch, original, self, args, kwargs)
+        try:
+            try:
+                enter(in_forward)
+                return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+            finally:
+                if nowhere.here is in_forward:
+                    enter(nowhere)
+                else:
+                    leave()
+        except BaseException:
+            leave()  # in case an interrupt came before the other, or while that ran
+            raise
+
+    return call
+
+
+def _call_elsewhere(switch: Switch, original: Callable, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a module in some region, or for the first time, or one that is no model."""
+    run = run_in_region.run_forward
+    if switch.retired or is_dynamo_compiling() or region_state.acts() is not None or not is_model(module):
+        return original(module, *args, **kwargs)
+    if id(module) in process_state.models:
+        return run(original, (module, *args), kwargs)
+    return run_first(module, original, run, args, kwargs)
+
+
+def _mark_functions(changes: Changes) -> None:
+    """Have each node of a `torch.autograd.Function` know where its forward was called: whether ops were cast, by what.
+
+    None: outside of a model.
+    """
+
+    def begin(node, *args, **kwargs):
+        acts = region_state.acts() if type(node).__name__ != _HOOKS else False
+        setattr(node, SCOPE, region_state.scope())
+        setattr(node, CASTS, acts if acts is not None or not in_forward(sys._getframe(1)) else True)
+
+    label = "torch.autograd.function.BackwardCFunction.__init__"
+    changes.put(Attribute(BackwardCFunction, "__init__", label), begin)
+
+
+def _running(run: Callable, switch: Switch, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or switch.casts_off():
+            return original(*args, **kwargs)
+        return run(original, args, kwargs)
+
+    return running
+
+
+# What runs beside it
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:

@@ -15,7 +15,7 @@ import wrapt
 
 from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
-from hmpx.ops import autocast, model_calls
+from hmpx.ops import autocast
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import CapturedName
@@ -23,7 +23,7 @@ from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
 from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.outside import build_outside
+from hmpx.ops.model_lists import build_outside
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
 from hmpx.ops.policies.composition import SPARSE_GRADIENTS
@@ -75,11 +75,8 @@ class Casts:
     def apply(self, changes: Changes) -> None:
         self._compilers.apply(changes)
         self._put(self._table, changes)
-        if not self._table.switch.everywhere:
-            model_calls.tell_dynamo(changes)
-        model_calls.mark_functions(changes)
+        self._table.beside.apply(changes, self._rebindings[0], self._table.know)
         forget_compiled()
-        self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
         if self._table.mapping:
             self._table.mapping.apply(changes)
 
@@ -138,7 +135,6 @@ class PatchTable(Patches):
             *self._further(),
             *self.beside.patches(),
             *parametrizations(self.switch),
-            *model_calls.patches(self.switch),
             *(autocast.questions(self.switch, policies) if governs_autocast(policies[0]) else ()),
         )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)

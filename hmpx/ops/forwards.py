@@ -21,8 +21,8 @@ from hmpx.base import region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.decision_log import say_beats_island
+from hmpx.ops.model_lists import run_as_model
 from hmpx.ops.module_rules import RULES, deciding, forward_class, lowering_rule, rules_of
-from hmpx.ops.outside import run_as_model
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.scopes import lists_of, scope_inside
 from hmpx.ops.wrapping.rules import is_eligible

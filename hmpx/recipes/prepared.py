@@ -1,8 +1,8 @@
 """The models that `prepare` has set up, and their op lists: one set for all, or each model its own.
 
 Models with equal lists share a conversion. As soon as one has other lists, the lists of each stand as rules in its
-modules (`ops.model_lists`). An op outside of all models then follows the model whose output it takes (`ops.outside`). A
-model that is restored before the others is left uncast.
+modules, and an op outside of all models follows the model whose output it takes (`ops.model_lists`). A model that is
+restored before the others is left uncast.
 """
 
 from __future__ import annotations

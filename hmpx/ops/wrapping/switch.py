@@ -1,7 +1,7 @@
 """Decides whether a wrapper casts here, now: the regions that are open, and whether the op is a model's.
 
-Under ``where="model"`` an op is a model's where the forward of a model runs in this thread (`models`), or where grad
-mode is on and one of its tensors requires a gradient. Five more are cast wherever they stand:
+Under ``where="model"`` an op is a model's where the forward of a model runs in this thread, or where grad mode is on
+and one of its tensors requires a gradient. Five more are cast wherever they stand:
 
 - what the `backward` of a `torch.autograd.Function` calls whose forward was cast;
 - a loss (an op with a `reduction`), so that a loss under `no_grad` is computed like that of training;
@@ -14,6 +14,10 @@ Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as
 Inside ``torch.autocast(enabled=False)`` (an island) an op is left alone. Where torch would raise because its tensors
 differ in dtype, as FP32 arithmetic meets BF16 weights, it is computed in the widest. In an island that a script opens
 outside of a model, the forwards of modules cast.
+
+Of modules that nothing else runs around, a model is one with parameters. A module without parameters is a metric or a
+transform of data, and one that writes its own parameters when it is called keeps an average; either is a part of the
+model where a model calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,12 +34,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
-from hmpx.base.torch_private import autograd_node, graph_task
+from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import methods
-from hmpx.ops.wrapping.models import is_model
 from hmpx.ops.wrapping.rules import ELIGIBLE
 
 WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch would refuse
@@ -42,6 +46,8 @@ WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch woul
 CASTS, SCOPE = "_hmpx_casts", "_hmpx_scope"
 _CASTS_OF_CUSTOM_FWD = "_fwd_used_autocast"  # where torch.amp.custom_fwd leaves it
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
+_counts_writes = has("torch.Tensor._version")
+Module = torch.nn.Module
 
 
 class Switch:
@@ -185,3 +191,55 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+# Which modules are models
+
+
+def has_parameters(module: Module) -> bool:
+    """Return whether a module, or one in it, has a parameter; a replica of DataParallel has had some."""
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(vars(each).get("_former_parameters") for each in module.modules())
+
+
+def is_model(module: Module) -> bool:
+    """Return whether the forward of a module that is outermost is a model's."""
+    return id(module) in process_state.models or (id(module) not in process_state.averages and has_parameters(module))
+
+
+def run_first(module: Module, forward: Callable, cast: Callable, args: tuple, kwargs: dict) -> Any:
+    """Make the first call of a module that has parameters, and note whether it is a model or keeps an average.
+
+    forward: the call. cast: runs it as the forward of a model; one that is handed a module is not run so this time.
+    """
+    before = [(p, version_of(p)) for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_inference()]
+    handed = _holds((*args, *kwargs.values()), (Module, torch.nn.Parameter))
+    if handed:
+        _note(process_state.averages, module)
+    result = forward(module, *args, **kwargs) if handed else cast(forward, (module, *args), kwargs)
+    # ``p.data.copy_()`` counts as no write, and nothing does where torch does not count.
+    written = _counts_writes and any(version_of(p) != version for p, version in before)
+    returns, trained = _holds((result,), (torch.Tensor,)), any(p.requires_grad for p in module.parameters())
+    if (written and not trained) or ((written or handed) and not returns):
+        _note(process_state.averages, module)
+    else:
+        process_state.averages.pop(id(module), None)
+        _note(process_state.models, module)
+    return result
+
+
+def _note(noted: dict[int, Any], module: Module) -> None:
+    key = id(module)
+    noted[key] = weakref.ref(module, lambda _: noted.pop(key, None))
+
+
+def _holds(values: Iterable[Any], kinds: tuple[type, ...]) -> bool:
+    for value in values:
+        if isinstance(value, kinds):
+            return True
+        if isinstance(value, dict):
+            value = value.values()
+        if isinstance(value, (list, tuple, type({}.values()))) and _holds(value, kinds):
+            return True
+    return False
