@@ -121,17 +121,6 @@ LOOP void decode_float(const uint8_t *restrict codes, float *restrict x, int64_t
     is_signed ? decode_as(codes, x, count, scale, 1, 0, c) : decode_as(codes, x, count, scale, 0, 0, c);
 }
 
-/* In 8 bits. r: the random numbers of the elements. largest: of the block. */
-static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count,
-                                                   uint16_t scale, const uint16_t *restrict r, uint32_t largest) {
-  encode_float(x, codes, count, scale, r, largest, EIGHT_BITS);
-}
-
-static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count,
-                                                   uint16_t scale) {
-  decode_float(codes, x, count, scale, EIGHT_BITS);
-}
-
 /* 4 bits */
 
 static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.21249999105930328f, -0.0775f, -0.0325000025331974f,

@@ -64,19 +64,23 @@ static inline int64_t block_start(const Blocks *blocks, int64_t at) {
     }                                                                                                    \
   }
 
-/* The n elements from `at` on of a tensor in another code than that of 8 bits, which share a scale. */
-static void decode_other(int kind, const uint8_t *codes, int64_t at, float *x, int64_t n, uint16_t scale) {
-  if (kind == FP8) decode_float(codes + at, x, n, scale, E4M3);
+/* The n elements from `at` on, which share a scale. */
+static __attribute__((noinline)) void decode(int64_t kind, const uint8_t *codes, int64_t at, float *x, int64_t n,
+                                             uint16_t scale) {
+  if (kind == CODED) decode_float(codes + at, x, n, scale, EIGHT_BITS);
+  else if (kind == FP8) decode_float(codes + at, x, n, scale, E4M3);
   else decode_four(codes + at / 2, x, n, scale);
 }
 
 /* r: the random numbers of the elements. is_given: whether the scale is there. */
-static void encode_other(int kind, const float *x, uint8_t *codes, int64_t at, int64_t n, uint16_t *scale,
-                         const uint16_t *r, int is_given) {
-  if (kind == FP8) {
-    Largest largest = largest_of(x, n);
-    if (!is_given) *scale = scale_of(x, n, largest, E4M3);
-    encode_float(x, codes + at, n, *scale, r, largest.magnitude, E4M3);
+static __attribute__((noinline)) void encode(int64_t kind, const float *x, uint8_t *codes, int64_t at, int64_t n,
+                                             uint16_t *scale, const uint16_t *r, const Largest *largest, int is_given) {
+  if (kind == CODED) {
+    if (!is_given) *scale = scale_of(x, n, *largest, EIGHT_BITS);
+    encode_float(x, codes + at, n, *scale, r, largest->magnitude, EIGHT_BITS);
+  } else if (kind == FP8) {
+    if (!is_given) *scale = scale_of(x, n, *largest, E4M3);
+    encode_float(x, codes + at, n, *scale, r, largest->magnitude, E4M3);
   } else {
     if (!is_given) *scale = scale_of_four(x, n);
     encode_four(x, codes + at / 2, n, *scale, r);
@@ -90,12 +94,8 @@ static inline float *opened(const Stored *stored, int64_t at, int64_t count, con
   const uint16_t *from = AS(uint16_t, stored->at) + at;
   if (stored->kind == BF16 || stored->kind == NEAREST)
     for (int64_t j = 0; j < count; j++) room[j] = from_bf16(from[j]);
-  if (stored->kind == CODED) {
-    const uint8_t *codes = AS(uint8_t, stored->at) + at;
-    FOR_EACH_SCALE(decode_block(codes + j, room + j, n, *scale);)
-  }
-  if (stored->kind >= FP8)
-    FOR_EACH_SCALE(decode_other(stored->kind, AS(uint8_t, stored->at), at + j, room + j, n, *scale);)
+  if (is_coded(stored->kind))
+    FOR_EACH_SCALE(decode(stored->kind, AS(uint8_t, stored->at), at + j, room + j, n, *scale);)
   if (stored->kind == MASTER) read_block(AS(float, stored->beside) + at, from, room, count);
   if (stored->kind == SPLIT) join_block(from, AS(int16_t, stored->beside) + at, room, count);
   if (stored->kind == SPLIT8) join_block_24(from, AS(int8_t, stored->beside) + at, room, count);
@@ -110,20 +110,12 @@ static inline void closed(const Stored *stored, int64_t at, int64_t count, const
   int given = stored->kind < 0, kind = (int)(given ? -stored->kind : stored->kind);
   if (kind == BF16) round_block(room, to, count, key, element);
   if (is_coded(kind)) {
-    uint8_t *codes = AS(uint8_t, stored->at) + at;
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, element);
-    if (kind != CODED) {
-      FOR_EACH_SCALE(encode_other(kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, given);)
-      return;
-    }
     Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
-    FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
+    if (kind != FOUR) FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
     largest = found;
-    FOR_EACH_SCALE({
-      if (!given) *scale = scale_of(room + j, n, *largest, EIGHT_BITS);
-      encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
-    })
+    FOR_EACH_SCALE(encode(kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, largest++, given);)
   }
   if (kind == NEAREST || kind == MASTER) nearest_block(room, to, count);
   if (kind == MASTER && AS(float, stored->beside) + at != room)
