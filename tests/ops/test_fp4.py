@@ -81,8 +81,7 @@ def test_the_random_numbers_are_those_of_stochastic_round():
 
 def small() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    layers = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)
-    return nn.Sequential(*layers), torch.randn(8, 32, requires_grad=True)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32, requires_grad=True)
 
 
 def gradients(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:

@@ -164,8 +164,7 @@ def test_threads_that_prepare_train_and_restore_side_by_side():
             assert_same(one, want)
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["one graph", "broken graph"])
-@pytest.mark.parametrize("what", ["model", "step"])
+@pytest.mark.parametrize("what, custom", [("model", False), ("step", True)], ids=["one graph", "broken graph"])
 def test_compiled_code_computes_what_it_computes_alone(what, custom):
     def training():
         if what == "step":

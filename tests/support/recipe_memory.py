@@ -12,7 +12,7 @@ from hmpx.recipes.reading import read_recipe
 from tests.support.fresh_python import ROOT
 from tests.support.training import needs_grad_dtype
 
-WIDTH, LAYERS = 1024, 8
+WIDTH, LAYERS = 512, 8
 _NAMES = sorted(path.stem for path in (ROOT / "oplists/recipes").glob("*.yaml"))
 RECIPES = [pytest.param(name, marks=needs_grad_dtype if read_recipe(name).use_fp32_grad_acc else ()) for name in _NAMES]
 

@@ -66,18 +66,23 @@ def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
 
 
 @pytest.mark.parametrize(
-    "weights, how",
-    list(zip([*WAYS, *WAYS], cycle([{}, *({"state_dtype": each} for each in (BF16, "8bit", "4bit"))]))),
+    "cls, weights, how",
+    list(
+        zip(
+            [torch.optim.AdamW] * 5 + [UnlistedAdamW] * 5,
+            [*WAYS, *WAYS],
+            cycle([{}, *({"state_dtype": each} for each in (BF16, "8bit", "4bit"))]),
+        )
+    ),
     ids=str,
 )
-def test_a_step_without_data_leaves_the_state_of_one_with_data(weights, how):
+def test_a_step_without_data_leaves_the_state_of_one_with_data(cls, weights, how):
     """The real steps come last: nothing without data was kept for them."""
     places = {**PLACES, "data": contextlib.nullcontext}
     how = {**how, "weights": weights, "use_master_weights_in_ckpt": weights in MASTERS}
-    for cls in (torch.optim.AdamW, UnlistedAdamW):
-        found = {name: trained(place, cls, **how) for name, place in places.items()}
-        assert found["FakeTensorMode"] == found["meta"] == found["data"] and found["data"]
-        assert (MASTER_KEY in {key for _, key in found["data"]}) is (weights in MASTERS)
+    found = {name: trained(place, cls, **how) for name, place in places.items()}
+    assert found["FakeTensorMode"] == found["meta"] == found["data"] and found["data"]
+    assert (MASTER_KEY in {key for _, key in found["data"]}) is (weights in MASTERS)
 
 
 @pytest.mark.parametrize("weights", WAYS)

@@ -128,8 +128,9 @@ def of_one_process():
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
-    for found in ranks.run(world, _cut_in_every_way, CASES):
-        for case, one, ways in zip(CASES, of_one_process(), found, strict=True):
+    every = slice(None, None, 5 if world == 1 else 1)  # alone a rank holds whole tensors
+    for found in ranks.run(world, _cut_in_every_way, CASES[every]):
+        for case, one, ways in zip(CASES[every], of_one_process()[every], found, strict=True):
             assert ways == [one] * len(ways), case
 
 
