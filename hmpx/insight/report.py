@@ -23,7 +23,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from hmpx.base.files import write
 
-T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
