@@ -23,21 +23,20 @@ from hmpx.insight.finding import Names, Problem
 from hmpx.insight.tensors import LOW, Tensor, floating, sample
 from hmpx.ops.wrapping.observing import unobserved
 
-_SHARE = 0.05  # of the time: what looking at ops may take, after the first iteration that is looked at
-_FREE = 1.0  # seconds
-_LOOKS = (3, 11, 22, 40, 41, 50)  # of tens and of twenties the last, the first and the second
+_SHARE = 0.05  # the share of the time that looking at ops may take
+_FREE = 1.0  # seconds that looking at ops may take in any case
+_LOOKS = (3, 11, 22, 40, 41, 50)  # what a program does each 10th or 20th time is in one, counted from 0, 1 or 2
 
 
 class Iterations:
     """Counts iterations, and says before each whether its ops are to be looked at.
 
-    That are those of `_LOOKS` in a stage of the training, and then every 13th, after the first as long as looking takes
-    no more than `_SHARE` of the time, or `_FREE` in all. What a program does ``if step % 10 == 0`` is met as well,
-    wherever it counts from, before its step and after it.
+    It chooses iterations `_LOOKS` of a stage of the training and then every 13th. All but the first of them are left
+    out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds.
 
     Attributes:
-        count: how many are over. watched: the iterations whose ops were looked at. is_due: whether the next one is too.
-        passed_over: how many were left out, since looking would have taken too long.
+        count: the iterations that are over. watched: those whose ops were looked at. is_due: whether those of the next
+            one are to be. passed_over: how many were left out for their time.
     """
 
     def __init__(self, at: Collection[int], only: bool = False) -> None:
@@ -71,12 +70,12 @@ class Iterations:
         self.passed_over += is_turn and not self.is_due
 
     def restart(self) -> None:
-        """Count from 1: what was counted before were backward passes, and not steps."""
+        """Count from 1, as the first optimizer steps: until then, backward passes were counted."""
         self.count = self.passed_over = 0
         self.watched.clear()
 
     def begin_stage(self) -> None:
-        """Another optimizer trains from the iteration that has just begun on."""
+        """Begin a stage of the training with this iteration."""
         self._stage = self.count
 
 
@@ -205,7 +204,7 @@ class OpWatch(TorchDispatchMode):
         return [part(t).clone() for t in targets]
 
     def _trace(self, op: OpCall) -> None:
-        """Note which memory is of this iteration, and which holds weights: leaves that autograd looks at."""
+        """Note the addresses of memory that this iteration has made, and of weights: leaves that need a gradient."""
         notes = self._notes
         if op.name not in VIEWS and not (op.name.endswith("_") and op.stage != "backward"):  # which writes to gradients
             notes.born.update(memory(t) for t in op.results if t.dtype in LOW)

@@ -227,7 +227,7 @@ class _Comparing:
         """Return what these sites in low precision change in some batches, while all else is in FP32."""
         key = unit, tuple(batches)
         if key not in self._measured:
-            self._measured[key] = self._runs.effect(_alone(unit), batches, "some alone", enough, wide=True)
+            self._measured[key] = self._runs.effect(_low_in(unit), batches, "some alone", enough, wide=True)
         return self._measured[key]
 
     def _error_without(self, wide: Unit) -> float:
@@ -287,12 +287,12 @@ class _Comparing:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""
         exact, subject = self._first_log_probs, self._runs.subject
         for one in [site for site in rows if exact is not None and site.is_low]:
-            self._runs.run(_alone(Unit([one])), subject.wide, 0, "log-probs", False)
+            self._runs.run(_low_in(Unit([one])), subject.wide, 0, "log-probs", False)
             if (changed := subject.log_probs) is not None and exact is not None:
                 with unobserved():
                     rows[one] = replace(rows[one], log_prob_change=float((changed - exact).abs().mean()))
 
 
-def _alone(unit: Unit) -> Compute:
+def _low_in(unit: Unit) -> Compute:
     """Return what computes these sites in low precision and all else in FP32."""
     return by_site(lambda site: lowly if site in unit else exactly)

@@ -11,8 +11,8 @@ from hmpx.insight.capture.notes import Notes, OpCall, Place
 from hmpx.insight.places import unchosen as unchosen_dtype
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
 
-_MANY = 64  # if so many integers are all even, that is no accident
-_HUGE = 1e4  # a larger constant was meant to be out of reach
+_MANY = 64  # so many integers are not all even by accident
+_HUGE = 1e4  # a larger constant stands for infinity
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 
 

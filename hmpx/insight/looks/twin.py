@@ -71,12 +71,15 @@ def _left(value: Any) -> Any:
 class Twin:
     """A copy of some parameters of an optimizer that steps them in FP32.
 
-    Attributes:
-        params: the real ones that are watched: in low precision. is_sampled: whether it is a copy of samples alone.
-        group: of the first. rows: those that are looked at, of a gradient that is sparse; None: all.
+    Args:
+        is_sampled: whether it copies samples of the parameters, put together, instead of whole parameters.
+        is_wide: whether it is in FP32; otherwise it is in the dtypes of the parameters.
+        known: samples by name, which several copies for the same step share.
+        changed: options of the param group that differ from the optimizer's.
 
-    is_wide: whether it is in FP32, or else in the dtypes of the real ones. known: samples that copies for the same step
-    share, by name. changed: settings that are others here.
+    Attributes:
+        params: the parameters in low precision. group: the param group of the first parameter.
+        rows: the rows of a table that its sparse gradient touches; None: all rows.
     """
 
     def __init__(
