@@ -46,8 +46,7 @@ Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a rec
 
 
 def as_recipe(recipe: Stated) -> Recipe:
-    """Return a recipe from its name, its path, its keys, or a dict or file whose one key is NxD's
-    `mixed_precision_config`. None is the default lists with FP32 weights."""
+    """Return the recipe that a name, a path, keys or NxD's configuration state; None: default lists, FP32 weights."""
     if recipe is None:
         return DEFAULT
     if isinstance(recipe, Recipe):
