@@ -139,7 +139,7 @@ def test_many_threads_convert_compute_and_restore_without_harm(lists, untouched)
 
     def work():
         try:
-            for _ in range(3):
+            for _ in range(2):
                 hmpx.convert(**arguments)
                 X @ X
                 hmpx.restore()

@@ -205,8 +205,9 @@ def command_of(name):
 
 def test_the_commands_are_marked():
     assert "examples/charlm.py" in command_of("main")
-    run = '-m pytest -n 2 --dist worksteal -m "not slow"'
-    assert command_of("test").endswith(run) and command_of("downstream test").endswith(f"{run} tests/downstream")
+    run = '-m pytest -n {} --dist worksteal -m "not slow"'
+    assert command_of("test").endswith(run.format(3))
+    assert command_of("downstream test").endswith(f"{run.format(2)} tests/downstream")
 
 
 @pytest.mark.parametrize(

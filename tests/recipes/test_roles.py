@@ -323,8 +323,10 @@ class Deep(nn.Module):
         return self.lm_head(x)
 
 
-@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict, lambda blocks: nn.Sequential(*blocks)])
-@pytest.mark.parametrize(("count", "kept"), [(2, 1), (7, 2), (20, 3)])
+@pytest.mark.parametrize(
+    ("count", "kept", "kind"),
+    [(2, 1, nn.ModuleList), (7, 2, nn.ModuleDict), (20, 3, lambda blocks: nn.Sequential(*blocks))],
+)
 def test_the_last_blocks_and_the_head_stay_in_bf16(count, kept, kind):
     """At least 15 %, as torchtitan has it: of 32 blocks the last 5, of 36 the last 6."""
     model = Deep(count, kind)
