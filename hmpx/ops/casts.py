@@ -204,7 +204,7 @@ class PatchTable(Patches):
         def running(case: Case) -> Callable:
             if case.when is not None and case.when is SPARSE_GRADIENTS.get(op):
                 return build_telling(op, cases[-1].rule, function)
-            kernel = self._kernels.kernel(op, case)
+            kernel = None if entry.in_place else self._kernels.kernel(op, case)
             return function if kernel is None else kernel.wrap(op, original)
 
         built = build_choice(op, entry, cases, function, self.switch, running, self._observer)

@@ -131,12 +131,6 @@ class Overlay:
     def __reduce__(self) -> tuple:
         return _unpickled, tuple(getattr(self, each.name) for each in fields(self) if each.compare)
 
-    def __copy__(self) -> Overlay:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> Overlay:
-        return self
-
 
 Made = TypeVar("Made", bound=Overlay)
 

@@ -190,15 +190,6 @@ def test_three_products_beside_fp64():
         assert ((ours.double() - exact).abs() <= half_a_place + 1e-5 * exact.abs().max()).all(), name
 
 
-def test_a_weight_in_squares_has_the_same_numbers_in_both_products():
-    w = torch.randn(48, 64)
-    for squares in (True, False):
-        form = Format("nvfp4", "e2m1", "e2m1", squares=squares)
-        numbers = [codes.float() * scale for codes, scale in
-                   (quantize(w, "e2m1", form, dim, "nvfp4", weight=True) for dim in (-1, -2))]  # fmt: skip
-        assert torch.equal(*numbers) is squares
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is seen
 

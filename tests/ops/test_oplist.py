@@ -151,13 +151,6 @@ def test_lists_from_the_wild_load_or_are_refused_by_name():
     assert "embedding_bag_sum_fwd" not in build_policy(lists=read_lists(path), unknown="warn").fp32
 
 
-def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
-    path = tmp_path / "ops.txt"
-    path.write_bytes(b"conv2d\n\xff\xfe\n")
-    with pytest.raises(hmpx.OpListError, match=rf"^{path}:2: not UTF-8 text \(byte 0xff\)"):
-        hmpx.convert(bf16_file_path=path)
-
-
 def test_what_is_no_path_is_refused():
     for value in (["linear"], True, b"ops.txt", {"linear"}):
         with pytest.raises(hmpx.OpListError, match="bf16_file_path takes the path of a file, not a"):

@@ -133,8 +133,3 @@ def test_record_and_compare_see_it():
     hmpx.restore()
     assert found.gradient_error == pytest.approx(gradient_error(exact, low), rel=1e-3)
     assert 0 < found.gradient_error < 0.1
-
-
-def test_misspelt():
-    with pytest.raises(hmpx.HmpxError, match=r"did you mean 'bf16-to-fp32'\? \(legal: float32, bfloat16, float16, bf"):
-        hmpx.policy_for(nn.Linear(2, 2), "bf16-to-fp23")

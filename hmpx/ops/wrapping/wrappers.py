@@ -142,7 +142,7 @@ def build_choice(
         elif case.rule is None:
             return running(case)
         else:
-            wrapper = _casting(entry, *_computing(entry, case.rule, original, running(case)), original, switch)
+            wrapper = _casting(entry, case.rule, running(case), original, switch)
         return named_like(wrapper, entry.label, original)
 
     if len(cases) == 1:
@@ -196,13 +196,6 @@ def build_untouched(original: Callable) -> Callable:
         return call(original, args, kwargs)
 
     return untouched
-
-
-def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> tuple[Rule, Callable]:
-    """Return the rule of an entry point, and the function that computes the op: `original`, or a kernel around it."""
-    if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
-        return Rule.FIRST_INPUT, original
-    return rule, original if rule is Rule.FP32 else run
 
 
 def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
@@ -270,9 +263,8 @@ def _observed(
     if point.rule is None:
         plain, inner = run, reporting(run, casting=False)
     else:
-        rule, run = _computing(entry, point.rule, original, run)
-        plain = _casting(entry, rule, run, original, switch)
-        inner = _casting(entry, rule, reporting(run, casting=True), reporting(original, casting=False), switch)
+        plain = _casting(entry, point.rule, run, original, switch)
+        inner = _casting(entry, point.rule, reporting(run, casting=True), reporting(original, casting=False), switch)
 
     def wrapper(*args, **kwargs):
         caller = calling(sys._getframe(1))
