@@ -161,7 +161,12 @@ def usual() -> bool | None:
 
 def owned_by(owner: object) -> Region | None:
     """The innermost region that this object has entered here and not left."""
-    return next((region for region in open_regions() if region.owner is owner), None)
+    region = nowhere.here
+    while region is not nowhere:
+        if region.owner is owner and not region.closed:
+            return region
+        region = region.around
+    return None
 
 
 def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = True) -> None:
