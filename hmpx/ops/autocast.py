@@ -300,8 +300,12 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
 
         return set_enabled
 
-    builds = {_IS_ENABLED: functools.partial(answering, False), _GET_DTYPE: functools.partial(answering, True)}
-    for names, build in {**builds, _SET: telling}.items():
+    builds: dict[tuple[str, ...], Callable[[Any], Any]] = {
+        _IS_ENABLED: functools.partial(answering, False),
+        _GET_DTYPE: functools.partial(answering, True),
+        _SET: telling,
+    }
+    for names, build in builds.items():
         for name in names:
             if hasattr(torch, name):
                 yield patch_at(f"torch.{name}", Patching.AUTOCAST, build)

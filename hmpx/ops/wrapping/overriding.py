@@ -19,7 +19,7 @@ import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 
 Tensor = torch.Tensor
-Function = TypeVar("Function", bound=types.FunctionType)
+Function = TypeVar("Function", bound=Callable[..., Any])
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
 _computing: set[types.CodeType] = set()  # of stand-ins; all that one definition makes share one
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
@@ -66,10 +66,10 @@ def stand_in(original: Callable, computes: bool = True) -> Callable[[Function], 
     computes: whether it computes the op, from inputs that a rule has cast, by other kernels or in another precision.
     """
 
-    def standing(function: Function) -> Function:
+    def standing(function: Any) -> Any:
         vars(function)["hands_on"] = original
-        if computes and (code := function.__code__) not in _computing:
-            _computing.add(code)
+        if computes and function.__code__ not in _computing:
+            _computing.add(function.__code__)
             never_compile_alone(function)
         return function
 
@@ -117,7 +117,7 @@ def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
     return torch.overrides.has_torch_function(lost)
 
 
-def items_of(args: tuple, kwargs: dict) -> Iterator[Any]:
+def items_of(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield arguments, and the items of lists and tuples among them."""
     for value in (*args, *kwargs.values()):
         yield from value if type(value) in (list, tuple) else (value,)
