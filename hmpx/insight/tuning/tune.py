@@ -135,7 +135,7 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
         )
 
 
-_TIMED = 0.1, 0.3  # seconds for which a step is timed, and where timings vary; or four rounds, where these take longer
+_TIMED = 0.1, 0.3  # seconds for which a step is timed: at least, and where timings vary; a long step twice at least
 
 
 class Measured(NamedTuple):
@@ -299,6 +299,6 @@ def timed(work: Callable[[], object]) -> Measurement:
     """Time `work` in rounds. The least of them counts, as other programs only make rounds longer."""
     began = perf_counter()
     work()
-    least, most = _TIMED[0], max(_TIMED[1], 4 * (perf_counter() - began))
+    least, most = _TIMED[0], max(_TIMED[1], 2 * (perf_counter() - began))
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return timer.adaptive_autorange(STEADY, min_run_time=least, max_run_time=most)
