@@ -196,7 +196,7 @@ class Tuning:
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
         policy, recipe, effect = self._of_choice(chosen)
         predicted = search.effect(chosen)
-        timed = self._timed(policy, recipe) if chosen and not effect.raised else {}
+        timings = self._timed(policy, recipe) if chosen and not effect.raised else {}
         met = max(effect.size, predicted.size) <= self.tolerance
         if effect.raised:
             unmet = f"under these lists the program raises {effect.raised}"
@@ -213,8 +213,8 @@ class Tuning:
             tolerance=self.tolerance,
             choices=tuple(choices_of(worths, search, self.tolerance, failed, chosen, getattr(policy, self.low))),
             steps=self.progress.done,
-            step_seconds={name: min(each.times) if each else math.nan for name, each in timed.items()},
-            step_spread=max((each.iqr / each.median for each in timed.values() if each), default=0.0),
+            step_seconds={name: min(each.times) if each else math.nan for name, each in timings.items()},
+            step_spread=max((each.iqr / each.median for each in timings.values() if each), default=0.0),
             unmet="" if met else unmet or "many errors add up, none of which is over the tolerance by itself",
             low=self.low,
         )
