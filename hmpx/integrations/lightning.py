@@ -97,8 +97,7 @@ class HmpxPrecision(Precision):
         return self._words
 
     def _start(self, undo: contextlib.ExitStack) -> Activation:
-        if self._activation is None or not self._activation.active:
-            self._activation = activate_for(type(self).__name__, self.recipe, undo)
+        self._activation = activate_for(type(self).__name__, self.recipe, undo)
         return self._activation
 
     @contextlib.contextmanager

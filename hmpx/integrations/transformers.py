@@ -52,7 +52,6 @@ class HmpxCallback(TrainerCallback):
 
     def __init__(self, recipe: Stated, *, verbose: bool = False) -> None:
         self.recipe = recipe_of_trainer(recipe, verbose)
-        self._activation: Activation | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Module, **more: Any
@@ -79,11 +78,10 @@ class HmpxCallback(TrainerCallback):
 
     def _take(self, model: Module) -> Activation:
         with contextlib.ExitStack() as undo:
-            if self._activation is None or not self._activation.active:
-                self._activation = activate_for(type(self).__name__, self.recipe, undo)
-            self._activation.take_model(model, undo)
+            activation = activate_for(type(self).__name__, self.recipe, undo)
+            activation.take_model(model, undo)
             undo.pop_all()
-        return self._activation
+        return activation
 
     def _warn_of_lost_masters(self, optimizer: torch.optim.Optimizer) -> None:
         held = any(MASTER_KEY in values for values in optimizer.state.values() if isinstance(values, dict))

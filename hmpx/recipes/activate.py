@@ -196,6 +196,8 @@ def recipe_of_trainer(stated: Stated, verbose: bool) -> Recipe:
 def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Activation:
     """`activate` for a trainer, whose plugin hands over its models and optimizers; others are left alone.
 
+    Returns the activation in force, if it is of a trainer and has this recipe.
+
     Raises:
         HmpxError: another recipe or conversion is in force.
     """
