@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 
 import pytest
@@ -207,6 +208,15 @@ def moments_exchanged(params, optimizer, handle):
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs_()
 
 
+def in_the_next_group(groups, place):
+    groups[1]["params"].insert(0, groups[0]["params"].pop(place))
+
+
+def memory_exchanged(*tensors):
+    for each in tensors:
+        each.data = each.data.clone()
+
+
 CHANGES = {
     "nothing": lambda ps, o, h: None,
     "lr": lambda ps, o, h: o.param_groups[0].update(lr=0.5),
@@ -214,6 +224,12 @@ CHANGES = {
     "another seed": lambda ps, o, h: [group.update(hmpx_seed=5) for group in o.param_groups],
     "masters given": masters_given,
     "moments exchanged": moments_exchanged,
+    "state begun anew": lambda ps, o, h: setattr(o, "state", collections.defaultdict(dict)),
+    "copied state": lambda ps, o, h: o.state.update({ps[1]: {k: v.clone() for k, v in o.state[ps[1]].items()}}),
+    "state of another parameter": lambda ps, o, h: o.state.update({nn.Parameter(ps[4]): o.state.pop(ps[4])}),
+    "a parameter in the next group": lambda ps, o, h: in_the_next_group(o.param_groups, 2),
+    "a parameter elsewhere in memory": lambda ps, o, h: memory_exchanged(ps[0]),
+    "state elsewhere in memory": lambda ps, o, h: memory_exchanged(*o.state[ps[2]].values()),
     "one more tensor of state": lambda ps, o, h: o.state[ps[1]].update(extra=torch.ones(201)),
     "gradients still scaled": unscaled_by_a_scaler,
     "strided gradients": lambda ps, o, h: setattr(ps[0], "grad", ps[0].grad.t().contiguous().t()),

@@ -22,7 +22,6 @@ from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
 from hmpx.updates.holding.held import Segment
-from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
 from hmpx.updates.stepping.batch import Batch, values_of
 from hmpx.updates.stepping.batching import batches_of
@@ -40,6 +39,8 @@ Optimizer = torch.optim.Optimizer
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 _GRAD = attrgetter("grad")
 _OF_GROUP = itemgetter("params")
+_END = [None]  # which no list of tensors has: two lists with it at their ends are as long as each other, or differ
+_TOGETHER = 256  # tensors that guards check in one call, which puts all of them into a table: it stays in the cache
 _PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
 
 
@@ -58,17 +59,17 @@ class Fingerprint:
         is_part: the optimizer steps other parameters by other plans, and this fingerprint looks at none of them.
     """
 
-    def __init__(self, optimizer: Optimizer, params: list[Parameter], stores: Stores, *, is_part: bool) -> None:
-        self._params, self._stores, self._is_part = params, stores, is_part
+    def __init__(self, optimizer: Optimizer, params: list[Parameter], *, is_part: bool) -> None:
+        self._params, self._is_part = params, is_part
         self._all, self._shared = params if is_part else parameters(optimizer), shared_names(optimizer)
         self._groups = self._look_at_groups(optimizer.param_groups)
-        self._masters = self._look_at_masters()
         self._states = optimizer.state
         self._keys_of_states, self._own = map(list, self._look_at_states())
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
-        self._keys, self._values = list(chain(*self._dicts)), values_of(self._dicts)
-        # Masters and scales are hmpx's own tensors, and nobody changes one in place: to compare objects is enough.
-        named = zip(self._keys, self._values, strict=True)
+        keys, self._values = list(chain(*self._dicts)), [*values_of(self._dicts), *_END]
+        self._keys = frozenset(keys)
+        # Scales are hmpx's own tensors: to compare objects is enough. Masters are never exchanged while a plan is kept.
+        named = zip(keys, self._values, strict=False)
         of_states = [value for key, value in named if not str(key).startswith(SCALES)]
         tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
         self._sharded = [each for each in tensors if is_sharded(each)]
@@ -77,17 +78,15 @@ class Fingerprint:
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         flat = {id(value) for value in of_states if value.dim() < 2}  # there is one way to lay them out
         self._laid = [each for each in self._tensors if id(each) not in flat]
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        self._guards = TensorGuards(*self._laid, *grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._guards = [
+            TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            for tensors in _together([*self._laid, *(local(p.grad) for p in params if p.grad is not None)])
+        ]
 
     def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
         """Return the number of parameters in each group, their names there, and how many names the outer ZeRO knows."""
         names = [list(group.get("param_names", ())) for group in groups]
         return [len(group["params"]) for group in groups], names, len(self._shared)
-
-    def _look_at_masters(self) -> list[tuple[Tensor, ...]]:
-        """Return the tensors that are kept beside the weights."""
-        return self._stores.beside(self._params if self._is_part else None) if self._stores.kept else []
 
     def _look_at_states(self) -> tuple[Collection[Any], Collection[Any]]:
         """Return parameters and their states. To go through all of a dict hashes no tensor, which Python would do."""
@@ -118,14 +117,17 @@ class Fingerprint:
     def look(self, optimizer: Optimizer) -> Gradients | None:
         """Return the gradients of the next step, if it is of the same parameters and tensors; else None.
 
-        One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
+        Calls of torch's C++ say that all tensors have the class, dtype, device, shape and strides that they had.
         """
         if optimizer.state is not self._states or is_scaled(optimizer):
             return None
         if not self._has_members(optimizer.param_groups) or not self._has_state():
             return None
         grads = self._gradients()
-        if grads is None or not self._guards.check(*self._laid, *grads):
+        if grads is None:
+            return None
+        looks = zip(self._guards, _together([*self._laid, *grads]), strict=True)
+        if not all([guards.check(*tensors) for guards, tensors in looks]):
             return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return None
@@ -137,21 +139,19 @@ class Fingerprint:
         return Gradients(grads, addresses)
 
     def _has_members(self, groups: list[dict]) -> bool:
-        """Whether the groups hold the same parameters, with the same names and masters."""
-        if not _are(self._look_at_masters(), self._masters):
-            return False
+        """Whether the groups hold the same parameters, with the same names."""
         if self._is_part:  # whoever steps in parts asks this once in a step
             return True
         params = chain.from_iterable(map(_OF_GROUP, groups))
         return self._look_at_groups(groups) == self._groups and all(map(is_, params, self._all))
 
     def _has_state(self) -> bool:
-        """Whether the state is the same dicts, with the same objects under the same keys."""
+        """Whether the state is the same dicts, with the same objects in the same order, and no new keys."""
         params, own = self._look_at_states()
         if not _are(params, self._keys_of_states) or not _are(own, self._own):
             return False
-        values = chain.from_iterable(map(dict.values, self._dicts))
-        return list(chain.from_iterable(self._dicts)) == self._keys and all(map(is_, values, self._values))
+        values = chain(chain.from_iterable(map(dict.values, self._dicts)), _END)
+        return frozenset().union(*self._dicts) == self._keys and all(map(is_, values, self._values))
 
     def _gradients(self) -> list[Any] | None:
         """Return this rank's part of each gradient; None if tensors are sharded otherwise than they were."""
@@ -178,6 +178,10 @@ def _is_seen(tensor: Tensor) -> bool:
 def _is_parameter(p: Parameter) -> bool:
     held = _PARTS(p)[0] if is_sharded(p) else p
     return type(held) in PLAIN and (held.is_cpu or held.is_cuda)
+
+
+def _together(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [tensors[i : i + _TOGETHER] for i in range(0, len(tensors), _TOGETHER)]
 
 
 def _are(now: Collection[Any], before: Collection[Any]) -> bool:
@@ -207,13 +211,13 @@ class Plan:
         is_part: bool = False,
     ) -> None:
         self._is_part = is_part
-        self._params, self._stores, self._members, self._formula = params, write_back.stores, members, formula
+        self._params, self._members, self._formula = params, members, formula
         self._fingerprint: Fingerprint | None = None
         segments = [members.whole[p] for p in params if p in members.whole]
         for segment in segments:
-            self._stores.of(segment).begin()
+            write_back.stores.of(segment).begin()
         indices = {p: i for i, p in enumerate(params)}
-        context = StepContext(optimizer, self._stores, indices, self._gradients(), members.group, {})
+        context = StepContext(optimizer, write_back.stores, indices, self._gradients(), members.group, {})
         self._late = context.late
         self._tables = Tables()
         self._fused = [] if formula is None else fused_batches(segments, formula, context, write_back, self._tables)
@@ -310,7 +314,7 @@ class Plan:
         # From here on the fingerprint compares the parameters' state, so that `rest` need not do it after each step.
         if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
             return False
-        self._fingerprint = Fingerprint(optimizer, self._params, self._stores, is_part=self._is_part)
+        self._fingerprint = Fingerprint(optimizer, self._params, is_part=self._is_part)
         return True
 
     def rest(self) -> bool:
