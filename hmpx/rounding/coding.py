@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return cls(length, 0, -(-length // BLOCK))
 
     def floor(self, element: int) -> int:
-        """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
+        """Return where the block of an element begins, or its held part; elements are counted in the held rows."""
         if not self.width:
             return 0
         row, column = divmod(element, self.width)

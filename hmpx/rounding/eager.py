@@ -48,7 +48,7 @@ def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0
 
 
 def _parts(like: Tensor, offset: int, width: int, stride: int) -> Iterator[tuple[slice, int, int, int]]:
-    """Yield what is worked out at a time, with its offset, width and stride."""
+    """Yield the parts that are rounded one after the other, each with its offset, width and stride."""
     if not is_on_host(like):
         yield slice(None), offset, width, stride
         return
@@ -101,7 +101,7 @@ def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:
 
 
 _add, _sub, _mul, _div, _sqrt = (private(f"torch._foreach_{name}") for name in ("add", "sub", "mul", "div", "sqrt"))
-_AT_ONCE = 1 << 15  # elements: few enough for the cache, with what is worked out in between
+_AT_ONCE = 1 << 15  # elements: few enough for the cache, temporaries included
 
 
 class _Each:
@@ -233,7 +233,7 @@ def step_list(
 def _slices_of(
     weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence, scalars: Sequence
 ) -> Iterator[tuple]:
-    """Yield what is stepped at a time: on a CPU some elements that stay in its cache, else all in a few calls."""
+    """Yield the parts that are stepped one after the other: on a CPU, so small that they stay in its cache."""
     if not is_on_host(weights[0]):
         yield weights, grads, states, scalars
         return

@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
         return self.tensor.numel() * (2 if self.kind == FOUR else 1)
 
     def part(self, start: int, size: int) -> StoredTensor:
-        """Return the elements from `start` on; scales of codes stay those of the whole tensor."""
+        """Return `size` elements from `start` on. The part has the scales of the whole tensor."""
         if size == self.size:
             return self
         stop, each = start + size, 2 if self.kind == FOUR else 1

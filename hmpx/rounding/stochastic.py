@@ -144,7 +144,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
         if target is not out:
             copied.append((out, target))
         elif kernels is not None and flat.numel():
-            torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
+            torch.autograd.graph.increment_version(out)  # autograd sees no write of our kernels
     for kernels, table_rows in together.values():
         launch_once(kernels, table_rows)
     for out, target in copied:

@@ -44,8 +44,8 @@ class Checkpoints:
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
         self._saw_state_dict = self._warned = False
-        self._is_present, self._loses = True, False  # of what is loaded: is it of this step, and has it lost masters?
-        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # what is loaded for parameters without state
+        self._is_present, self._loses = True, False  # is the loaded state of this step? does it lack masters?
+        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # loaded masters of parameters without other state
         self._loading_handle: RemovableHandle | None = None
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:

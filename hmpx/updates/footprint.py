@@ -12,7 +12,7 @@ from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.batching import slice_size
 from hmpx.updates.stepping.released import Waiting
 
-# How a model is distributed, and what each rank then holds a part of.
+# Ways to distribute a model, each with the tensors that are divided among the ranks.
 MODES = {
     "ddp": frozenset(),
     "zero1": frozenset({"masters", "state"}),

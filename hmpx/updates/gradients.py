@@ -259,7 +259,7 @@ def _refusing(method: Callable) -> Callable:
 
 
 def _sums_low(module: Any) -> bool:
-    """Whether FSDP2 adds up gradients of ours in BF16, in this module without those inside it."""
+    """Whether this module, without modules inside it, adds up gradients of `_summed` parameters in BF16."""
     state = module._get_fsdp_state()
     one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
     for group in getattr(state, "_fsdp_param_groups", one):

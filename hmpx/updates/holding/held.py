@@ -189,7 +189,7 @@ class RoundingKey:
             round_all(pending, self.seed, self.step)
 
     def keys(self, name: str) -> Keys:
-        """Return what the random numbers of a tensor with this name depend on, beside positions."""
+        """Return the seed, the step and the name: random numbers depend on these, and on positions."""
         return self.seed, self.step, name
 
     @staticmethod

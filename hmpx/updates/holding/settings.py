@@ -101,7 +101,7 @@ SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")
 
 
 def _read_rules(given: Any, usual: Way) -> Rules:
-    """Read a mapping of patterns to mappings of settings; a rule takes what it leaves out from `usual`."""
+    """Read a mapping of patterns to mappings of settings. A key that a rule lacks has the value of `usual`."""
     try:
         pairs = dict(given).items()
     except (TypeError, ValueError):

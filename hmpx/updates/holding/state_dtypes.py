@@ -106,7 +106,13 @@ def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str
     state, option = optimizer.state[p], next(named, None)
     if option is None or option not in group or state["step"] != 0:
         return False
-    state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+    wrong = state[key].dtype
+    state[key] = None  # frees its memory first; made again if there is none for the new tensor
+    try:
+        state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+    finally:
+        if state[key] is None:
+            state[key] = torch.empty_like(p, dtype=wrong, requires_grad=False).fill_(group[option])
     return True
 
 
@@ -114,11 +120,16 @@ def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -
     """Cast the state of a parameter that is in codes, if it has any, to another dtype."""
     if not is_coded(state):
         return
+    seen = held_states(state, p, name)
     with torch.no_grad():
-        seen = held_states(state, p, name).items()
-        found = {key: HeldTensor(v.whole().to(dtype)) if isinstance(v, HeldCodes) else v for key, v in seen}
-    state.clear()
-    state.update(entries(found))
+        try:
+            for key, value in seen.items():  # one after the other, for the sake of memory
+                if isinstance(value, HeldCodes):
+                    state.clear()
+                    seen[key] = HeldTensor(value.whole().to(dtype))
+        finally:  # if there was no memory for one of them, it is still in codes
+            state.clear()
+            state.update(entries(seen))
 
 
 def has_fp32_state(optimizer: optim.Optimizer) -> bool:

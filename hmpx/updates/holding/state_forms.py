@@ -206,7 +206,7 @@ def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any
 
 
 def _is_kept(held: HeldState, value: Tensor) -> bool:
-    """Whether a step has left what was held, as for a parameter without a gradient, and rounding would change it."""
+    """Whether a step has left the held numbers, as without a gradient, and rounding them again would change them."""
     if not isinstance(held, HeldCodes) or held.code.is_stable or not shows_values(held.tensor):
         return False
     before = held.whole()

@@ -277,7 +277,7 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a parameter by the optimizer's own keys; of tensors in codes, those."""
+    """Return the state of a parameter by the optimizer's own keys: a tensor in codes is its codes, without scales."""
     if not is_coded(state):
         return state
     coded = {key: code_of(key) for key in state}

@@ -20,13 +20,13 @@ To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, tor
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
@@ -187,7 +187,7 @@ class Split8(Split):
 
 
 def _copy_for(weights: Tensor, masters: Tensor | None) -> Tensor:
-    """Return FP32 masters of these weights, on their device and in their layout; from given ones if these fit."""
+    """Return `masters` on the device and in the layout of the weights; the weights in FP32 where the shapes differ."""
     if masters is None or masters.shape != weights.shape or lacks_data(masters) != lacks_data(weights):
         return weights.detach().float()
     if masters.device != weights.device:
@@ -207,11 +207,9 @@ WAYS: dict[str, type[Store]] = {
 }
 
 
-_owners: dict[int, tuple[weakref.ref[Parameter], weakref.ref[Stores]]] = {}  # who has had the masters, by identity
-
-
-def _forget_owner(key: int, _: object) -> None:
-    _owners.pop(key, None)
+# Who has had the masters of weights, by where these lie: `torch.utils.swap_tensors` refuses tensors with weak
+# references.
+_owners: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Stores]]] = {}
 
 
 class Stores:
@@ -241,18 +239,20 @@ class Stores:
         stores = self.kept.values() if params is None else [self.kept[p] for p in params if p in self.kept]
         return list(map(_BESIDE, stores))
 
+    @torch.no_grad()
     def own(self) -> int:
-        """Note that the masters of these parameters are here; return how many parameters had theirs in other stores."""
+        """Note that these stores have the masters; return of how many parameters other stores have had them."""
         others = 0
         if self._owned == len(self.kept):
             return others
         self._owned = len(self.kept)
-        for p in self.kept:
-            known, owner = _owners.get(id(p), (lambda: None, lambda: None))
-            if known() is p and owner() is self:
-                continue
-            others += known() is p
-            _owners[id(p)] = weakref.ref(p, functools.partial(_forget_owner, id(p))), weakref.ref(self)
+        for key in [key for key, (memory, _) in _owners.items() if memory.expired()]:
+            del _owners[key]
+        for held in filter(shows_values, map(local, self.kept)):
+            memory = StorageWeakRef(held.untyped_storage())
+            known = _owners.get(key := (memory.cdata, held.storage_offset()))
+            others += known is not None and known[1]() is not self
+            _owners[key] = memory, weakref.ref(self)
         return others
 
     def masters(self, segment: Segment) -> Tensor | None:

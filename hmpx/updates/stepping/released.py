@@ -168,14 +168,14 @@ def refuse_scaled(optimizer: Optimizer) -> None:
 
 
 def finish(params: Iterable[Parameter]) -> None:
-    """Remove what stands in the place of these gradients."""
+    """Set the gradients to None that are `Released`."""
     for p in params:
         if type(p.grad) is Released:
             p.grad = None
 
 
 def watch(changes: Changes) -> None:
-    """Let scaled losses be known and `zero_grad` refuse to drop what has been released, until `changes` end."""
+    """Remember backwards of scaled losses, and let `zero_grad` refuse released gradients, until `changes` end."""
     scaler = torch.amp.GradScaler
     changes.put(Attribute(scaler, "scale", "GradScaler.scale"), _watched_scale(scaler.scale))
     changes.put(Attribute(Optimizer, "zero_grad", "Optimizer.zero_grad"), _watched_zero(Optimizer.zero_grad))

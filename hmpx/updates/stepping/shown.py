@@ -107,7 +107,7 @@ class ShownState:
             self._states[p] = left
 
     def _written(self, left: Mapping[str, Any], before: Mapping[str, Any], key: RoundingKey) -> dict[str, Any]:
-        """Write what a step has left; return it as it is held, by the optimizer's own keys, as `before` is."""
+        """Write the state that a step has left; return it in its held form, by the optimizer's own keys."""
         return {
             name: before[name]
             if name in self.moved and value is self.moved[name]
@@ -180,13 +180,13 @@ class Shown:
             self._show_copies(state.own)
 
     def _kernels_of(self, gradient: Tensor) -> ModuleType | None:
-        """Return the kernels that can read the gradient into its copy, if there is one; else those for the weights."""
+        """Return the kernels that can copy the gradient; where no copy is shown, the kernels for the weights."""
         if self.grad is None:
             return kernels_for(local(self.segment.param))
         return kernels_for(gradient) if is_bf16(gradient) else None
 
     def _show_copies(self, own: dict[str, Any]) -> None:
-        """Show the state as pieces, and as copies what has not the parameter's shape."""
+        """Show the state in a new dict: tensors of the parameter's shape as pieces, counts of parts as clones."""
         state, name = self._state, self.segment.name
         state.shown, state.keeps_left = (shown := dict[str, Any]()), False
         for key, held in held_states(own, self.segment.param).items():
@@ -271,7 +271,7 @@ class Shown:
         return [*found, self.shadow] if self.weight.at is None else found
 
     def kernels(self) -> ModuleType | None:
-        """Return the kernels that can move all of it: those for its gradient, if they know how the rest is held."""
+        """Return the kernels that can move the gradient and all pieces; None if there are none."""
         found = self._gradient_kernels
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
 

@@ -102,7 +102,7 @@ class Launches:
 
 
 def _row(piece: Piece, grad: int | None = None, gradient: Tensor | None = None, *, is_read: bool = True) -> TableRow:
-    """Return the row that reads or writes a piece; of a copy of the gradient, its index and what is copied."""
+    """Return the row that reads or writes a piece. For the gradient: its index, and the tensor that is copied."""
     held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
     assert held is not None, "the kernels can move it"
     held = held if gradient is None else held._replace(tensor=gradient)
