@@ -99,9 +99,15 @@ def test_threads_in_disable_casts_compile_nothing_anew(graphs):
 
 
 @recent
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", ["everywhere", "model"])
+@pytest.mark.parametrize(
+    "where, reentrant, backend",
+    [
+        ("everywhere", False, "aot_eager"),
+        ("everywhere", True, "eager"),
+        ("model", False, "eager"),
+        ("model", True, "aot_eager"),
+    ],
+)
 def test_a_region_in_a_checkpointed_body_has_the_bits_of_eager(where, reentrant, backend):
     weight = torch.randn(4, 4, requires_grad=True)
 

@@ -164,7 +164,11 @@ def test_threads_that_prepare_train_and_restore_side_by_side():
             assert_same(one, want)
 
 
-@pytest.mark.parametrize("what, custom", [("model", False), ("step", True)], ids=["one graph", "broken graph"])
+@pytest.mark.parametrize(
+    "what, custom",
+    [("step", False), ("step", True), ("model", True)],  # a step in one graph has the model's graph in it
+    ids=["a step in one graph", "a step in several", "a model in several"],
+)
 def test_compiled_code_computes_what_it_computes_alone(what, custom):
     def training():
         if what == "step":
