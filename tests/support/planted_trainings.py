@@ -226,6 +226,9 @@ planted_in_bf16(
     average_by_lerp=lambda mean, p, d: torch.lerp(mean, p, 1 - d),
     average_as_stylegan_has_it=lambda mean, p, d: mean.copy_(p.lerp(mean, d)),
     average_through_fp32=lambda mean, p, d: mean.copy_((mean.float() * d + p.float() * (1 - d)).to(mean.dtype)),
+    average_by_data_through_fp32=lambda mean, p, d: setattr(mean, "data", (mean.float() * d + p * (1 - d)).to(p.dtype)),
+    average_by_data_as_stylegan_has_it=lambda mean, p, d: setattr(mean, "data", p.lerp(mean.data, d)),
+    average_anew_through_fp32=lambda mean, p, d: (mean.float() * d + p.float() * (1 - d)).to(mean.dtype),
     average_from_fp32=lambda mean, p, d: mean.copy_(torch.lerp(p.float(), mean.float(), d)),
     average_by_addcmul=lambda mean, p, d: mean.copy_(torch.addcmul(mean, p - mean, torch.full_like(mean, 1 - d))),
 )

@@ -155,8 +155,9 @@ class Notes:
             or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: these, by
             identity, and the iterations in which they were read.
         replaced: the identities of weights that a line has replaced.
-        rewritten: by the address of a result, the older numbers that it was computed of, the result, its value in FP32,
-            the address of the older numbers, and the place.
+        rewritten: by the address of a result, the older numbers that it was computed of, and what a write in the place
+            of these would be. outlived: those that were there at the end of their iteration, and the addresses of older
+            numbers that were not.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
         unseen: what was not looked at, and how often.
     """
@@ -172,7 +173,8 @@ class Notes:
         self.leaves: dict[torch.dtype, set[int]] = {}
         self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
         self.replaced: set[int] = set()
-        self.rewritten: dict[int, tuple[Any, ...]] = {}
+        self.rewritten: dict[int, Any] = {}
+        self.outlived: list[tuple[Any, int]] = []
         self.skipped: list[bool] = []
         self.scale = 0.0
         self.unseen: Counter[str] = Counter()
@@ -203,13 +205,15 @@ class Notes:
         self,
         kind: str,
         op: str,
-        frame: python_types.FrameType,
+        frame: python_types.FrameType | None,
         said: str = "",
         place: Place | None = None,
         **numbers: float,
     ) -> Spot:
         """Count one call of the line that runs in a frame, or at a place that is known."""
-        place = place or self.place(frame)
+        if place is None:
+            assert frame is not None, "one of them is given"
+            place = self.place(frame)
         key = kind, op, place
         spot = self._spots.setdefault(key, Spot(kind, op, place, said))
         spot.calls += 1
@@ -252,6 +256,9 @@ class Notes:
     def forget_facts(self) -> None:
         self._facts.clear()
         self._nodes.clear()
+        there = [made for made in self.rewritten.values() if not made.held.expired()]
+        if len(self.outlived) < self._MOST:
+            self.outlived += [(each, at) for each in there for at, (_, old) in each.older.items() if old.expired()]
         self.rewritten.clear()
         self.last_cast = None
         self.born.clear()

@@ -6,9 +6,10 @@ Each write is repeated in FP32. *kept* is, as for steps, <movement, FP32 movemen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import tree_map_only
@@ -52,16 +53,15 @@ def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
     """Count the write to a weight that an op reads, if a line has replaced the weight, as ``p.data = p - u`` does."""
     for weight in op.given if notes.rewritten else ():
         if weight.requires_grad and weight.is_leaf and (made := notes.rewritten.pop(memory(weight), None)) is not None:
-            *written, place = made
             notes.replaced.add(id(weight))
-            _count(notes, op, weight, *written, place=place)
+            _note(notes, made, next(iter(made.older)), memory(weight))
 
 
 def _copied_back(notes: Notes, op: OpCall) -> None:
     """Count a copy into a tensor of what was derived from this tensor, as ``p.copy_(p.lerp(q, d))``."""
     if op.name == "copy_" and op.given[0].dtype in LOW and len(op.given) > 1:
         origins, exact = notes.facts(op.given[1]).get("derived", ({}, None))
-        old = origins.get(memory(op.given[0]))
+        old, _ = origins.get(memory(op.given[0]), (None, None))
         if old is not None and exact is not None and old.shape == few(op.given[0]).shape:
             _count(notes, op, op.given[0], old, few(op.given[0]), exact)
 
@@ -73,12 +73,12 @@ def _derive(notes: Notes, op: OpCall) -> None:
     same = [each for each in op.given if each.shape == op.out.shape]
     if not same or any(each.numel() > 1 for each in op.given if each.shape != op.out.shape):
         return
-    origins: dict[int, Tensor] = {}
+    origins: dict[int, tuple[Tensor, StorageWeakRef]] = {}
     for each in same:
         if (known := notes.facts(each).get("derived")) is not None:
             origins |= known[0]
         elif each.dtype in LOW and memory(each) not in notes.born:
-            origins[memory(each)] = few(each).clone()
+            origins[memory(each)] = few(each).clone(), StorageWeakRef(each.untyped_storage())
     if not origins:
         return
 
@@ -88,8 +88,9 @@ def _derive(notes: Notes, op: OpCall) -> None:
     exact = exact_of(same[0]) if op.name in _MOVING else _again(op, exact_of)
     notes.add(op.out, derived=(origins, exact))
     if op.out.dtype in LOW and op.name not in ("clone", "detach"):
-        (origin, old), *_ = origins.items()
-        notes.rewritten[memory(op.out)] = old, few(op.out).clone(), exact, origin, notes.place(op.frame)
+        older = {at: (_numbers(op, op.out, old, few(op.out), exact), held) for at, (old, held) in origins.items()}
+        held = StorageWeakRef(op.out.untyped_storage())
+        notes.rewritten[memory(op.out)] = _Rewritten(older, held, op.name, op.out.dtype, notes.place(op.frame))
 
 
 def _state(notes: Notes, op: OpCall) -> None:
@@ -195,32 +196,51 @@ def _again(op: OpCall, of: Callable[[Tensor], Tensor], *first: Any) -> Tensor:
     return op.func(*first, *args, **tree_map_only(Tensor, of, op.kwargs))
 
 
-def _count(
-    notes: Notes,
-    op: OpCall,
-    target: Tensor,
-    old: Tensor,
-    new: Tensor,
-    exact: Tensor,
-    *more: int,
-    place: Place | None = None,
-) -> None:
-    """Count a write at the line of the op, or at another `place`.
+def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return the numbers of a write; nothing where FP32 would not move.
 
-    old, new, exact: samples from before, of what is written, and of what would be in FP32. more: addresses of memory
-    that it writes to, beside that of the target.
+    old, new, exact: samples from before, of what is written, and of what would be in FP32.
     """
     ideal, real = exact.float() - old.float(), new.float() - old.float()
     if not bool(torch.isfinite(ideal).all()) or not bool(ideal.any()):
-        return
+        return {}
     dot = float((real * ideal).sum()) / float(ideal.square().sum())
     numbers = {"dot": dot, "elements": target.numel(), "moves": int((ideal != 0).sum()), "tensors": 1}
-    numbers["by_torch"] = op.is_called_from("swa_utils.py")
-    spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), place, **numbers)
-    spot.memories.update((*more, memory(target)))
+    return numbers | {"by_torch": op.is_called_from("swa_utils.py")}
+
+
+def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *more: int) -> None:
+    """Count a write at the line of the op. more: addresses of memory that it writes to, beside that of the target."""
+    if numbers := _numbers(op, target, old, new, exact):
+        spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), **numbers)
+        spot.memories.update((*more, memory(target)))
+
+
+class _Rewritten(NamedTuple):
+    """A result of older numbers, which may take their place.
+
+    older: by address, the numbers of a write in the place of each, and its memory. held: the memory of the result.
+    """
+
+    older: dict[int, tuple[dict[str, float], StorageWeakRef]]
+    held: StorageWeakRef
+    op: str
+    dtype: torch.dtype
+    place: Place
+
+
+def _note(notes: Notes, made: _Rewritten, origin: int, *more: int) -> None:
+    """Count a result as a write in the place of the older numbers at `origin`."""
+    numbers, _ = made.older[origin]
+    if numbers:
+        spot = notes.note_line("write", made.op, None, dtype_name(made.dtype), made.place, **numbers)
+        spot.memories.update((*more, origin))
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
+    for made, origin in notes.outlived:
+        _note(notes, made, origin)
+    notes.outlived.clear()
     stepped = {memory(p.detach()) for p in names if p.layout is torch.strided}
     for spots in grouped(notes.spots("write"), lambda spot: spot.where).values():
         worst = min(spots, key=_kept)
