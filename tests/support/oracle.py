@@ -319,13 +319,13 @@ class Reference:
         }
 
     @torch.no_grad()
-    def load(self, saved: dict[str, Any], weights: bool) -> None:
-        """`weights`: the model's as well.
+    def load(self, saved: dict[str, Any], weights: bool, is_open: bool) -> None:
+        """`weights`: the model's as well. is_open: some parameters had taken the next step.
 
         A checkpoint without masters of the step that is here, which wrappers load after they have asked for it, leaves
         the masters that are here.
         """
-        own = saved["numbers"] == (self.count, self.stored_seed)
+        own = not is_open and saved["numbers"] == (self.count, self.stored_seed)
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.count, self.stored_seed = saved["numbers"]
         for entry, coded in zip(self.held(), saved["coded"], strict=True):

@@ -870,6 +870,7 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
             entry.grad, entry.master = None, None
         if w.attached:
             w.attach()
+    is_open = bool(w.waiting or w.released)
     w.waiting.clear(), w.released.clear()
     state = copy.deepcopy(held["optimizer"])
     state = turned(w.optimizer, state) if hook else state  # each group's parameters in the opposite order
@@ -882,7 +883,7 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
         handle.remove()
     if what == "optimizer first":
         w.model.load_state_dict(held["model"])
-    w.reference.load(reference, what != "optimizer")
+    w.reference.load(reference, what != "optimizer", is_open)
 
 
 @rule(2, seed=number, what=one_of(*WHAT))
