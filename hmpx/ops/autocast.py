@@ -211,7 +211,7 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
         in_model = casts or inside or any(opened) or in_enabled_region() or in_method(sys._getframe())
         opened.append(casts)
         self.hmpx_region = _aside(tx, region_state.enter_autocast, casts, bool(in_model))
-        return _inlined(tx, _nothing)
+        return _build(tx, None)
 
     def leaving(self: Any, tx: Any, *exception: Any) -> Any:
         if getattr(self, "hmpx_region", None) is None:
@@ -239,10 +239,6 @@ def _modules(tx: Any) -> Iterator[torch.nn.Module]:
         tx = getattr(tx, "parent", None)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _aside(tx: Any, function: Callable, *args: Any) -> Any:
     """Let Dynamo trace a call whose effects are undone before the end of what is traced, as those of a region are.
 
@@ -257,9 +253,12 @@ def _aside(tx: Any, function: Callable, *args: Any) -> Any:
 
 def _inlined(tx: Any, function: Callable, *args: Any) -> Any:
     """Let Dynamo trace a call, with constants and what other calls returned."""
-    build = private("torch._dynamo.variables.base.VariableTracker.build")
-    given = [value if hasattr(value, "as_proxy") else build(tx, value) for value in args]
-    return build(tx, function).call_function(tx, given, {})
+    given = [value if hasattr(value, "as_proxy") else _build(tx, value) for value in args]
+    return _build(tx, function).call_function(tx, given, {})
+
+
+def _build(tx: Any, value: Any) -> Any:
+    return private("torch._dynamo.variables.base.VariableTracker.build")(tx, value)
 
 
 # What code hears that asks about autocast

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support.blocks import same
+from tests.support.compiling import nothing_compiled  # noqa: F401
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -20,13 +21,6 @@ WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])
 COMPILED = ["a block", "a decorator", "nested", "a question first"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 PAIRS = [("eager", "everywhere"), ("aot_eager", "model")]

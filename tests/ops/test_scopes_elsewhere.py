@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import hmpx
 from tests.support import ranks
 from tests.support.blocks import results, same, transformer
+from tests.support.compiling import nothing_compiled, recent  # noqa: F401
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
-compiling = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="regions in Dynamo want torch 2.13")
 
 
 def rules(model):
@@ -28,17 +28,13 @@ def rules(model):
     ]
 
 
-@pytest.fixture
-def compiled():
+def compiled(function):
     """Compile as one graph, whose bits are those of eager."""
-    torch._dynamo.reset()
-    yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
-    hmpx.restore()
-    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@compiling
-def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compiled):
+@recent
+def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed():
     model = transformer()[:2]
     given = [hmpx.policy_for(model[1], "fp32"), hmpx.policy_for(model[1].mlp, bf16=["linear"])]
     with hmpx.convert():
@@ -51,8 +47,8 @@ def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compil
     given[0].remove()
 
 
-@compiling
-def test_lists_that_are_new_while_it_is_traced(compiled):
+@recent
+def test_lists_that_are_new_while_it_is_traced():
     """The wrappers that they need are put in place, and what was traced before is traced again."""
 
     @hmpx.casts(bf16=["tanh"])

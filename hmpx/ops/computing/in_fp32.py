@@ -31,7 +31,7 @@ def in_fp32(function: Callable) -> Callable:
     @functools.wraps(function)
     @stand_in(function)
     def wide(*args: Any, **kwargs: Any) -> Any:
-        low = _low_dtype((*args, *kwargs.values()))
+        low = next((dtype for dtype in eligible_dtypes((*args, *kwargs.values())) if dtype in LOW_RULES), None)
         if low is None:
             return call(function, args, kwargs)
         args = tuple([cast(value, torch.float32) for value in args])
@@ -39,10 +39,6 @@ def in_fp32(function: Callable) -> Callable:
         return cast(call(function, args, kwargs), low)
 
     return wide
-
-
-def _low_dtype(values: Any) -> torch.dtype | None:
-    return next((dtype for dtype in eligible_dtypes(values) if dtype in LOW_RULES), None)
 
 
 def parametrizations(switch: Switch) -> Iterator[Patch]:
