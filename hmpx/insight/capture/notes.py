@@ -140,7 +140,6 @@ class Notes:
     Facts, by name:
         moment: "square", "mean", "mean of square" or "square of mean".
         cast: the dtype before the last cast, and the line of this cast.
-        scaled: another tensor, the number by which this one is larger, the address of the other one's memory.
         derived: the older numbers that it was computed of, by the address of their memory; and its value in FP32.
         read: what an index has read of a tensor, and the same with what was computed since in FP32.
         sum: of a state, its first value, its movement in FP32, the number of steps, the place.

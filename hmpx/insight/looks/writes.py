@@ -34,7 +34,7 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
     _weights_replaced_before(notes, op)
     if op.is_beside or not op.args or not op.given:
         return
-    if not op.is_of_model:
+    if not op.is_of_model or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
         _copied_back(notes, op)
         _derive(notes, op)
     if op.name in ("add", "add_", "sub", "sub_"):
@@ -43,10 +43,6 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
         return
     if op.before is not None:
         (_statistics if op.name in NORMS else _in_place)(notes, op, op.before)
-    elif op.name in _ARITHMETIC and op.results:
-        is_of_module = not op.graphed and notes.names.of_tensor(op.given[0], op.frame)
-        if is_of_module or not op.is_in_forward:
-            _new_tensor(notes, op)
 
 
 def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
@@ -153,41 +149,6 @@ def _in_place(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
     _again(op, lambda each: widened(part(each)), exact if is_list else exact[0])
     for target, old, written in zip(targets, before, exact, strict=True):
         _count(notes, op, target, old, part(target), written)
-
-
-def _new_tensor(notes: Notes, op: OpCall) -> None:
-    """Count a result that takes the place of an older tensor, as in ``mean = torch.lerp(mean, x, 0.1)``.
-
-    No op tells that a name is bound anew. So it counts only as far as nothing else is computed so: numbers without a
-    dimension, `lerp`, tensors that have a gradient or belong to a module, the addition of less than half of something,
-    and d x average + (1 - d) x something.
-    """
-    first, other = (*op.args, None, None)[:2]
-    if op.name == "mul" and isinstance(first, int | float):
-        first, other = other, first
-    if not isinstance(first, Tensor) or (op.graphed and first.requires_grad):
-        return
-    if op.name == "mul" and isinstance(other, int | float):
-        notes.add(op.out, scaled=(few(first).clone(), float(other), memory(first)))
-    if op.out.dtype not in LOW or first.dtype not in LOW or op.out.shape != first.shape:
-        return
-    adds_a_part = 0 < abs(notes.facts(other).get("scaled", (None, 1.0))[1]) < 0.5
-    is_update = not op.out.dim() or op.name == "lerp" or first.requires_grad or op.is_in_forward or adds_a_part
-    if is_update and memory(first) not in notes.born:
-        _count(notes, op, first, few(first), few(op.out), _again(op, lambda each: widened(few(each))), memory(op.out))
-    elif op.name == "add" and isinstance(other, Tensor):
-        for product, rest in ((first, other), (other, first)):
-            _average(notes, op, product, rest)
-
-
-def _average(notes: Notes, op: OpCall, product: Tensor, rest: Tensor) -> None:
-    """Count a sum of d x average and (1 - d) x something else."""
-    average, d, origin = notes.facts(product).get("scaled", (None, 0.0, 0))
-    added, factor, _ = notes.facts(rest).get("scaled", (few(rest), op.kwargs.get("alpha", 1.0), 0))
-    if average is None or not 0.5 < d < 1 or abs(d + factor - 1) > 1e-6 or average.dtype not in LOW:
-        return
-    if average.shape == added.shape and origin not in notes.born:
-        _count(notes, op, op.out, average, few(op.out), average.float() * d + added.float() * factor, origin)
 
 
 def _again(op: OpCall, of: Callable[[Tensor], Tensor], *first: Any) -> Tensor:
