@@ -1,8 +1,8 @@
 """Runs functions, blocks and graphs in a region: a forward, a backward pass, a step, what a listed op calls.
 
 A signal handler that raises, as that of Ctrl-C does, may do so between any two instructions: also in a `finally`, and
-in the `__exit__` of a context manager. So what a call has taken is given back in a function that does no harm when it
-runs twice, and runs again if anything has raised.
+in the `__exit__` of a context manager. Each call therefore gives back what it has taken in a function that may run
+twice, and runs it again if anything has raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def giving_back(give_back: Callable[[], object], function: Callable, /, *args: A
 
 
 class Opener:
-    """Enters regions and leaves them, several at a time and in several contexts, as an object of a user's does."""
+    """Enters and leaves regions, several at a time and in several contexts. A user's regions derive from it."""
 
     _traced: tuple[Region, ...] = ()
 
@@ -167,10 +167,10 @@ def carrying(function: Callable) -> Callable:
 
 
 def graph(run: Callable, opens: bool, everywhere: bool) -> Callable:
-    """A graph, or the function that compiles it, wrapped to run as the forward of a model, whoever calls it.
+    """Wrap a graph, or the function that compiles it, to run as the forward of a model, whoever calls it.
 
-    opens: whether it opens regions, which take effect when it runs, and end if it fails. everywhere: whether every op
-    is cast, and not the model's alone.
+    opens: whether the graph opens regions; those that are open when it fails end. everywhere: whether every op is cast,
+    and not the model's alone.
     """
     if not opens:
         return run if everywhere else lambda *args: run_forward(run, args, {})

@@ -68,7 +68,7 @@ class ModelLists(Overlay):
 class ListsRule(ModuleRule):
     """The lists of one model in the forward of its modules.
 
-    yields: whether it has nothing to add inside of a model's lists; that of the model itself has.
+    yields: whether the rule does nothing inside of a model's lists. The rule of the model itself replaces these.
     """
 
     overlay: ModelLists

@@ -46,7 +46,7 @@ class ModuleRule:
         (torch.float32, torch.bfloat16)
     """
 
-    yields = False  # whether it has nothing to add inside of a prepared model's own lists
+    yields = False  # whether the rule does nothing inside of a prepared model's own lists
 
     def __init__(self, module: Module, overlay: Overlay, *, casts_arguments: bool = True) -> None:
         self.overlay, self.casts_arguments = overlay, casts_arguments

@@ -16,7 +16,7 @@ import torch
 from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.wrapping.callers import pass_over
 from hmpx.ops.wrapping.overriding import stand_in
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
@@ -24,7 +24,6 @@ from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import named_like
 
 logger = logging.getLogger("hmpx")
-_LOW = frozenset({torch.bfloat16, torch.float16})
 _OF_DTYPES = re.compile("BFloat16|Half|dtype|[Ll]ow precision|float|not implemented")  # in torch's words
 
 
@@ -54,7 +53,7 @@ def build_refusing(
     def refusing(*args, **kwargs):
         nonlocal warned
         value = args[0] if args else kwargs.get("input")
-        if isinstance(value, torch.Tensor) and value.dtype in _LOW and not (switch.casts_off() or warned):
+        if isinstance(value, torch.Tensor) and value.dtype in LOW_RULES and not (switch.casts_off() or warned):
             dtype = dtype_name(value.dtype)
             message = (
                 f"{op} of {dtype} probabilities: .999 is 1 in {dtype}, so that a confident wrong answer has loss 100 "
@@ -98,7 +97,7 @@ def _explain(error: Exception, op: str, values: Iterable[Any]) -> None:
 
     Python 3.10 has no notes: there it is another line of the message.
     """
-    low = next((v for v in values if isinstance(v, torch.Tensor) and v.dtype in _LOW), None)
+    low = next((v for v in values if isinstance(v, torch.Tensor) and v.dtype in LOW_RULES), None)
     if (
         low is None
         or not _OF_DTYPES.search(str(error))

@@ -75,7 +75,7 @@ class WeightCache:
     def get(self, weight: Parameter, dtype: Any, cast: Callable[[Tensor], Tensor], views: int = 0) -> Tensor:
         """Return the cached cast, or a new `cast(weight)`.
 
-        dtype: of the cast, or what else tells it from others. views: of the weight, that the caller holds.
+        dtype: of the cast, or another key of it. views: how many views of the weight the caller holds.
         """
         kept = self._kept.get((id(weight), dtype))
         if kept is not None and not dispatch_modes():
