@@ -33,7 +33,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Tests that look through every object come first: libraries that others import make millions of them.
 
-    Long ones and those that share a process are next: from the end of a worker's queue another one takes what is left.
+    Next come those that share a process, and the long ones: a worker that is done takes tests from the end of the queue
+    of another, so what stands there should be short, and no two workers should start that process.
     """
     early = {name: place for place, name in enumerate(("everything_is_looked_through", "raised"))}
 
