@@ -269,6 +269,25 @@ def test_a_change_between_two_steps_is_seen(way, monkeypatch):
         assert kept[2] >= 1 and kept[6:] == [0] * 6 and (kept[5] >= 2 or change != "nothing"), change
 
 
+@pytest.mark.parametrize("keys", [("momentum_buffer",), ()])
+def test_state_that_is_gone_from_its_key_is_seen(keys):
+    """Beside a twin that looks at everything in each step: both begin with another buffer."""
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(optim.SGD, {"momentum": 0.9}, fused=True)
+        for turn in range(5):
+            give_gradients(optimizer, turn)
+            if turn == 3:
+                state = optimizer.state[params[4]]
+                state.update({f"former {key}": state[key] for key in keys})
+                del state["momentum_buffer"]
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append(everything(params, optimizer, handle))
+    assert same(*results)
+
+
 def transposed(tensor):
     tensor.data = tensor.data.t()
 
