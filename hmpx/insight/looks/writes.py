@@ -173,7 +173,7 @@ def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor
 def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *more: int) -> None:
     """Count a write at the line of the op. more: addresses of memory that it writes to, beside that of the target."""
     if numbers := _numbers(op, target, old, new, exact):
-        spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), **numbers)
+        spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
         spot.memories.update((*more, memory(target)))
 
 
