@@ -44,7 +44,7 @@ def test_a_step_tells_little_and_asks_for_nothing(how, weights, state_dtype):
     assert told.calls + told.launches <= 2000 and told.syncs == 0
     assert told.moved / elements <= 1.2 * minimum(elements, how, weights, state_dtype)
     assert told.peak / elements <= 0.5
-    if how != "foreach":
+    if how == "hmpx" or (how == "fused" and state_dtype is torch.float32):  # slices do not depend on how state is held
         larger = step_of(8 * elements, how, weights, state_dtype, by_kernels=True)
         assert larger.calls + larger.launches <= told.calls + told.launches
 
