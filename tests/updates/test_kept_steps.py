@@ -269,6 +269,23 @@ def test_a_change_between_two_steps_is_seen(way, monkeypatch):
         assert kept[2] >= 1 and kept[6:] == [0] * 6 and (kept[5] >= 2 or change != "nothing"), change
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_without_a_gradient_gets_one(fused):
+    """Beside a twin that looks at everything in each step."""
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(*ADAM, fused=fused)
+        for turn in range(6):
+            give_gradients(optimizer, turn)
+            params[2].grad = params[2].grad if turn > 3 else None
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append(everything(params, optimizer, handle))
+        assert forget or handle._updates.kept_steps >= 2
+    assert same(*results)
+
+
 @pytest.mark.parametrize("keys", [("momentum_buffer",), ()])
 def test_state_that_is_gone_from_its_key_is_seen(keys):
     """Beside a twin that looks at everything in each step: both begin with another buffer."""
@@ -358,11 +375,13 @@ def test_steps_of_shards_are_kept_until_one_is_exchanged(settings, mesh):
         for step in range(8):
             for p in params:
                 p.grad = as_held(torch.randn(p.shape, generator=generator).bfloat16())
-            if step == 4:
-                held = getattr(params[1], "_local_tensor", params[1])
+            held = getattr(params[1], "_local_tensor", params[1])
+            if step == 5 and held is not params[1]:
+                params[1]._local_tensor = held.clone()
+            elif step in (4, 5):
                 held.data = held.data.clone()
             optimizer.step()
         found.append([getattr(p, "_local_tensor", p).detach() for p in params])
         kept.append(handle._updates.kept_steps)
     of_all = 8 - 1 if settings["fused"] else 8 - 2  # without an exchange
-    assert same(*found) and kept == [of_all - 1] * 2
+    assert same(*found) and kept == [of_all - 2] * 2

@@ -120,10 +120,8 @@ class _Counts:
         if self._in_c:
             self._addresses.extend([tensor.data_ptr() for tensor in tensors])
 
-    def values(self) -> Sequence[float]:
-        if self._in_c:
-            return native.counts_at(self._addresses)
-        return [tensor.item() for tensor in self._tensors]
+    def values(self) -> array[float]:
+        return native.counts_at(self._addresses) if self._in_c else array("d", [each.item() for each in self._tensors])
 
     def raise_by_one(self) -> None:
         if self._in_c:
@@ -191,7 +189,7 @@ class FusedBatch:
     def begin(self, call: StepCall) -> None:
         """Compute the scalars, and put them into the table. Wrong options raise here, before anything is written."""
         formula, begin = self._formula, 0
-        counted: Sequence[float] = self._counts.values() if formula.counts else [0.0] * len(self._taken)
+        counted = self._counts.values() if formula.counts else array("f", bytes(4 * len(self._taken)))
         found: list[tuple[float, ...]] = []
         self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
         for first, size in zip(self._firsts, self._sizes, strict=True):

@@ -319,7 +319,7 @@ class Plan:
 
     def rest(self) -> bool:
         """After a step, free the copies; return whether the batches can be stepped again."""
-        if not all([batch.is_settled for batch in (*self._plain, *self._fused)]):
+        if not all([*[batch.is_settled for batch in self._plain], *[batch.is_settled for batch in self._fused]]):
             return False
         for room, _ in self._rooms.values():
             room.untyped_storage().resize_(0)
