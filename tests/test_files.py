@@ -12,6 +12,7 @@ import torch
 
 import hmpx
 from hmpx.base.files import WriteError, write
+from hmpx.bench import measure
 from hmpx.shell.options import save
 
 
@@ -71,3 +72,11 @@ def test_a_recipe_of_tune_is_written_so(tmp_path):
     with full_disk(), pytest.raises(OSError, match=r"recipe\.yaml"):
         tuned.save(tmp_path / "recipe.yaml")
     assert (tmp_path / "recipe.yaml").read_text() == good
+
+
+def test_the_figures_of_bench_are_written_so(tmp_path):
+    path = tmp_path / "bench.json"
+    path.write_text("good")
+    with full_disk(), pytest.raises(WriteError, match=r"bench\.json"):
+        measure.save([measure.Bench("title" * 100, [])], path)
+    assert path.read_text() == "good" and os.listdir(tmp_path) == ["bench.json"]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from hmpx.base.files import write
 from hmpx.bench import gpt, host, updates
 from hmpx.bench.measure import Bench, Limit, Line, exceeded
 from hmpx.errors import HmpxError
@@ -118,7 +119,7 @@ def run_one(part: str, repeat: int, file: Path | None, say: Say) -> list[str]:
     short = short_of(part, bench)
     say(str(bench))
     if file is not None:
-        file.write_text(json.dumps({"table": asdict(bench), "short": short}, indent=2) + "\n", encoding="utf-8")
+        write(file, json.dumps({"table": asdict(bench), "short": short}, indent=2) + "\n")
     return short
 
 
@@ -145,8 +146,8 @@ def report(folder: Path, about: Mapping[str, str], found: Mapping[str, dict]) ->
     short = [each for part in found.values() for each in part["short"]]
     tables = {part: told["table"] for part, told in found.items() if "table" in told}
     whole = {"hmpx": __version__, "about": about, "short": short, "tables": tables}
-    (folder / "hmpx-gpu.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    (folder / "hmpx-gpu.md").write_text("\n".join([*_page(about, short, tables), ""]), encoding="utf-8")
+    write(folder / "hmpx-gpu.json", json.dumps(whole, indent=2) + "\n")
+    write(folder / "hmpx-gpu.md", "\n".join([*_page(about, short, tables), ""]))
     return short
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hmpx.base.files import write
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
@@ -78,7 +79,7 @@ def exceeded(bench: Bench, limits: Iterable[Limit]) -> list[str]:
 def save(benches: list[Bench], path: Path) -> None:
     """Write tables as JSON: one table, or a list of several."""
     tables = [{"hmpx": __version__, **asdict(bench)} for bench in benches]
-    path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n", encoding="utf-8")
+    write(path, json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n")
 
 
 def _digits(column: str) -> int:
