@@ -343,6 +343,19 @@ def test_a_loss_that_no_product_reads_is_all_that_a_recipe_lists():
     assert policy.fp32 and not policy.bf16, found.recipe_text
 
 
+def test_a_loss_is_named_by_the_line_that_makes_it_and_not_by_the_one_of_its_backward():
+    """Only the iterations that are looked at know the line; the others know that of `trained`, which calls backward."""
+    model = mlp(BF16)
+
+    def squared(model, x, _):
+        return (model(x.to(BF16)) - 1).square().mean()
+
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=squared)
+    problem = only(found, "loss")
+    assert problem.where.endswith(f":{squared.__code__.co_firstlineno + 1}"), problem.where
+    assert "also at" not in problem.said, problem.said
+
+
 def test_a_rule_for_a_module_of_one_of_two_models_is_no_key_of_the_recipe():
     models = [nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 4)).to(BF16) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

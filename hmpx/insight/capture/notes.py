@@ -223,7 +223,8 @@ class Notes:
         """Note a backward pass that begins with these scalars, each with a gradient of 1."""
         low = [each for each in losses if each.dtype in LOW]
         if low:
-            self.note_line("loss", BACKWARD, frame, place=self.forward_of(low[0].grad_fn)[0])
+            made, _ = self.forward_of(low[0].grad_fn)
+            self.note_line("loss", BACKWARD, frame, place=made, is_of_forward=made is not None)
 
     def are_weights(self, places: set[int]) -> bool:
         """Whether the memory that begins at one of these places holds weights."""

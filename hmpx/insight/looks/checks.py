@@ -173,7 +173,7 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     """Return one problem for all lines of a kind."""
     named = [spot for spot in spots if spot.op != BACKWARD]
-    spots = named or spots
+    spots = named or [spot for spot in spots if spot.numbers["is_of_forward"]] or spots
     ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
