@@ -221,6 +221,7 @@ CHANGES = {
     "nothing": lambda ps, o, h: None,
     "lr": lambda ps, o, h: o.param_groups[0].update(lr=0.5),
     "maximize": lambda ps, o, h: o.param_groups[0].update(maximize=True),
+    "an option of the optimizer's own step": lambda ps, o, h: o.param_groups[0].update(differentiable=True),
     "another seed": lambda ps, o, h: [group.update(hmpx_seed=5) for group in o.param_groups],
     "masters given": masters_given,
     "moments exchanged": moments_exchanged,
