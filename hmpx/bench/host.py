@@ -37,6 +37,7 @@ from hmpx.updates.holding.stores import WAYS as WEIGHTS
 BF16 = torch.bfloat16
 TENSORS = 20, 293, 1000
 _NUMBERS = 293, 1000  # of tensors, for which most limits are
+_STEPPED = 20_000  # tensors at least, for each figure: the least of few steps is of no quiet moment
 _PROFILED = 293  # tensors whose kernels are timed too; a look takes the profiler half a second
 
 
@@ -129,6 +130,7 @@ def _name(way: HostWay, count: int) -> str:
 
 def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict[str, int]) -> measure.Line:
     """Step in turns with torch's own step of the same parameters in FP32."""
+    turns = max(repeat, _STEPPED // count)
     with _job(device) if way.kind != "plain" else contextlib.nullcontext():
         peer, own = Stepped(way._replace(options=None), count, device), Stepped(way, count, device)
         with own:
@@ -140,7 +142,7 @@ def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict
             gc.disable()
             try:
                 launched = told.get("launches", 0)
-                times = [(peer.step(number), own.step(number)) for number in range(repeat)]
+                times = [(peer.step(number), own.step(number)) for number in range(turns)]
                 launched = told.get("launches", 0) - launched
             finally:
                 gc.enable()
@@ -150,7 +152,7 @@ def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict
                 figures |= {"torch us": 1e6 * theirs, "ratio": least / theirs}
             figures["first ms"] = 1e3 * first
             if device.type == "cpu":
-                figures["launches"] = launched / repeat
+                figures["launches"] = launched / turns
             elif count == _PROFILED:
                 figures |= _on_device(peer, own)
     return measure.Line(_name(way, count), figures)
