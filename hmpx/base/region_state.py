@@ -6,9 +6,9 @@ converted at all. This file keeps the first, by context (`contextvars`), that is
 `process_state` keeps the others. Under ``where="model"`` there is no default: the forward of a module opens a region
 that casts, and elsewhere `ops.wrapping.switch` decides whether an op is the model's. An *island* is the region that
 code opens by ``torch.autocast(enabled=False)`` (`ops.autocast`): nothing is cast in it. An enabled
-`torch.autocast` region inside casts again as the code around the island does. The lists that hold are named by a
-*scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules and regions lay over
-them (`ops.overlays`).
+`torch.autocast` region inside casts again as the code around the island does. A *scope* is a number that names the
+lists in force: 0 names the conversion's own, and each nesting of lists that modules and regions lay over them has
+another number (`ops.overlays`).
 
 torch.compile guards on the region around compiled code (`ops.compilers`). A region that opens inside of compiled code
 sets the fields of `traced`. To Dynamo these are constants, and the wrappers that it traces read them. The end of the
@@ -43,12 +43,12 @@ class Region:
 
     casting: whether ops are cast; None leaves that to the default.
     rounding: how optimizer steps write BF16 parameters. maps: whether a `dtype_map` acts: in a listed Python function
-    it does, in an optimizer step it does not. scope: the number of the lists that hold.
-    owner: the `Opener` that has entered the region, or the optimizer whose step it is.
+    it does, in an optimizer step it does not. scope: the number of the lists in force.
+    owner: the `Opener` or `torch.autocast` that opened the region, the optimizer whose step it is, or Dynamo's trace.
     island: whether it is an island. One with casting None is outside of a model: the forwards of modules in it cast.
     under: the casting around an island.
-    around: the region around this one. closed: a generator or a task may close a region while a younger one is open,
-    and from another context. where: the user's line that has opened the region, if somebody observes the ops.
+    around: the region around this one. closed: whether it has been left. A generator or a task may leave a region while
+    a younger one is open, or from another context. where: the user's line that opened it, if an observer is there.
     """
 
     __slots__ = ("around", "casting", "closed", "island", "maps", "owner", "rounding", "scope", "under", "where")
@@ -77,7 +77,7 @@ class _Traced:
     """The settings of the region that Dynamo traces. `inside`: whether it traces one.
 
     Dynamo undoes what a trace writes here, so that every thread finds the settings outside of all regions.
-    There are slots, since Dynamo forgets what is written into the `__dict__` of an object behind a higher-order op.
+    It has slots, since Dynamo forgets writes to the `__dict__` of an object that come after a higher-order op.
     """
 
     __slots__ = ("casting", "inside", "island", "maps", "rounding", "scope", "under")
@@ -99,11 +99,11 @@ class _RunningGraphs(threading.local):
 
 
 nowhere = _Nowhere(None, None, True, 0)
-IN_FORWARD = Region(True, None, True, 0)  # of a forward with no region around it
+IN_FORWARD = Region(True, None, True, 0)  # the region of a forward that has none around it
 IN_FORWARD.around = nowhere
 traced = _Traced()
 running_graphs = _RunningGraphs()
-_DEFAULT = 0  # the key of ``convert(enabled=False)`` in `Off.by`, where regions have their ids
+_DEFAULT = 0  # the key of ``convert(enabled=False)`` in `Off.by`, where the key of a region is its id
 
 
 def innermost() -> Any:
@@ -150,7 +150,7 @@ def casts_on() -> bool:
 
 
 def scope() -> int:
-    """The scope (number) of the lists that hold for ops called from here now."""
+    """The scope (number) of the lists in force for ops called from here now."""
     return innermost().scope
 
 
@@ -180,7 +180,7 @@ def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = T
 
 
 def retire() -> None:
-    """Turn casts off for good in the wrappers that hold `process_state.off`, and give everybody else a new one."""
+    """Turn casts off for good in the wrappers that hold the present `process_state.off`; make another for new ones."""
     old, state.off = state.off, state.Off()
     state.off.by.update(old.by)
     old.any = True
@@ -188,7 +188,7 @@ def retire() -> None:
 
 
 def _announce() -> None:
-    """Set the flag that wrappers look at. No other thread runs between the last three lines, which call nothing."""
+    """Set the flag that wrappers read. The last three lines call nothing, so no other thread runs between them."""
     off = state.off
     by = off.by
     off.any = True
@@ -239,7 +239,7 @@ def _opened(region: Region) -> Region:
 
 
 def open_region(region: Region) -> None:
-    """Turn casts on or off here, as a region says, until `leave` is given it."""
+    """Open a region: its settings are in force here until `leave` closes it."""
     if is_dynamo_compiling():
         _trace_opening(region)
         return
@@ -262,7 +262,7 @@ def leave(region: Region) -> None:
     if region.casting is not True:
         state.off.by.pop(id(region), None)
         _announce()
-    region.casting = None  # a task that still carries the region has wrappers look at those around it
+    region.casting = None  # a task may still carry this region: None has wrappers look around it
     if region.around is not None:  # else it was never opened
         enter_region(innermost())
 
@@ -285,7 +285,7 @@ def _trace_leaving(region: Region) -> None:
 def _enter_in_graph(
     scope: int, casting: bool | None, maps: bool, island: bool = False, under: bool | None = None
 ) -> None:
-    """Open a region, as a node of a graph. Dynamo also calls this while it traces; the region ends with the trace."""
+    """Open a region, as a node of a graph. If Dynamo calls this while it traces, the region ends with the trace."""
     around, trace = innermost(), traced_into()
     if trace is None:
         return open_region(Region(casting, around.rounding, maps, scope, None, island, under))
@@ -302,7 +302,7 @@ def _leave_in_graph() -> None:
 
 
 def traced_into() -> Any:
-    """What Dynamo traces into here; None while graphs run or are compiled."""
+    """The output graph into which Dynamo traces here; None while graphs run or are compiled."""
     traces = None if running_graphs.count else private("torch._dynamo.symbolic_convert.tls")
     tracer = getattr(traces, "current_tx", None)
     return tracer and tracer.output

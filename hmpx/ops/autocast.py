@@ -1,23 +1,23 @@
-"""`torch.autocast` while op lists cast: its regions are hmpx's, and code that asks about it hears of the lists.
+"""What `torch.autocast` does while op lists cast: hmpx runs its regions, and answers questions about it by the lists.
 
 Models say "FP32 here" by ``with torch.autocast(device, enabled=False):``, around rotary angles, routers, norms and
 losses. Such a region is an *island* (`base.region_state`): the lists cast nothing in it. In an enabled region the lists
-cast as they do around it, and an enabled region ends the island around it. torch's own autocast stays off, so that no
-op is cast twice.
+cast as they do around it. An enabled region inside an island ends that island. torch's own autocast stays off, so that
+no op is cast twice.
 
 - The device of a region does not count: "no autocast on cuda" in the code of a model means FP32 on any device.
 - A training script opens a region with ``enabled=args.amp``, outside of every model and of every enabled region. If
-  that is False, the forwards of modules in the region cast, and the script's own ops are left alone.
+  `args.amp` is False, the forwards of modules in the region cast, and the script's own ops are left alone.
 - If a module opens an island and has a rule that names ops for low precision, its ops are cast all the same.
 - With casts off (`disable_casts`, ``convert(enabled=False)``, an optimizer step) regions are torch's own again.
 
-Dynamo runs no ``torch.autocast.__enter__``: it has a variable of its own for a region. While torch is converted, this
-variable traces `region_state.enter_autocast` and `leave`: nodes, guards and cleanup are those of hmpx's own regions.
+Dynamo runs no ``torch.autocast.__enter__``: its class `AutocastModeVariable` stands for a region. While torch is
+converted, it traces `region_state.enter_autocast` and `leave`, with the nodes, guards and cleanup of hmpx's regions.
 
 ``custom_fwd(cast_inputs=)``, DataParallel, transformers' `maybe_autocast` and kernels that hmpx cannot reach (flash
-attention, Mamba's scans) first ask whether autocast is on and in which dtype: where hmpx casts, they hear yes, and the
-low precision of the lists. What torch asks to save and restore the state (Dynamo, AOTAutograd, checkpointing, CUDA
-graphs) gets torch's own answers: an answer of ours would be written back, and turn autocast on.
+attention, Mamba's scans) first ask whether autocast is on and in which dtype. Where hmpx casts, the answer is yes, in
+the low precision of the lists. Code of torch that saves and restores the state (Dynamo, AOTAutograd, checkpointing,
+CUDA graphs) gets torch's own answers: it would write hmpx's answers back, and so turn autocast on.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 logger = logging.getLogger("hmpx")
 _set_enabled = private("torch._C.set_autocast_enabled")
-_SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # of torch.autocast
+_SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # they subclass torch.autocast
 # The modules of torch that ask about autocast, or open a region, for a model. The others ask in order to restore the
-# state later, which checkpointed functions need not: they carry the region of their forward.
+# state later. hmpx need not answer them: a checkpointed function carries the region of its forward.
 _FOR_MODELS = frozenset({"torch.amp.autocast_mode", "torch.nn.parallel.parallel_apply"})
-_ENTER = inspect.unwrap(torch.autocast.__enter__).__code__  # which saves the state
+_ENTER = inspect.unwrap(torch.autocast.__enter__).__code__  # it asks in order to save the state
 _VARIABLE = "torch._dynamo.variables.ctx_manager.AutocastModeVariable"
-# An attribute of a region: the `enabled` that it was made with. torch turns off a region that its device cannot do.
+# An attribute of a region: the `enabled` that the code asked for. torch's own is False where the device is unfit.
 _ASKED = "_hmpx_enabled"
 _NOTHING = "torch's own lists do nothing"
 _TWICE = (
@@ -67,18 +67,18 @@ _SET = ("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_xla_en
 
 
 def _governs() -> bool:
-    """Whether a `torch.autocast` region that opens here is hmpx's."""
+    """Whether hmpx, and not torch, runs a `torch.autocast` region that opens here."""
     return process_state.converted and (region_state.acts() is not False or region_state.innermost().island)
 
 
 def _is_for_a_model(frame: FrameType) -> bool:
-    """Return whether the code that runs in `frame` asks, or opens a region, for a model, and not to restore a state."""
+    """Return whether the code in `frame` acts for a model: torch's own code may ask in order to restore the state."""
     name = frame.f_globals.get("__name__", "")
     return name[:6] != "torch." or (name in _FOR_MODELS and frame.f_code is not _ENTER)
 
 
 def in_enabled_region() -> bool:
-    """Whether one of the regions that are open here is an enabled `torch.autocast`."""
+    """Whether an enabled `torch.autocast` region is open here."""
     return any(isinstance(each.owner, torch.autocast) and not each.island for each in region_state.open_regions())
 
 
@@ -86,14 +86,14 @@ def in_enabled_region() -> bool:
 
 
 class AutocastRegions:
-    """Makes the regions of `torch.autocast` hmpx's, for one conversion."""
+    """Lets hmpx run the regions of `torch.autocast`, for one conversion."""
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._open: dict[int, region_state.Region] = {}  # by identity
 
     def apply(self, changes: Changes) -> None:
-        """Make them hmpx's until `changes` are undone. Those that are open then are torch's from there on."""
+        """Let hmpx run regions until `changes` are undone. Regions that are open at that time become torch's."""
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))):
             say_once(logging.WARNING, _TWICE, sys._getframe())
         with_dynamo(_fold, changes)
@@ -167,12 +167,12 @@ def _noting(init: Callable) -> Callable:
 
 
 def _was_enabled(region: torch.autocast, enabled: bool) -> bool:
-    """Return the `enabled` that a region was made with; of one that is older than the conversion, `enabled`."""
+    """Return the `enabled` that the code asked for; the argument, if the region is older than the conversion."""
     return vars(region).get(_ASKED, enabled)
 
 
 def _is_overruled(frame: FrameType) -> bool:
-    """Return whether an island is none, by a rule of the module whose code opens it in `frame`."""
+    """Return whether a rule of the module whose code opens an island in `frame` has ops cast all the same."""
     module = next(modules(frame), None)
     rule = None if module is None else lowering_rule(rules_of(module))
     if rule is not None:
@@ -181,9 +181,9 @@ def _is_overruled(frame: FrameType) -> bool:
 
 
 def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
-    """Enter a region as a disabled one, so that its exit fits; then set torch's autocast back to what it was.
+    """Enter a region as a disabled one, so that torch's exit can undo it; then turn autocast back to what it was.
 
-    All threads share the region of a decorator, so its `_enabled` stays.
+    Threads share the region of a decorator, so its `_enabled` may not change, and a copy is entered.
     """
     other = object.__new__(type(region))
     vars(other).update(vars(region), _enabled=False)
@@ -203,7 +203,7 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
         if not _inlined(tx, _governs).as_python_constant():
             return enter(self, tx)
         _, dtype, enabled, _ = self.target_values
-        if self.source is not None and hasattr(tx.output, "resolve_source_value"):  # a decorator; since torch 2.13
+        if self.source is not None and hasattr(tx.output, "resolve_source_value"):  # a decorator's; needs torch 2.13
             enabled = _was_enabled(tx.output.resolve_source_value(self.source), enabled)
         inside = list(_modules(tx))
         casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(rules_of(inside[0])))
@@ -240,9 +240,9 @@ def _modules(tx: Any) -> Iterator[torch.nn.Module]:
 
 
 def _aside(tx: Any, function: Callable, *args: Any) -> Any:
-    """Let Dynamo trace a call whose effects are undone before the end of what is traced, as those of a region are.
+    """Let Dynamo trace a call with side effects that the traced code undoes before it ends, as a region does.
 
-    In the body of an autograd function it else hands on every tensor that is made there, and raises for views.
+    In the body of an autograd function, Dynamo would else return every tensor that is made there, and raise for views.
     """
     tracer = tx.output.current_tracer
     before = getattr(tracer, "side_effect_stack", None)  # none before torch 2.13
@@ -261,11 +261,11 @@ def _build(tx: Any, value: Any) -> Any:
     return private("torch._dynamo.variables.base.VariableTracker.build")(tx, value)
 
 
-# What code hears that asks about autocast
+# Answers to code that asks about autocast
 
 
 def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
-    """Yield the patches of the functions that say whether autocast is on, and in which dtype, and that turn it on."""
+    """Yield patches of the functions that say whether autocast is on and in which dtype, and of those that set it."""
 
     def low(scope: int) -> torch.dtype | None:
         policy = policies.at(scope)
@@ -279,7 +279,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
             if not is_dynamo_compiling() and sys._getframe(1).f_code is _ENTER:
                 return original(*args, **kwargs)
             if args or kwargs:
-                found = original(*args, **kwargs)  # which may not know the device
+                found = original(*args, **kwargs)  # this raises for an unknown device
             if not switch.retired and (is_dynamo_compiling() or _is_for_a_model(sys._getframe(1))) and _casts_here():
                 dtype = low(region_state.scope())
                 if dtype is not None:
@@ -319,7 +319,7 @@ def _casts_here() -> bool:
 
 
 def _fold(dynamo: ModuleType) -> None:
-    """Let Dynamo's table of constants hold torch's own functions, where it is made while ours stand in their places."""
+    """Put torch's own functions into Dynamo's table of constants, if Dynamo made it while hmpx's stood in torch."""
     table = dynamo.variables.torch.constant_fold_functions
     for name in (*_IS_ENABLED, *_GET_DTYPE):
         ours = getattr(torch, name, None)

@@ -1,13 +1,13 @@
-"""Tells whose output a tensor is, where models have different lists: the model whose forward has made it.
+"""Tells which model's forward has made a tensor, where models have different lists.
 
-The outputs of a model carry the number of its lists: in their storage, which views and detached tensors share, and in
-their node of autograd's graph, to which the nodes of what is computed of them lead. Parameters are their model's.
+The outputs of a model carry the number of its lists in two places: in their storage, which views and detached tensors
+share, and in their node of autograd's graph, which all later results lead back to. A parameter belongs to its model.
 
 Dynamo computes the nodes of its graph on fake tensors, which share storages and have nodes of autograd's graph as real
-ones do. The forward of a model opens a region in the graph: the fake tensors of the nodes in it are marked as those of
-the model. A Python function of torch is one node to Dynamo, and the ops in it meet their wrappers when the graph runs:
-such nodes get a region of the model whose output they take. Compiled code has no guard on whose output it is handed:
-where an op outside of every model takes one, Python runs the code.
+ones do. The forward of a model opens a region in the graph. The fake tensors of the nodes in it are marked as the
+model's. A Python function of torch is one node to Dynamo, and its ops meet their wrappers only when the graph runs. So
+a node outside of every model gets a region of the model whose output it takes. Compiled code has no guard on which
+model made its arguments: where an op outside of every model takes such an argument, Python runs the code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hmpx.ops.policies.scopes import lists_of, scope_inside
 
 Tensor = torch.Tensor
 _KEY = "_hmpx_lists"
-_FAR = 1000  # nodes, further than which nobody looks
+_FAR = 1000  # the search through autograd's graph ends after so many nodes
 _storage_of = Tensor.untyped_storage
 _ENTER, _LEAVE = NODES
-_HANDED = -1  # in the place of lists: of a tensor that is handed to a graph, and is a model's
+_HANDED = -1  # stands for the lists of a tensor that is a model's, and an argument of the graph
 _answer = threading.local()
 
 
@@ -68,9 +68,9 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
 def lists_of_tensors(tensors: Iterable[Tensor]) -> int:
     """Return the lists of the one model whose output these tensors are; 0 if there is none, or several.
 
-    Those that require a gradient go first: a student's output beside its teacher's.
+    If some require a gradient, only these decide: a student's output beside its teacher's.
     """
-    found: tuple[set[int], set[int]] = set(), set()  # of those that require none, and of the others
+    found: tuple[set[int], set[int]] = set(), set()  # by whether the tensor requires a gradient
     for tensor in tensors:
         found[tensor.requires_grad].update(lists_of_tensor(tensor))
     return _only(found[True] or found[False])
@@ -95,7 +95,7 @@ def lists_of_tensor(tensor: Tensor) -> Iterable[int]:
 
 
 def _lists_behind(waiting: list[tuple[Any, int]]) -> Iterator[int]:
-    """Yield the lists of the nearest outputs of models in autograd's graph behind some nodes."""
+    """Walk autograd's graph back from some nodes; yield the lists of the models whose outputs come first."""
     seen: set[tuple[Any, int]] = set()
     while waiting and len(seen) < _FAR:
         node, number = place = waiting.pop()
@@ -120,7 +120,7 @@ def lists_of_traced(tensors: list[Tensor]) -> int:
 
 
 def _at_compile_time(look: Callable) -> None:
-    """Dynamo's own, once it is imported: it calls `look` while it traces."""
+    """Stand in for Dynamo's `comptime`, which calls `look` while Dynamo traces, until Dynamo is imported."""
 
 
 def _take_dynamos(_: ModuleType) -> None:
@@ -146,7 +146,7 @@ ask_once(_found)
 
 
 def mark_traced(graph: Graph) -> None:
-    """Mark the fake tensors of a graph: what regions of models compute, and what is handed to the graph."""
+    """Mark the fake tensors that regions of models compute in a graph, and its arguments that are a model's."""
     scopes: list[Any] = []
     inputs = set()
     for node in graph.nodes:
@@ -173,10 +173,10 @@ def _lists_of_nodes(nodes: Iterable[Node]) -> int:
 
 
 def follow(module: GraphModule) -> Callable[[Callable], Callable]:
-    """Put nodes outside of every model into regions, before a graph is compiled; return what marks its outputs."""
+    """Put nodes outside of every model into regions before a graph is compiled; return a wrapper that marks outputs."""
     graph = module.graph
     mark_traced(graph)
-    depth, inside = 0, 0  # of the regions of the graph itself; the lists of ours
+    depth, inside = 0, 0  # how many regions of the graph are open; the lists of the one that is added here
     for node in list(graph.nodes):
         wanted = 0
         if node.op.startswith("call") and not depth and node.target is not _ENTER:

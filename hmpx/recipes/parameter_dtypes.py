@@ -15,7 +15,7 @@ from hmpx.recipes.module_patterns import module_names
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.ranks.sharding import is_shell
 
-_KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")  # of classes: names of modules, or ends of names
+_KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")  # classes list names of modules, or their ends, there
 _LOW = (torch.bfloat16, torch.float16)
 _SHOWN = 3
 logger = logging.getLogger("hmpx")
@@ -29,9 +29,9 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
     - a frozen parameter in low precision, which has no updates to lose
     - a frozen shell around tensors, such as a quantized parameter, which cannot be cast
     - FP64, under a recipe of FP32 weights
-    - FP32 that stands on purpose, under a recipe of BF16 weights (`_kept_in_fp32`): a warning names it
+    - FP32 that is meant to stay FP32 (`_kept_in_fp32`), under a recipe of BF16 weights: a warning names it
 
-    A `dtype_map` maps the last two like all others. A warning also names FP64 that is cast down to less than FP32.
+    A `dtype_map` maps the last two like all others. A warning also names FP64 that is cast without a rule.
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped, on_purpose, kept, narrowed = recipe.mapped(), _kept_in_fp32(model, recipe), [], []
@@ -70,15 +70,15 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
     return found
 
 
-# Of a model: the recipe that has cast it, and of each parameter's name whether it was to stay in FP32 then.
+# For each model: the recipe that has cast it, and by name whether a parameter was to stay in FP32 then.
 _decided: WeakKeyDictionary[torch.nn.Module, tuple[object, dict[str, bool]]] = WeakKeyDictionary()
 
 
 def _kept_in_fp32(model: torch.nn.Module, recipe: Recipe) -> set[torch.nn.Parameter]:
-    """Return the FP32 parameters that come beside others of low precision, or that a class names for its loader.
+    """Return FP32 parameters of a model that also has low-precision ones, or that a class names for its loader.
 
-    A recipe that casts a model again, as a trainer's does, decides as it did: adapters that a checkpoint has loaded in
-    FP32 meanwhile do not stand there on purpose.
+    A recipe that casts a model again, as a trainer's does, decides as it did before: adapters that a checkpoint has
+    loaded in FP32 in between are not meant to stay FP32.
     """
     before, known = _decided.get(model, (None, {}))
     if before is not recipe:

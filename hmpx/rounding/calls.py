@@ -1,6 +1,6 @@
-"""What the kernels are asked for, as rows of a table: rounding, moves to FP32 and back, steps of optimizers.
+"""Work for the kernels, as rows of a table: rounding, moves to FP32 and back, steps of optimizers.
 
-`kernels` are those by which it is done, `native` or `triton`; both give the same bits.
+`kernels` is the module whose kernels do the work, `native` or `triton`; both give the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hmpx.rounding import native
 from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, KERNELS, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.table import EVEN, WORDS_OF_A_MOVE, Lain, Table, TableRow, run_all
 
-_DRAWN = BF16, SPLIT8, CODED, FP8, FOUR  # kinds that are written by random numbers
+_DRAWN = BF16, SPLIT8, CODED, FP8, FOUR  # kinds whose writes need random numbers
 
 
 def launch_once(
@@ -25,7 +25,7 @@ def launch_once(
     step_key: int | None = None,
     *constants: int,
 ) -> None:
-    """Launch a kernel on rows that are needed but once, on one device."""
+    """Launch a kernel on rows of one device that are needed only once."""
     if kernels is native and kernel == "move_list":
         words = array("Q")
         for row in rows:
@@ -59,17 +59,17 @@ def row_of_move(
     grad: int | None = None,
     room: int | None = None,
 ) -> TableRow:
-    """Return the row that moves elements of a held tensor to FP32 `x`, or from there by the key of a step to come.
+    """Return the row that reads elements of a held tensor into FP32 `x`, or writes them from `x` by its step's key.
 
     Args:
         held: the whole tensor.
-        start: the index of the first element in it, where in codes a block begins.
-        first: the index of the tensor's first element in the whole parameter, where it is a part of one.
-        grad: its index among all gradients, if it is one, which has another address in each step.
-        room: how far behind the address of a room `x` is, in bytes, if it lies in one.
+        start: the index in `held` of the first element that moves; in codes, a block begins there.
+        first: the index in the whole parameter of the first element of `held`, if `held` is a part of it.
+        grad: the index of `held` among all gradients, if it is one: each step has its gradients at other addresses.
+        room: where in a room `x` begins, in bytes, if `x` lies in one.
     """
     size, own = x.numel(), StoredTensor(x, FP32)
-    at = start if held.row else 0  # else there are no blocks to go by
+    at = start if held.row else 0  # without codes there are no blocks
     lain = Lain.alone(size, held.row or size, at, first + start - at)
     in_room = None if room is None else (int(is_read), room)
     if not is_read:
@@ -79,12 +79,12 @@ def row_of_move(
 
 
 def _drawn(held: StoredTensor | None) -> int | None:
-    """Return the name of a tensor that is written by random numbers."""
+    """Return the name from which a tensor's random numbers come; None if writing it needs none."""
     return held.name if held is not None and held.kind in _DRAWN else None
 
 
 def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
-    """Return the row that steps a parameter; `grad`: the index of its gradient, if it has another one in each step."""
+    """Return the row that steps a parameter; `grad`: the index of its gradient, if each step has another one."""
     lain, held = Lain.alone(one.weight.tensor.numel(), one.row, offset=one.first), one.tensors()
     drawn = tuple(map(_drawn, held))
     return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad, 0))

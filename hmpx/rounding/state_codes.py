@@ -1,11 +1,11 @@
 """Optimizer state in codes of 8 bits and of 4, and one BF16 scale for each block of elements.
 
 A block is up to `BLOCK` elements that follow one another. The sign of its scale says which of two lists of numbers its
-codes mean. What is rounded is rounded by the number r of an element that `stochastic.py` specifies, of 16 bits. To add
-a code, derive a class from `StateCode` and name it in `STATE_CODES`.
+codes mean. `stochastic.py` specifies r, the random number of 16 bits by which an element is rounded. To add a code,
+derive a class from `StateCode` and name it in `STATE_CODES`.
 
-Were a second moment rounded to 0 under a first one that is not, Adam would divide by eps alone. So in a block that is
-nowhere negative, a positive number never becomes 0: it is the least number above 0 at least.
+If a second moment became 0 and its first moment did not, Adam would divide by eps alone. So in a block that is nowhere
+negative, a positive number never becomes 0: it becomes the least positive number of the code, or a larger one.
 
 **"8bit".** The scale is a power of two. Both codes are floating-point numbers with 4 bits of mantissa::
 
@@ -15,8 +15,8 @@ nowhere negative, a positive number never becomes 0: it is the least number abov
     exponent e, mantissa m         (1 + m/16) * 2^(e - top) * |scale|;  m/16 * 2^(1 - top) * |scale| where e = 0
     e = top, m = 14 and 15         inf and NaN, so 1.8125 * |scale| is the largest number
 
-The scale is the smallest one from 2^-126 to 2^126 that holds the largest finite number of the block. (Numbers past
-1.8125 * 2^126 become that.)
+The scale is the smallest one from 2^-126 to 2^126 under which the code reaches the largest finite number of the block.
+(Larger numbers than 1.8125 * 2^126 become 1.8125 * 2^126.)
 
 The rounding is::
 
@@ -24,17 +24,17 @@ The rounding is::
     m, e         (bits(y) + 8 r + 4) >> 19, less the exponent of the code's zero
     e = 0        (y * 2^(top + 22), rounded to an integer, ties to even, + 8 r + 4) >> 19
 
-so a number below the least one of a signed block becomes that or 0, with a probability that keeps the mean. What the
-code can hold, zero included, stays itself. A number has 5 significant bits, so FP32 holds it exactly, and BF16 from
-2^-129 on.
+so a number below the least one of a signed block becomes the least one or 0, with a probability that keeps the mean.
+A number that the code has, such as 0, stays itself. It has 5 significant bits, so FP32 holds it exactly, and BF16 does
+from 2^-129 on.
 
-The least second moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of the block's, so that
-an update stays of the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the
+The root of the least second moment is 2^-9 of the scale's root, and the least first moment is 2^-10 of the scale. So an
+update keeps the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the
 largest of their block, the second moment is larger than it should be, and their updates are smaller than with FP32
 state.
 
 Measured with the transformer of ``examples/charlm.py`` (400 steps, three seeds): the validation loss less that with
-FP32 state, in thousandths. To nearest, small numbers become 0 for good; linear codes have too few small numbers::
+FP32 state, in thousandths. Rounding to nearest makes small numbers 0 for good. Linear codes have too few of them::
 
                                   AdamW   Lion  RMSprop  Adagrad  AdEMAMix
     this code                      -0.5   -1.5     -0.5     -0.2      -0.5
@@ -42,11 +42,12 @@ FP32 state, in thousandths. To nearest, small numbers become 0 for good; linear 
     companded, FlashOptim's        -6.3   +3.7     -0.6     -0.2     +15.3
     4 and 5 bits of exponent       -1.8   -4.6     -1.3     -1.2      -1.9
 
-Muon brings all singular values of its momentum to one size, so the noise of 4 bits is as large in the update as the
-small ones. Its loss was 2.3645 with FP32 state, 2.3694 in 8 bits, and 2.3641 with the momentum in BF16, which is why
-that is what `state_dtype="8bit"` does.
+Muon brings all singular values of its momentum to one size, so the noise of a mantissa of 4 bits becomes as large as
+the small singular values. The loss was 2.3645 with FP32 state, 2.3694 in 8 bits, and 2.3641 with the momentum in BF16.
+So ``state_dtype="8bit"`` keeps Muon's momentum in BF16.
 
-What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
+State that only grows, such as amsgrad's maximum, never loses what was rounded up: after 3000 steps on noise it is 11 %
+larger.
 RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
 of mean 1 and standard deviation 0.05, 1.8 % of the weights were NaN after 100 steps, and none with BF16 or FP32 state.
 
@@ -61,11 +62,11 @@ largest of a block of 256 to 448, and it rounds to nearest.
     scale < 0   others                     -.8875 -.6625 -.4375 -.2125 -.0775 -.0325 -.0055
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
-Two codes share a byte, the first in the upper half. Rows have a multiple of 16 elements: state of other tensors is in
+Two codes share a byte, the first in the upper half. Rows must have a multiple of 16 elements: other state is in
 8 bits (`hmpx.updates.holding.state_tensors`).
 
-The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. A negative one
-has an odd last bit where no element is negative, else an even one. A block with an inf or a NaN becomes NaN as a whole.
+The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. The last bit of a
+negative scale is 1 if no element is negative, else 0. A block with an inf or a NaN becomes NaN as a whole.
 
 The rounding is::
 
@@ -89,12 +90,11 @@ Measured with the transformer of ``examples/charlm.py``, three seeds::
 The noise of 4 bits makes updates larger where a second moment is small: the network of ``examples/digits.py`` (AdamW,
 1e-4, 30 epochs) is at a loss of .92 where FP32 state has 1.14 and 8 bits 1.14; at 1e-3 and 150 epochs both have .09.
 
-Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
-2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023). The two lists of 4
-bits are those of Li et al., "Memory efficient optimizers with 4-bit states" (NeurIPS 2023); torchao's
-`OptimState4bit` reads the same numbers from the same codes and scales. Its scales are FP32, it rounds to nearest, a
-tensor has one of the lists as a whole, so that zeros of a second moment become 1/16, and the largest magnitude becomes
-1, so that a number near -1 becomes -.8875.
+Sources: a scale for each block is from Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR 2022).
+Scales that are powers of two are from the "OCP Microscaling formats" specification (2023). The two lists of 4 bits are
+from Li et al., "Memory efficient optimizers with 4-bit states" (NeurIPS 2023). torchao's `OptimState4bit` reads the
+same numbers from the same codes and scales. Its scales are FP32, and it rounds to nearest. There a whole tensor has one
+list, so zeros of a second moment become 1/16. The largest magnitude becomes 1, so a number near -1 becomes -.8875.
 """
 
 from __future__ import annotations
@@ -111,17 +111,17 @@ from hmpx.rounding.native import CODED, FOUR, FP8, SIXTEEN
 
 Tensor = torch.Tensor
 
-_EXPONENTS = 1, 253  # of scales in 8 bits, at least and at most: their inverses are normal numbers, too
+_EXPONENTS = 1, 253  # the least and the largest of scales in 8 bits: the inverse of each scale is a normal number, too
 
 
 class FloatCode(StateCode):
     """Floating-point numbers of 8 bits, with scales that are powers of two.
 
     Args:
-        mantissa: its bits.
+        mantissa: the number of its bits.
         ones: the exponents of the number 1, in blocks that are nowhere negative and in signed ones.
-        last: how far the code of the largest number is behind that of 1; inf and NaN come after it.
-        has_inf: whether the first code after it is inf; else it is NaN.
+        last: the code of the largest number less the code of 1; the codes of inf and NaN come next.
+        has_inf: whether the code after the largest number is inf; else it is NaN.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class FloatCode(StateCode):
     ) -> None:
         self.name, self.prefix, self._last, self._nan = name, prefix, last, last + 1 + has_inf
         self.kind = kind
-        self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code has not
+        self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code lacks
         self._unsigned, self._signed = ones
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
         exponent, mantissa = divmod(self._last, self._step)
-        up = ((self._step - mantissa) << self._shift) - 1  # the next exponent where the largest mantissa is passed
+        up = ((self._step - mantissa) << self._shift) - 1  # it carries into the exponent past the largest mantissa
         exponents = (shifted(magnitudes + up, 23) - exponent).clamp(_EXPONENTS[0], min(_EXPONENTS[1], 254 - exponent))
         negatives = (not_positive > 1).to(torch.int32)
         return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
@@ -144,7 +144,7 @@ class FloatCode(StateCode):
         one = self._one(signed)
         y = torch.where(magnitude < math.inf, magnitude, 0) * (1 / scale.float().abs())
         normal = reinterpreted(y, torch.int32) - (127 - one) * 0x800000
-        below = reinterpreted(y + _power_of_two(1 - one), torch.int32) - (128 - one) * 0x800000  # an ulp is 1 there
+        below = reinterpreted(y + _power_of_two(1 - one), torch.int32) - (128 - one) * 0x800000  # a number of ulps
         unit = 1 << (self._shift - 16)
         code = shifted(torch.maximum(below, normal) + (r * unit + unit // 2), self._shift)
         code = torch.where(signed | (magnitude == 0), code, code.clamp(min=1))
@@ -182,7 +182,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 _ZERO = SIXTEEN.index(0.0)
-_LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # the bits of scales in 4 bits
+_LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # BF16 scales of "4bit", as bits
 
 
 class FourBits(StateCode):
@@ -227,12 +227,12 @@ def _made(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 STATE_CODES: dict[CodeName, StateCode] = {code.name: code for code in (EIGHT_BITS, _E4M3, FourBits())}
-SCALES = "hmpx_scales_"  # before the optimizer's own name of a state tensor
+SCALES = "hmpx_scales_"  # the key of scales is this and the optimizer's own name of the state tensor
 _PREFIXES = {code.prefix: code for code in STATE_CODES.values()}
 
 
 def code_of(key: Any) -> StateCode | None:
-    """Return the code of which `key` names codes in the state of a parameter; None if it names something else."""
+    """Return the code in which a parameter's state under `key` is held; None if it is not in codes."""
     if not isinstance(key, str) or not key.startswith("hmpx_"):
         return None
     return next((code for prefix, code in _PREFIXES.items() if key.startswith(prefix)), None)

@@ -1,6 +1,6 @@
 """Writes to weights, averages and counts outside of optimizer steps: in place, or by a line that replaces them.
 
-Each write is repeated in FP32. *kept* is, as for steps, <movement, FP32 movement> / <FP32 movement, FP32 movement>.
+Each write is repeated in FP32. *kept* is <movement, FP32 movement> / <FP32 movement, FP32 movement>, as for steps.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LOST = 0.5  # an average that keeps less does not follow
 _LATE = 0.8  # an average that keeps less follows later than it should, as if its decay were nearer to 1
 _HARMLESS = 2e-5  # a factor that differs from 1 by less may be lost
 _MOVING = ("_to_copy", "clone", "detach")  # ops that compute nothing
-_MANY = 16  # steps of a state, after which it is judged
-_SETTLES = 5  # running statistics that move by a share of more last digits stop within a tenth of the right value
+_MANY = 16  # a state is judged after so many steps
+_SETTLES = 5  # running statistics whose share is more than so many eps come within a tenth of the right value
 
 
 def look_at_writes(notes: Notes, op: OpCall) -> None:
-    """Compare each write to numbers that live on between iterations with the same write in FP32."""
+    """Repeat in FP32 each write to a tensor that outlives an iteration, and compare the two results."""
     _weights_replaced_before(notes, op)
     if op.is_beside or not op.args or not op.given:
         return
@@ -46,7 +46,7 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
 
 
 def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
-    """Count the write to a weight that an op reads, if a line has replaced the weight, as ``p.data = p - u`` does."""
+    """Count it as a write if a line has replaced a weight that an op reads, as ``p.data = p - u`` does."""
     for weight in op.given if notes.rewritten else ():
         if weight.requires_grad and weight.is_leaf and (made := notes.rewritten.pop(memory(weight), None)) is not None:
             notes.replaced.add(id(weight))
@@ -54,7 +54,7 @@ def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
 
 
 def _copied_back(notes: Notes, op: OpCall) -> None:
-    """Count a copy into a tensor of what was derived from this tensor, as ``p.copy_(p.lerp(q, d))``."""
+    """Count a copy whose source was derived from its target, as in ``p.copy_(p.lerp(q, d))``."""
     if op.name == "copy_" and op.given[0].dtype in LOW and len(op.given) > 1:
         origins, exact = notes.facts(op.given[1]).get("derived", ({}, None))
         old, _ = origins.get(memory(op.given[0]), (None, None))
@@ -63,7 +63,7 @@ def _copied_back(notes: Notes, op: OpCall) -> None:
 
 
 def _derive(notes: Notes, op: OpCall) -> None:
-    """Note of which older numbers in low precision a result is derived, and what it would be in FP32."""
+    """Note from which older tensors in low precision a result is derived, and what it would be in FP32."""
     if op.name not in (*_ARITHMETIC, *_MOVING, "addcmul", "addcdiv") or not op.results:
         return
     same = [each for each in op.given if each.shape == op.out.shape]
@@ -90,7 +90,7 @@ def _derive(notes: Notes, op: OpCall) -> None:
 
 
 def _state(notes: Notes, op: OpCall) -> None:
-    """Follow what one line moves again and again by small parts, as the state of an ODE."""
+    """Follow a tensor that one line moves by small amounts again and again, such as the state of an ODE."""
     first, other = (*op.args, None)[:2]
     if op.out.dtype not in LOW or not isinstance(other, Tensor) or not isinstance(first, Tensor):
         return
@@ -110,7 +110,7 @@ def _state(notes: Notes, op: OpCall) -> None:
 
 
 def _by_index(notes: Notes, op: OpCall) -> bool:
-    """Follow what is read by an index, changed and written back, as by ``count[i] += 1``; return whether it is that."""
+    """Follow a read by an index, a change and a write back, as in ``count[i] += 1``; return whether the op is one."""
     first = op.args[0]
     read, exact = notes.facts(first).get("read", (None, None))
     if op.name == "index" and not first.requires_grad and first.dtype in LOW and memory(first) not in notes.born:
@@ -152,15 +152,15 @@ def _in_place(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
 
 
 def _again(op: OpCall, of: Callable[[Tensor], Tensor], *first: Any) -> Tensor:
-    """Call an op again: with `first` as its first arguments, and `of` each tensor in the others."""
+    """Call an op again: with `first` as its first arguments, and with ``of(tensor)`` for each tensor in the others."""
     args = tree_map_only(Tensor, of, op.args[len(first) :])
     return op.func(*first, *args, **tree_map_only(Tensor, of, op.kwargs))
 
 
 def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> dict[str, float]:
-    """Return the numbers of a write; nothing where FP32 would not move.
+    """Return what is counted of a write; nothing if the write in FP32 would change no number.
 
-    old, new, exact: samples from before, of what is written, and of what would be in FP32.
+    old, new, exact: samples of the target before the write, after it, and after the write in FP32.
     """
     ideal, real = exact.float() - old.float(), new.float() - old.float()
     if not bool(torch.isfinite(ideal).all()) or not bool(ideal.any()):
@@ -171,16 +171,16 @@ def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor
 
 
 def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *more: int) -> None:
-    """Count a write at the line of the op. more: addresses of memory that it writes to, beside that of the target."""
+    """Count a write at the line of the op. more: addresses of other memory than the target's that it writes to."""
     if numbers := _numbers(op, target, old, new, exact):
         spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
         spot.memories.update((*more, memory(target)))
 
 
 class _Rewritten(NamedTuple):
-    """A result of older numbers, which may take their place.
+    """A result that is derived from older tensors, and may replace one of them.
 
-    older: by address, the numbers of a write in the place of each, and its memory. held: the memory of the result.
+    older: by the address of each older tensor, what a write in its place counts, and its storage. held: the result's.
     """
 
     older: dict[int, tuple[dict[str, float], StorageWeakRef]]
@@ -191,7 +191,7 @@ class _Rewritten(NamedTuple):
 
 
 def _note(notes: Notes, made: _Rewritten, origin: int, *more: int) -> None:
-    """Count a result as a write in the place of the older numbers at `origin`."""
+    """Count a result as a write to the older tensor at the address `origin`."""
     numbers, _ = made.older[origin]
     if numbers:
         spot = notes.note_line("write", made.op, None, dtype_name(made.dtype), made.place, **numbers)
@@ -218,7 +218,7 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
 def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Problem]:
     """Judge a line that writes to weights. is_stepped: whether an optimizer moves them, too.
 
-    A step that is taken back later, as of SAM, may lose much.
+    The limit is lower then: a step that is taken back later, such as SAM's, may lose much.
     """
     if (kept := _kept(spot)) < (_LOST if is_stepped else LIMIT):
         whose = "an optimizer steps too" if is_stepped else "no torch optimizer steps"

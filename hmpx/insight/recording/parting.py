@@ -16,22 +16,22 @@ from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, ha
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
 from hmpx.insight.report import Field, Grid, Report, number, short_dtypes
 
-_DIGITS = {True: 2, False: 32}  # last digits of the largest number that another order of sums changes, in low precision
-_SITES = 5  # rows of a terminal
+_DIGITS = {True: 2, False: 32}  # in low precision, and otherwise: another order of sums may differ by so many eps
+_SITES = 5  # a terminal shows so many rows
 
 
 @dataclass
 class Parting(Report):
-    """Where two runs part; true if they do. All is of the first iteration in which something differs.
+    """Where two runs part; true if they do. Calls and gradients are of the first iteration in which some differ.
 
     Attributes:
-        parts: the calls whose inputs agree and whose results do not, in order. Weights and data that differ, and are
-            read before that, stand before them.
-        unsteady: what differs when the first program runs twice too, and is blamed for nothing. is_twice: whether a
-            second run of it was given.
-        same, follow, ways: how many calls agree, how many differ because their inputs do, and how many are another way
-            to numbers that agree. is_another: whether fewer than half of the calls are common.
-        losses: the first iteration whose losses differ, and both; None if none does. compared: how many losses were.
+        parts: first the weights and data that differ, then the calls whose inputs agree and whose results do not, in
+            order. Weights and data that are read only later are left out.
+        unsteady: what differs also when the first program runs twice, and is not blamed. is_twice: whether a second
+            run of it was given.
+        same: how many calls agree, earlier iterations included. follow, ways: how many differ because their inputs do,
+            and how many are another way to numbers that agree. is_another: whether under half of the calls are common.
+        losses: the first iteration whose losses differ, and both losses; None if all agree. compared: how many pairs.
         gradients: those that differ. settings: what differs in torch and the machine, in words.
         sites: lines, ops and dtypes that differ.
     """
@@ -135,7 +135,7 @@ _DO = {
 
 
 def _kind(part: CallPair) -> str:
-    """Return what is to be done about a call."""
+    """Return the key in `_DO` of what to do about a call."""
     a, b = part.both
     if a and b and _dtypes(a) != _dtypes(b):
         return "dtypes"
@@ -153,7 +153,7 @@ def _dtypes(call: HashedCall) -> str:
 
 
 def _ran(part: CallPair, i: int) -> str:
-    """Say what one of the runs called, and in which dtypes: all of its line where the other has another op."""
+    """Say what run `i` called and in which dtypes: the call, or all calls of its line if the ops differ."""
     call, other = part.both[i], part.both[1 - i]
     ran: Sequence[HashedCall] = [call] if call and other and call.op == other.op else part.beside[i]
     ran = ran or [each for each in (call,) if each]
@@ -180,7 +180,7 @@ def _compared_calls(part: CallPair) -> tuple[HashedCall | None, HashedCall | Non
 
 
 def _apart(part: CallPair) -> tuple[float, float]:
-    """Return how far results are apart, in units of the largest number, and that; NaN where it cannot be said."""
+    """Return how far results are apart as a share of the largest number, and that number; NaN if unknown."""
     a, b = _compared_calls(part)
     if a is None or b is None:
         return math.nan, math.nan
@@ -210,7 +210,7 @@ def _is_rounding(part: CallPair) -> bool:
 
 
 def _worst(gradients: Sequence[CallPair]) -> str:
-    """Say by how much gradients differ at most, where that can be said."""
+    """Say by how much gradients differ at most; nothing if that is unknown."""
     worst = max((share for each in gradients if not math.isnan(share := _apart(each)[0])), default=math.nan)
     digits = ": last digits" if all(map(_is_rounding, gradients)) else ""
     return "" if math.isnan(worst) else f", by up to {worst:.1e} of the largest number{digits}"
@@ -281,7 +281,7 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
 
 
 def _sites(run: Iteration) -> list[Site]:
-    """Return lines, ops and dtypes of the calls that have no like in the other run."""
+    """Return lines, ops and dtypes of the calls whose results the other run does not have."""
     found: dict[tuple, Site] = {}
     for each in run.ops:
         if id(each) not in run.agree:

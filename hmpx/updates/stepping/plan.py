@@ -1,4 +1,4 @@
-"""The plan of a step: all batches of an optimizer's parameters, kept while one look finds them as they were.
+"""The plan of a step: all batches of an optimizer's parameters. It is kept while one look finds nothing changed.
 
 To make a plan, hmpx looks at each parameter, gradient and state tensor several times: for names, dtypes, overlaps,
 kernels. With many tensors this takes longer than the step. So the plan is kept, and a `Fingerprint` says, in one look,
@@ -39,8 +39,8 @@ Optimizer = torch.optim.Optimizer
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 _GRAD = attrgetter("grad")
 _OF_GROUP = itemgetter("params")
-_END = [None]  # which no list of tensors has: two lists with it at their ends are as long as each other, or differ
-_TOGETHER = 256  # tensors that guards check in one call, which puts all of them into a table: it stays in the cache
+_END = [None]  # added to two lists that hold no None: ``map(is_, a, b)`` then also tells lists of other lengths
+_TOGETHER = 256  # tensors that guards check in one call: it puts them into a table, which is to stay in the cache
 _PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
 
 
@@ -52,7 +52,7 @@ class Gradients(NamedTuple):
 
 
 class Fingerprint:
-    """An optimizer as a step left it. While `look` returns gradients, only they and options differ.
+    """An optimizer as a step left it. If `look` returns gradients, nothing else has changed but options.
 
     Args:
         params: the parameters that were stepped; they still have their gradients.
@@ -68,7 +68,7 @@ class Fingerprint:
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         keys, self._values = list(chain(*self._dicts)), [*values_of(self._dicts), *_END]
         self._keys = frozenset(keys)
-        # Scales are hmpx's own tensors: to compare objects is enough. Masters are never exchanged while a plan is kept.
+        # Scales are hmpx's own, so comparing objects is enough. Nothing exchanges masters while a plan is kept.
         named = zip(keys, self._values, strict=False)
         of_states = [value for key, value in named if not str(key).startswith(SCALES)]
         tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
@@ -76,7 +76,7 @@ class Fingerprint:
         self._parts, self._grad_types = list(map(_PARTS, self._sharded)), [type(p.grad) for p in params]
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        flat = {id(value) for value in of_states if value.dim() < 2}  # there is one way to lay them out
+        flat = {id(value) for value in of_states if value.dim() < 2}  # one layout is possible, so guards need not look
         self._laid = [each for each in self._tensors if id(each) not in flat]
         self._guards = [
             TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -84,12 +84,12 @@ class Fingerprint:
         ]
 
     def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
-        """Return the number of parameters in each group, their names there, and how many names the outer ZeRO knows."""
+        """Return each group's number of parameters and their names, and how many names an outer ZeRO has given."""
         names = [list(group.get("param_names", ())) for group in groups]
         return [len(group["params"]) for group in groups], names, len(self._shared)
 
     def _look_at_states(self) -> tuple[Collection[Any], Collection[Any]]:
-        """Return parameters and their states. To go through all of a dict hashes no tensor, which Python would do."""
+        """Return parameters and their states. A walk through the dict is fast: lookups hash tensors, in Python."""
         if self._is_part:
             return [], list(map(self._states.get, self._params))
         return self._states.keys(), self._states.values()
@@ -98,7 +98,7 @@ class Fingerprint:
     def can_be(optimizer: Optimizer, params: Iterable[Parameter]) -> bool:
         """Whether `look` can see every change: plain tensors on a CPU or a GPU, or DTensors with such parts.
 
-        Not after a step whose gradients a GradScaler has left scaled.
+        False after a step whose gradients a GradScaler has left scaled.
         """
         every = parameters(optimizer)
         if is_scaled(optimizer) or not KEPT_STEPS.is_on() or not all(map(_is_parameter, every)):
@@ -115,9 +115,9 @@ class Fingerprint:
         return True
 
     def look(self, optimizer: Optimizer) -> Gradients | None:
-        """Return the gradients of the next step, if it is of the same parameters and tensors; else None.
+        """Return the gradients of the next step if its parameters and state tensors are the same; else None.
 
-        Calls of torch's C++ say that all tensors have the class, dtype, device, shape and strides that they had.
+        Guards in torch's C++ check that all tensors have the class, dtype, device, shape and strides that they had.
         """
         if optimizer.state is not self._states or is_scaled(optimizer):
             return None
@@ -140,7 +140,7 @@ class Fingerprint:
 
     def _has_members(self, groups: list[dict]) -> bool:
         """Whether the groups hold the same parameters, with the same names."""
-        if self._is_part:  # whoever steps in parts asks this once in a step
+        if self._is_part:  # a step in parts compares the members when it begins
             return True
         params = chain.from_iterable(map(_OF_GROUP, groups))
         return self._look_at_groups(groups) == self._groups and all(map(is_, params, self._all))
@@ -154,7 +154,7 @@ class Fingerprint:
         return frozenset().union(*self._dicts) == self._keys and all(map(is_, values, self._values))
 
     def _gradients(self) -> list[Any] | None:
-        """Return this rank's part of each gradient; None if tensors are sharded otherwise than they were."""
+        """Return this rank's part of each gradient; None if the sharding of a tensor has changed."""
         grads: list[Any] = list(map(_GRAD, self._params))
         if not self._sharded:
             return grads  # the guards see a gradient that is None or of another class
@@ -190,9 +190,9 @@ def _are(now: Collection[Any], before: Collection[Any]) -> bool:
 
 
 class Plan:
-    """The batches of parameters that have gradients; under `torch.no_grad()`. It does not hold the optimizer.
+    """The batches of parameters that have gradients. It is made and run under `torch.no_grad()`.
 
-    A plan is made once and run in many steps.
+    A plan is made once and run in many steps. It holds no reference to the optimizer.
 
     Args:
         params: the parameters that the plan steps.
@@ -225,7 +225,7 @@ class Plan:
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
         self._batches: list[Batch] = []
-        self._rooms: dict[torch.device, tuple[Tensor, int]] = {}  # each with its size in bytes
+        self._rooms: dict[torch.device, tuple[Tensor, int]] = {}  # buffers for FP32 copies, with their bytes
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
             self._add([segment for segment in segments if segment.param.device == device], device, context, others)
@@ -242,7 +242,7 @@ class Plan:
     def _add(
         self, segments: list[Segment], device: torch.device, context: StepContext, others: list[tuple[int, Parameter]]
     ) -> None:
-        """Make the batches of one device, with a room that serves all of them, and `others` in the first."""
+        """Make the batches of one device. All of them share one room; the first also steps `others`."""
 
         def beside(segment: Segment) -> list[Tensor]:
             p, state = segment.param, context.optimizer.state.get(segment.param)
@@ -263,7 +263,7 @@ class Plan:
             self._batches.append(batches[0])
         if others:
             batches[0].others = others
-        # Kernels move all parts of a parameter, or operators do: two parts may share a block of codes.
+        # Two parts of a parameter may share a block of codes, so kernels move all of its parts, or operators do.
         kernels = [batch.kernels() for batch in batches]
         copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
@@ -281,7 +281,7 @@ class Plan:
         return found
 
     def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
-        """Take the step. found: the gradients, by `fits`."""
+        """Take the step. found: what `fits` has returned; None in the first step."""
         key, (gradients, addresses) = write_back.rounding_key, found or (self._gradients(), None)
         if self._batches:
             call = by_formula(call, self._formula, self._members.group)
@@ -311,7 +311,7 @@ class Plan:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""
         if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
             return False
-        # From here on the fingerprint compares the parameters' state, so that `rest` need not do it after each step.
+        # Later steps need not ask `is_as_made`: the fingerprint compares the parameters' state before each of them.
         if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
             return False
         self._fingerprint = Fingerprint(optimizer, self._params, is_part=self._is_part)
@@ -326,7 +326,7 @@ class Plan:
         return True
 
     def fits(self, optimizer: Optimizer) -> Gradients | None:
-        """Return the gradients of the next step if this plan serves it: the rest is unchanged, options aside."""
+        """Return the gradients of the next step if only they and options have changed; else None."""
         found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None

@@ -48,7 +48,7 @@ class CountClone(NamedTuple):
     Attributes:
         clone: the tensor that one segment sees.
         own: the parameter's tensor.
-        is_last: whether this is the last segment: the parameter keeps its result.
+        is_last: whether the segment is the parameter's last one, whose result the parameter keeps.
     """
 
     clone: Tensor
@@ -63,8 +63,8 @@ class ShownState:
         own: the parameter's entry in the optimizer's state; None if it has none.
         content: the items of `own`, if that is a dict.
         shown: copies that the optimizer sees in the place of `own`; None where it sees `own` itself.
-        moved: those of them that are written back by others than `take`.
-        keeps_left: whether what the step leaves becomes the parameter's state as it is, the same object.
+        moved: the tensors of `shown` that `take` need not write back: the batch or the plan does.
+        keeps_left: whether the very object that the step leaves becomes the parameter's state.
     """
 
     def __init__(self, optimizer: Optimizer, segment: Segment) -> None:
@@ -137,17 +137,17 @@ class ShownState:
 
 
 class _Gradient(Held):
-    """The gradient of a parameter; nothing holds it between two steps. `tensor` is the parameter."""
+    """The gradient of a parameter, which is not held between steps: the parameter stands in for `tensor`."""
 
     kind = native.BF16
 
 
 class Shown:
-    """One segment as the optimizer sees it; under `torch.no_grad()`.
+    """One segment as the optimizer sees it. It is made and used under `torch.no_grad()`.
 
-    The optimizer sees pieces: weights, gradient, and each state tensor of the parameter's shape. A piece is the held
-    tensor itself where that is FP32, lies in memory as the optimizer wants it, and can be restored after an error;
-    else it is a copy in the room.
+    The optimizer sees pieces: weights, gradient, and each state tensor of the parameter's shape. A piece is an FP32
+    copy in the room, a buffer for such copies. It is the held tensor itself if that is FP32, lies in memory as the
+    optimizer wants it, and can be restored after an error.
 
     Attributes:
         index: of the gradient in the list of all gradients.
@@ -155,7 +155,7 @@ class Shown:
         end: where its copies end in the room; `begin` is where they begin.
         weight: the weights; their FP32 form is the `shadow`.
         grad: a copy of the gradient; None where the parameter's own is shown.
-        counts: counts of steps, where the parameter is cut.
+        counts: clones of the counts of steps, if the parameter is cut.
     """
 
     def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
@@ -211,7 +211,7 @@ class Shown:
     def _fits(self, tensor: Tensor) -> bool:
         """Whether a held tensor can be shown beside a copy of the weights, to an optimizer that reads by memory.
 
-        Such an optimizer takes elements in the order in which they lie. A flat part has one order alone.
+        Such an optimizer takes elements in the order in which they lie in memory. A flat part has only one order.
         """
         segment, p = self.segment, self.segment.param
         if not self._by_memory or tensor is p or (self._is_part and not segment.by_rows):
@@ -228,7 +228,7 @@ class Shown:
     def _is_ready(self, grad: Tensor) -> bool:
         """Whether the optimizer can be shown the parameter's own gradient: it is FP32, and lies as the shadow does."""
         if grad.layout is not torch.strided:
-            return True  # in FP32
+            return True  # a sparse one, which the batch casts to FP32
         return (
             grad.dtype is torch.float32
             and not self.segment.by_rows
@@ -259,7 +259,7 @@ class Shown:
 
     @property
     def state(self) -> Any:
-        """The state that the optimizer finds for the shadow, a copy that it may change; None for none."""
+        """The state that the optimizer finds for the shadow, or None: `own`, or a copy, so that `shown` stays."""
         return self._state.own if self._state.shown is None else self._state.shown.copy()
 
     @property
@@ -291,7 +291,7 @@ class Shown:
     def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
         """Store the state that a step has left. The pieces are written already; `CountClone`s are copied by the plan.
 
-        State that has not the segment's shape is taken from the last segment of a parameter.
+        Of a cut parameter, the last segment brings the state that has another shape than the segment.
 
         Returns:
             Whether there was anything to store.
@@ -312,7 +312,7 @@ class Shown:
         self.rest()
 
     def rest(self) -> None:
-        """Bring the shadow to rest, as between two steps: its gradient is the copy or None, not the parameter's own."""
+        """Drop the parameter's own gradient from the shadow between two steps; a copy in the room may stay."""
         self.shadow.grad = None if self.grad is None else self.grad.x
 
     def is_as_made(self) -> bool:
