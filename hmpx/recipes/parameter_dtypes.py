@@ -63,10 +63,11 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
             *(_in_words(kept), _module_of(kept[0])),
         )
     if narrowed:
-        logger.warning(
-            "hmpx: %s came in float64 and are cast to %s; `module_dtypes: {%s: float32}` in the recipe keeps more",
-            *(_in_words(narrowed), dtype_name(mapped.get(torch.float64, torch.bfloat16)), _module_of(narrowed[0])),
+        to = mapped.get(torch.float64, torch.bfloat16)
+        way_out = (
+            f"; `module_dtypes: {{{_module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in _LOW else ""
         )
+        logger.warning("hmpx: %s came in float64 and are cast to %s%s", _in_words(narrowed), dtype_name(to), way_out)
     return found
 
 

@@ -72,5 +72,6 @@ def test_fp64_stays_under_a_recipe_of_fp32_weights_and_is_named_under_others(cap
         assert found["mass.weight"] is found["mass.bias"] is dtype, recipe
         said = [each.getMessage() for each in caplog.records if "came in float64" in each.getMessage()]
         assert len(said) == (dtype is not FP64) and all("'mass.weight', 'mass.bias'" in each for each in said), recipe
+        assert all(("float32}` in the recipe keeps more" in each) == (dtype is BF16) for each in said), recipe
     found = dtypes(orbit(), {"extends": "autocast-cpu", "module_dtypes": {"mass": "float32"}})
     assert {*found.values()} == {FP32}
