@@ -287,6 +287,22 @@ def test_a_parameter_without_a_gradient_gets_one(fused):
     assert same(*results)
 
 
+def test_momentum_that_is_switched_on_is_seen():
+    """Beside a twin that looks at everything in each step."""
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(optim.SGD, fused=True)
+        for turn in range(6):
+            give_gradients(optimizer, turn)
+            optimizer.param_groups[1]["momentum"] = 0.9 if turn > 2 else 0.0
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append(everything(params, optimizer, handle))
+        assert forget or handle._updates.kept_steps >= 2
+    assert same(*results)
+
+
 @pytest.mark.parametrize("keys", [("momentum_buffer",), ()])
 def test_state_that_is_gone_from_its_key_is_seen(keys):
     """Beside a twin that looks at everything in each step: both begin with another buffer."""
