@@ -258,7 +258,7 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attach_copy(call.optimizer, self).step(call)
-        self._updates.waited = self._waiting.settle(self._updates.have_stepped)
+        self._updates.waited = self._waiting.settle(self._updates.have_stepped) if self.is_open else []
         if self.is_open:  # some have stepped in a backward that failed
             released.finish(self._dtypes)
         found = self._updates.look(call)
