@@ -1,16 +1,16 @@
 """Where a model runs, and what runs beside it: patches of functions of torch that are no ops.
 
-Where casts belong to the model (``where="model"``), the call of a module opens a region that casts, and so does a
-checkpointed function, which runs again in backward. Under either setting, a backward pass opens one in which ops are
-cast only where a forward is computed again, and in the `backward` of a `torch.autograd.Function`: the hooks of
-gradients are beside the model. Compiled code counts as a forward whoever calls it, so a module inside opens nothing
-there, and Dynamo is told that nobody has patched `Module.__call__`.
+Under ``where="model"``, the call of a module opens a region that casts. So does that of a checkpointed function, which
+runs again in backward. Under either setting, a backward pass opens a region that casts in two places only: where a
+forward is computed again, and in the `backward` of a `torch.autograd.Function`. Hooks of gradients are beside the
+model. Compiled code counts as a forward, whoever calls it. A module inside opens no region there, and Dynamo is told
+that nobody has patched `Module.__call__`.
 
-- Casts are off in code that runs beside the model: schedulers, initialisation, clipping, data loading.
-  `op_facts.BESIDE_THE_MODEL` lists this code, and says why. Modules that are not imported yet are patched at import.
+- Casts are off in code that runs beside the model (`op_facts.BESIDE_THE_MODEL`: schedulers, clipping, data loading) and
+  in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
 - A layer's check of its input's dtype accepts an input that will be cast.
 - Activation checkpointing runs a stored function in the region in which it was stored.
-- A function that no list names says why torch refuses BF16.
+- A function in `op_facts.NO_LOW_FUNCTIONS` says why torch refuses BF16.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from hmpx.ops.wrapping.rules import cast
 from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
 
-_BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
+_BACKWARD = "torch.autograd._engine_run_backward"  # `backward` and `grad` call it, even if others have patched them
 _BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "torch.autograd.grad")
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _CALL = "torch.nn.Module.__call__"
 _WAYS = tuple(f"torch.nn.Module.{name}" for name in ("_wrapped_call_impl", "_compiled_call_impl", "_call_impl"))
 _HOOKS = "BackwardHookFunctionBackward"  # the node in which a module's own backward hooks run, and nothing else
-_DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
+_DYNAMO_CALL = "unpatched_nn_module_call"  # if `Module.__call__` equals it, Dynamo goes straight to `forward`
 
 
 class BesideModel:
-    """Makes these patches for one conversion. A function has one wrapper, under all its names."""
+    """Makes the patches of this file for one conversion. All names of a function have the same wrapper."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch, self._places = switch, places()
@@ -85,9 +85,9 @@ class BesideModel:
         return self._wrappers[id(original)]
 
     def apply(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
-        """Tell Dynamo and autograd of models, and patch what is imported before `changes` are undone.
+        """Tell Dynamo and autograd of models. Patch modules when they are imported, until `changes` are undone.
 
-        told: is handed the patches of such a module.
+        told: is called with the patches of each such module.
         """
         if not self._switch.everywhere:
             _tell_dynamo(changes)
@@ -120,9 +120,9 @@ def _tell_dynamo(changes: Changes) -> None:
 
 
 def _calling(switch: Switch, original: Callable) -> Callable:
-    """Return `Module.__call__` opening a region, as `run_in_region.run_forward` does, which is slower.
+    """Return a `Module.__call__` that opens a region as `run_in_region.run_forward` does, but faster.
 
-    It takes the place of torch's own function, whose two ways on it knows: a frame more would cost a fifth of a call.
+    It calls what torch's own `__call__` would call next: one frame more would cost a fifth of a call.
     """
     nowhere, in_forward, enter = region_state.nowhere, region_state.IN_FORWARD, region_state.enter_region
     models = process_state.models  # of this conversion; emptied when it ends
@@ -146,14 +146,14 @@ def _calling(switch: Switch, original: Callable) -> Callable:
                 else:
                     leave()
         except BaseException:
-            leave()  # in case an interrupt came before the other, or while that ran
+            leave()  # an interrupt may have come before `finally`, or in it
             raise
 
     return call
 
 
 def _call_elsewhere(switch: Switch, original: Callable, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Call a module in some region, or for the first time, or one that is no model."""
+    """Call a module inside a region, a module that runs for the first time, or one that is no model."""
     run = run_in_region.run_forward
     if switch.retired or is_dynamo_compiling() or region_state.acts() is not None or not is_model(module):
         return original(module, *args, **kwargs)
@@ -163,9 +163,9 @@ def _call_elsewhere(switch: Switch, original: Callable, module: torch.nn.Module,
 
 
 def _mark_functions(changes: Changes) -> None:
-    """Have each node of a `torch.autograd.Function` know where its forward was called: whether ops were cast, by what.
+    """Let each node of a `torch.autograd.Function` keep the scope of its forward, and whether ops were cast there.
 
-    None: outside of a model.
+    `CASTS` is None if the forward ran outside of a model.
     """
 
     def begin(node, *args, **kwargs):
@@ -191,7 +191,7 @@ def _running(run: Callable, switch: Switch, original: Callable) -> Callable:
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
-    """Return a wrapper with casts off inside, for a Python function of torch that is no part of a model."""
+    """Return a wrapper with casts off inside, for a Python function that `places` names."""
     inner = uncast_inside(original)
 
     def uncast(*args, **kwargs):
@@ -234,7 +234,7 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
 
 @functools.cache
 def places() -> dict[str, list[str]]:
-    """Return by module the names of code that is no arithmetic of a model; "" stands for all its functions."""
+    """Return, by module, the names of code in which nothing is cast. "" stands for all functions of the module."""
     found: dict[str, list[str]] = {}
     for place in (*op_facts.INSIDE_THE_MODEL, *op_facts.BESIDE_THE_MODEL):
         module, _, name = place.partition(":")

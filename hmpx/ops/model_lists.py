@@ -1,11 +1,11 @@
-"""The lists of prepared models where these have different ones: each model's hold in its forward.
+"""The lists of prepared models that have different ones: the lists of each model hold in its forward.
 
 Such lists are an overlay that takes the place of the conversion's own lists, below all other overlays. The rule that
 puts it in force stands in every module of the model, since programs call parts of a model too (``vae.encode``). Inside
-of a model's lists a part has nothing to add, so that modules that two models share follow the model that calls them.
+a model's lists, the rule of a part does nothing, so a module that two models share follows the model that calls it.
 
 Outside of every model an op follows the model whose output it takes, as a loss does. An op that takes the output of no
-model, or of several, is left to the lists that all agree on; a warning names it where they do not agree.
+model, or of several, follows the entries that all lists share; a warning names an op on which the lists differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hmpx.ops.wrapping.overriding import items_of
 from hmpx.ops.wrapping.switch import Switch
 
 Module = torch.nn.Module
-_OUTERMOST = 1 << 30  # further out than any container of a module
+_OUTERMOST = 1 << 30  # a distance beyond that of any container of a module
 _NO_LISTS = (
     "this model's recipe has no op lists, and beside a model with lists torch.autocast does nothing in it: give it a "
     "recipe with lists (autocast-cuda, autocast-cpu)"
@@ -52,7 +52,7 @@ _NO_LISTS = (
 
 @dataclass(frozen=True)
 class ModelLists(Overlay):
-    """All lists of a model. policy: None casts nothing. everywhere: whether it casts ops outside of modules too."""
+    """All lists of a model. policy: None casts nothing. everywhere: whether they cast ops outside of modules too."""
 
     policy: Policy | None = None
     everywhere: bool = False
@@ -68,7 +68,7 @@ class ModelLists(Overlay):
 class ListsRule(ModuleRule):
     """The lists of one model in the forward of its modules.
 
-    yields: whether the rule does nothing inside of a model's lists. The rule of the model itself replaces these.
+    yields: whether the rule does nothing inside a model's lists. The rule of the model itself replaces those lists.
     """
 
     overlay: ModelLists
@@ -112,7 +112,7 @@ def _can_have_lists(module: Module) -> bool:
 
 
 def _removed() -> ListsRule:
-    """Return the rule that a pickled module carries: the lists of the process that reads it are others."""
+    """Return the inactive rule that a pickled module carries, since the process that reads it has other lists."""
     return ListsRule(Module(), ModelLists("a pickled module"), yields=True)
 
 
@@ -128,7 +128,7 @@ def build_outside(
 ) -> Callable:
     """Return the wrapper of an op for calls outside of every model.
 
-    runs: the wrapper of each scope. cases: all cases that the op has in some scope. Both may get more.
+    runs: the wrapper of each scope. cases: the cases of the op, of all scopes. Both grow with the scopes.
     """
 
     def outside(*args, **kwargs):
@@ -150,7 +150,7 @@ def build_outside(
 
 
 def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
-    """Return the lists (a number) of the model that a call outside of every model follows; 0: of none."""
+    """Return the number of the lists that a call outside of every model follows; 0 if it follows no model."""
     tensors = [value for value in items_of(args, kwargs) if isinstance(value, torch.Tensor)]
     if is_dynamo_compiling():
         return lists_of_traced(tensors)
@@ -158,7 +158,7 @@ def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def _lists_now(tensors: list[torch.Tensor]) -> int:
-    if region_state.in_backward() and region_state.innermost().casting is None:  # else a forward is computed again
+    if region_state.in_backward() and region_state.innermost().casting is None:  # otherwise a forward is computed again
         node = autograd_node()
         return lists_of_node(node) if isinstance(node, BackwardCFunction) else 0
     if (traced := region_state.traced_into()) is not None:  # Dynamo computes a node on fake tensors
@@ -176,7 +176,7 @@ def _lists_of_code(frame: FrameType) -> int:
 
 
 def _followed(lists: int, scope: int, run: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call an op in the scope of the model whose output it takes; its result is followed too."""
+    """Call an op in the scope of the model whose output it takes. Its result counts as output of this model."""
     here = innermost()
     region = Region(_casting(lists), here.rounding, here.maps, scope, None, here.island, here.under)
     result = run_in(region, run, args, kwargs)
@@ -186,7 +186,7 @@ def _followed(lists: int, scope: int, run: Callable, args: tuple, kwargs: dict) 
 
 
 def _casting(lists: int) -> bool | None:
-    """Return what the region of an op does that follows a model outside of it."""
+    """Return the `casting` of the region in which an op runs that follows a model from outside."""
     of_model, casting = state.overlays[lists], innermost().casting
     if of_model.policy is None:
         return False
@@ -194,7 +194,7 @@ def _casting(lists: int) -> bool | None:
 
 
 def run_as_model(around: int, scope: int, function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a forward in a scope that a module's rules make; what enters a model's lists marks its outputs."""
+    """Run a forward in a scope that a module's rules make. If it enters a model's lists, its outputs are marked."""
     lists = lists_of(scope)
     if not lists or lists == lists_of(around):
         return run_at(scope, function, args, kwargs)

@@ -32,27 +32,27 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_FIRST = 32  # backward passes of iteration 1 at most, if it is looked at and no optimizer steps
+_FIRST = 32  # if iteration 1 is looked at and no optimizer has stepped, this backward pass begins iteration 2
 
 
 class Capture:
     """The hooks around a training, and what they have seen.
 
-    ``with capture.hooks(): ...`` looks at what runs inside, in the thread that opens it; `close()` comes after it.
+    ``with capture.hooks(): ...`` looks at what runs inside, in the thread that opens it. Call `close()` after that.
 
     Args:
         looks: each sees the optimizers, the steps and the ops that its attributes name.
         at: iterations, from 1, whose ops the looks see in any case.
-        only_at: looks see ops of the iterations `at` alone: ops of compiled code, too, but no ops of optimizer steps.
+        only_at: looks see the ops of the iterations `at` alone, in compiled code too, but not those of optimizer steps.
             Only an optimizer step ends an iteration then.
-        most: ops of one iteration that looks see.
+        most: how many ops of one iteration looks see, at most.
 
-    The dispatch mode is closed in backward passes if no look asks for their ops, as it makes each op slower.
+    An open dispatch mode makes each op slower, so it is closed in backward passes whose ops no look asks for.
 
     Attributes:
         notes: what the ops have told. iterations: which iterations were looked at.
         optimizers: the optimizers that have stepped here. steps: the number of steps, by the identity of an optimizer.
-        models: the models of an optimizer, by its identity. names: of every parameter of the models, trained or not.
+        models: the models of an optimizer, by its identity. names: the names of all their parameters, trained or not.
         elsewhere: passes and steps of other threads, which no look sees. trouble: the first error of a look.
     """
 
@@ -79,9 +79,9 @@ class Capture:
         self._evaluations = 0  # calls of the closure in this step
         self._running: FrameType | None = None  # the frame that calls this step
         self._forward_hook: Any = None
-        self._last_hook: Any = None  # runs after the step hooks of the program
+        self._last_hook: Any = None  # runs before a step, after the program's own such hooks
         self._thread = threading.get_ident()
-        self._compiled = _frames_compiled()  # at the beginning
+        self._compiled = _frames_compiled()  # the number when the capture begins
         self._changes = Changes()
 
     @contextlib.contextmanager
@@ -108,13 +108,13 @@ class Capture:
             yield
 
     def close(self) -> None:
-        """The run is over."""
+        """Tell the looks that the run is over."""
         for each in self.looks:
             with aside(self.trouble, is_whole=True):
                 each.close(self.optimizers)
 
     def is_enough(self, steps: int) -> None:
-        """Hear how many steps an optimizer has done. An override may raise, which ends the program."""
+        """Hear a count of steps: an optimizer's, a scaler's, or by hand. An override may raise, to end the program."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Look at no ops that run inside."""
@@ -137,8 +137,8 @@ class Capture:
         return False
 
     def _await_forward(self, waits: bool) -> None:
-        """Install or remove the hook that sees a forward pass begin. It makes each call of a module slower."""
-        if waits is (self._forward_hook is not None) or self.compiles:  # Dynamo would compile again
+        """Install or remove the hook that sees a forward pass begin, and that makes each call of a module slower."""
+        if waits is (self._forward_hook is not None) or self.compiles:  # a new hook makes Dynamo compile again
             return
         if waits:
             self._forward_hook = register_module_forward_pre_hook(self._forward_begins)
@@ -148,7 +148,7 @@ class Capture:
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # Dynamo traces the hooks of modules
             return
-        is_checkpoint = graph_task() != -1  # a backward pass repeats a forward pass that was seen
+        is_checkpoint = graph_task() != -1  # in a backward pass it repeats a forward pass that was seen
         if not is_checkpoint and next(module.parameters(), None) is not None:
             self._is_here("forward passes")
         if threading.get_ident() == self._thread:
@@ -161,10 +161,10 @@ class Capture:
         self._open_or_close()
 
     def _open_or_close(self) -> None:
-        """Close the dispatch mode of an iteration that is over, and open it if the ops of this one are to be seen.
+        """Close the dispatch mode if its iteration is over, and open it if the next iteration's ops are to be seen.
 
-        A backward pass puts back the modes that were open when it began, and a mode stays open below a later one. In
-        both cases the next forward pass tries again.
+        In a backward pass it stays as it is, since the end of the pass puts back the modes that were open before. A
+        mode below a younger one stays open, too. In both cases the next forward pass tries again.
         """
         if graph_task() != -1:
             self._await_forward(True)
@@ -190,7 +190,7 @@ class Capture:
                         self.notes.loss(losses, sys._getframe(1))
                         for look in self.looks:
                             look.loss(self.notes, losses)
-                # If no optimizer steps, a backward pass begins an iteration: updates by hand come before it.
+                # If no optimizer steps, each backward pass begins an iteration, as updates by hand come before it.
                 self._passes += 1
                 is_first = self._only_at or (self.iterations.first_is_due and self._passes < _FIRST)
                 if not self.optimizers and graph_task() == -1 and not is_first:
@@ -223,7 +223,7 @@ class Capture:
         return scaled
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
-        """Note that a step begins. If it has a closure, return arguments with one that reports here."""
+        """Note that a step begins. If it has a closure, return arguments with a closure that reports here."""
         is_here, caller = self._is_here("steps, such as those of a backward pass on a GPU"), sys._getframe(1)
         is_inside = self._running is not None and any(each is self._running for each in frames(caller))
         if not is_here or is_inside or inside_zero(optimizer) is not None:
@@ -246,7 +246,7 @@ class Capture:
         return None
 
     def _meet(self, optimizer: Optimizer, caller: FrameType) -> None:
-        """Take an optimizer that steps for the first time, with its models."""
+        """Note an optimizer that steps for the first time, and find its models."""
         if not self.optimizers:
             self.iterations.restart()
             self.notes.iteration, self._leader = 1, optimizer
@@ -259,7 +259,7 @@ class Capture:
             each.met(optimizer, self.notes.place(caller).script or "?")
 
     def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
-        """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode until its end."""
+        """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode while it runs."""
         if hides_step:
             self._watch.suspend()
         with self._watch.paused(), aside(self.trouble, is_whole=True):
@@ -282,7 +282,7 @@ class Capture:
         if self._running is not sys._getframe(1):
             return
         self._watch.stepping, self._running = False, None
-        if graph_task() == -1 or not self._hides_backward:  # otherwise `backward` resumes at its end
+        if graph_task() == -1 or not self._hides_backward:  # otherwise the wrapper of `backward` resumes it
             self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
@@ -291,7 +291,7 @@ class Capture:
                 each.end(optimizer, self._evaluations)
         self.steps[id(optimizer)] += 1
         self._since[id(optimizer)] += 1
-        if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader has stopped
+        if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader no longer steps
             self._leader = optimizer
             self.iterations.begin_stage()
         if optimizer is self._leader:
@@ -326,4 +326,4 @@ def _frames_compiled() -> int:
     if "torch._dynamo" not in sys.modules:
         return 0
     counters = private("torch._dynamo.utils.counters")
-    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # by versions of torch, one counts
+    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]  # torch's version decides which counts

@@ -1,7 +1,7 @@
 """Says which iterations are looked at, and hands their ops to `Look`s: forward, backward and step.
 
-Seen at torch's dispatcher, each op has the dtypes that it computes in, after the casts of autocast. A dispatch mode
-changes no result and patches nothing.
+At torch's dispatcher, an op has the dtypes that it computes in, since autocast has cast its inputs before. A dispatch
+mode changes no result and patches nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hmpx.ops.wrapping.observing import unobserved
 
 _SHARE = 0.05  # the share of the time that looking at ops may take
 _FREE = 1.0  # seconds that looking at ops may take in any case
-_LOOKS = (3, 11, 22, 40, 41, 50)  # what a program does each 10th or 20th time is in one, counted from 0, 1 or 2
+_LOOKS = (3, 11, 22, 40, 41, 50)  # what runs in iterations 10n or 20n, plus 0, 1 or 2, runs in one of these
 
 
 class Iterations:
@@ -35,18 +35,18 @@ class Iterations:
     out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds.
 
     Attributes:
-        count: the iterations that are over. watched: those whose ops were looked at. is_due: whether those of the next
-            one are to be. passed_over: how many were left out for their time.
+        count: how many iterations are over. watched: those whose ops were looked at. is_due: whether the ops of the
+            next one are to be looked at. passed_over: how many iterations were left out, as looking had taken too long.
     """
 
     def __init__(self, at: Collection[int], only: bool = False) -> None:
-        self._at, self._only = at, only  # in any case, or only these
+        self._at, self._only = at, only  # look at these iterations in any case; whether at no others
         self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
         self.is_due = False
         self._began = self._last = perf_counter()
-        self._took = 0.0  # looking at ops
-        self._plain = 0.0  # the shortest iteration in which nobody looked
+        self._took = 0.0  # seconds that looking at ops has cost
+        self._plain = 0.0  # seconds of the shortest iteration in which nobody looked
 
     @property
     def first_is_due(self) -> bool:
@@ -70,7 +70,7 @@ class Iterations:
         self.passed_over += is_turn and not self.is_due
 
     def restart(self) -> None:
-        """Count from 1, as the first optimizer steps: until then, backward passes were counted."""
+        """Count from 1 when the first optimizer steps, since backward passes were counted before."""
         self.count = self.passed_over = 0
         self.watched.clear()
 
@@ -80,7 +80,7 @@ class Iterations:
 
 
 _no_dispatch, _no_function = private("torch._C._DisableTorchDispatch"), private("torch._C.DisableTorchFunctionSubclass")
-FEW = 256  # elements of one tensor that are looked at
+FEW = 256  # elements of one tensor that are looked at, at most
 VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
 )
@@ -89,7 +89,7 @@ _WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name 
 INDEXED = frozenset(("index_add_", "scatter_add_", "index_put_"))
 _WRITES |= INDEXED
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
-ITERATION = 50_000  # ops of one iteration that are looked at
+ITERATION = 50_000  # ops of one iteration that are looked at, at most
 STAGES = ("set up", "forward", "backward", "step")
 _INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
 
@@ -100,7 +100,7 @@ class OpWatch(TorchDispatchMode):
     setting_up: whether the ops are those that make the model. stepping: whether an optimizer's step runs.
     """
 
-    supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
+    supports_higher_order_operators = True  # torch reads this, and lets `torch.cond` and its kin pass
     is_open = False
 
     def __init__(self, notes: Notes, looks: Sequence[Look], trouble: list[str]) -> None:
@@ -125,7 +125,7 @@ class OpWatch(TorchDispatchMode):
         self.resume()
 
     def suspend(self) -> None:
-        """Leave the ops that follow alone, until `resume`; below another mode, it stays open."""
+        """Close the mode until `resume`. It stays open if another mode was opened since."""
         if self.is_open and private(_INNERMOST)() is self:
             self.is_open = False
             self.__exit__(None, None, None)
@@ -150,7 +150,7 @@ class OpWatch(TorchDispatchMode):
             self._left = left
 
     def close(self) -> None:
-        """Look at no more. Below a mode that was opened since, and in a backward pass, this one waits."""
+        """Look at no more ops. The mode itself stays open in a backward pass, or if another was opened since."""
         self._left, self.setting_up = -1, False
         if graph_task() == -1:
             self.suspend()
@@ -196,7 +196,7 @@ class OpWatch(TorchDispatchMode):
         return result
 
     def _before(self, targets: Sequence[Any], part: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
-        """Keep what an op is about to write to: gradients, and what lives on between iterations, in low precision."""
+        """Copy low-precision tensors that an op is about to write to: in backward, or if older than the iteration."""
         if not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
             return None
         if not targets or (autograd_node() is None and any(memory(t) in self._notes.born for t in targets)):
@@ -204,9 +204,9 @@ class OpWatch(TorchDispatchMode):
         return [part(t).clone() for t in targets]
 
     def _trace(self, op: OpCall) -> None:
-        """Note the addresses of memory that this iteration has made, and of weights: leaves that need a gradient."""
+        """Note addresses: of memory that this iteration makes, and of weights (leaves that need a gradient)."""
         notes = self._notes
-        if op.name not in VIEWS and not (op.name.endswith("_") and op.stage != "backward"):  # which writes to gradients
+        if op.name not in VIEWS and not (op.name.endswith("_") and op.stage != "backward"):  # writes to gradients
             notes.born.update(memory(t) for t in op.results if t.dtype in LOW)
         for t in op.given if op.graphed and op.name != "detach" else ():
             if t.requires_grad and t.is_leaf:
@@ -223,9 +223,9 @@ class OpWatch(TorchDispatchMode):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the values can be read: a strided tensor, not on meta, while no CUDA graph is captured.
+    """Whether the values can be read: the tensor is strided and not on meta, and no CUDA graph is being captured.
 
-    A class that has no own ops at the dispatcher holds its values as a plain tensor does.
+    A subclass without a `__torch_dispatch__` of its own holds its values as a plain tensor does.
     """
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor):
         return False
@@ -235,12 +235,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def memory(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins, which it shares with its views."""
+    """Return the address at which the storage of a tensor begins; its views have the same one."""
     return tensor.untyped_storage().data_ptr()
 
 
 def few(tensor: Tensor) -> Tensor:
-    """Return a small tensor as it is, and else a sample."""
+    """Return a small tensor as it is, and a sample of a larger one."""
     return tensor.detach() if tensor.numel() <= FEW else sample(tensor, FEW)
 
 
@@ -248,7 +248,7 @@ def few(tensor: Tensor) -> Tensor:
 def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     """Compute for doctor alone: no op in here is looked at or cast; an error is noted and does not reach the program.
 
-    is_whole: whether classes of tensors have their own ops in here; an `OpWatch` is to be paused then.
+    is_whole: whether tensor subclasses run their own ops in here. If so, pause the `OpWatch` first.
     """
     uncast = unobserved() if process_state.converted else contextlib.nullcontext()
     hidden = contextlib.nullcontext() if is_whole else _no_dispatch()
@@ -271,21 +271,21 @@ Optimizer = torch.optim.Optimizer
 
 
 class Look:
-    """What is looked for. A look overrides what it needs: `Capture` calls each, and no op that these run is looked at.
+    """Looks for one thing. A look overrides the methods that it needs. `Capture` calls them, and sees no op of theirs.
 
-    An error in a look reaches no program: it is told among what was not checked.
+    An error in a look does not reach the program. The report names it among what was not checked.
 
     Attributes:
         stages: the stages of an iteration whose ops `see` gets: "set up" before the first forward pass, "forward",
             "backward", "step".
-        follows_steps: whether it is told of optimizers, which then live as long as the capture, with their models.
+        follows_steps: whether it is told of optimizers. The capture then keeps them and their models alive.
     """
 
     stages: Collection[str] = ()
     follows_steps = True
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """An op is about to run, as torch's dispatcher has it; that costs a tenth of what `see` does."""
+        """An op is about to run, given as torch's dispatcher has it. This call costs a tenth of what `see` costs."""
 
     def see(self, notes: Notes, op: OpCall) -> None:
         """One op has run, in an iteration whose ops are looked at, and in one of `stages`."""
@@ -297,7 +297,7 @@ class Look:
         """A backward pass begins with these losses."""
 
     def begin(self, optimizer: Optimizer, iteration: int) -> None:
-        """The gradients of a step are there. iteration: from 1, the one that this step ends."""
+        """A step begins, and its gradients are there. iteration: the number of the current iteration, from 1."""
 
     def end(self, optimizer: Optimizer, evaluations: int) -> None:
         """The step is done. evaluations: how often it has called a closure."""
@@ -306,7 +306,7 @@ class Look:
         """The run is over."""
 
     def findings(self, notes: Notes, names: Names) -> Iterable[Problem]:
-        """Say what was found. names: of the parameters that were stepped."""
+        """Say what was found. names: the names of the parameters that were stepped."""
         return ()
 
     def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:

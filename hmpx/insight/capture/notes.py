@@ -31,9 +31,9 @@ _OF_LIBRARY = "the line is a library's, so change what you call it with"
 class Spot:
     """One line of the program at which one kind of thing was found.
 
-    said: what was found there the first time. mended_by: what puts the op into FP32, if one of `checks` has looked for
-    that. numbers: sums over the calls. memories: the addresses of the memory that it writes to. made_by: ops that have
-    rounded its input to low precision. forward: the op whose backward pass it is part of.
+    said: what was found there the first time. mended_by: the op to list in FP32, or "module", which puts it into FP32;
+    "" for nothing, or if no check has asked. numbers: sums over the calls. memories: addresses of the memory that the
+    op writes to. made_by: ops that have rounded its input. forward: the op whose backward pass it is part of.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Spot:
         return self.place.module
 
     def advice(self, do: str) -> str:
-        """What to do, where nobody is to edit a library's line."""
+        """Return `do`. If the line is a library's, which nobody is to edit, say so first."""
         return f"{_OF_LIBRARY}: {do}" if self.place.within else do
 
     @property
@@ -73,11 +73,11 @@ class OpCall:
     Attributes:
         func: the op with its overload. name: without overload, as in "add_" or "_softmax".
         result: what it returned. given, results: the floating tensors among its arguments and its results.
-        before: copies, or samples, of the low-precision tensors that it writes to in place, from before; None if there
-            are none, or outside of a backward pass if they are of this iteration.
+        before: copies or samples of the low-precision tensors that it writes to in place, as they were before. None if
+            there are none, or if the iteration has made them and no backward pass runs.
         frame: the innermost Python frame below torch's dispatcher.
-        stage: "set up" before the first forward pass, "forward", "backward" or "step". node: of autograd, in a backward
-            pass. graphed: whether autograd looks on.
+        stage: "set up" before the first forward pass, "forward", "backward" or "step". node: the node of autograd
+            that runs, in a backward pass. graphed: whether gradients were enabled.
     """
 
     func: Any
@@ -123,8 +123,8 @@ class OpCall:
         return next((each for each in self.results if each.numel() and not is_finite(each)), None)
 
     def is_called_from(self, *names: str) -> bool:
-        """Whether one of the nearest callers is a function, or in a file, of such a name."""
-        near = itertools.islice(frames(self.frame), 4)  # Dynamo, if it was imported, stands around a mode's function
+        """Whether one of the nearest frames has such a function's name, or is in a file whose path ends so."""
+        near = itertools.islice(frames(self.frame), 4)  # Dynamo, once imported, adds frames around the mode's
         return any(each.f_code.co_name in names or each.f_code.co_filename.endswith(names) for each in near)
 
     @cached_property
@@ -135,28 +135,27 @@ class OpCall:
 
 
 class Notes:
-    """What the ops tell: lines at which something was found, and facts of tensors, as long as these live.
+    """What the ops tell: lines at which something was found, and facts of tensors, as long as the tensors live.
 
     Facts, by name:
         moment: "square", "mean", "mean of square" or "square of mean".
         cast: the dtype before the last cast, and the line of this cast.
-        derived: the older numbers that it was computed of, by the address of their memory; and its value in FP32.
-        read: what an index has read of a tensor, and the same with what was computed since in FP32.
-        sum: of a state, its first value, its movement in FP32, the number of steps, the place.
-        product: of a product in low precision, how many squares were added, and its size.
+        derived: samples of the older tensors that it was computed of, by address; and what it would be in FP32.
+        read: what an index has read of a tensor; and what later ops have made of it, computed in FP32.
+        sum: the first value of a state, its movement in FP32, the number of its steps, and their place.
+        product: how many sums of squares were added to a product in low precision; and the size of the product.
         squares: how many sums of squares were added up.
         rounded: the op that has rounded probabilities to low precision, and its place.
         mended: whether a recipe puts what it was made of into FP32.
 
     Attributes:
-        names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
-        iteration: from 1, the one that runs. born: addresses of tensors in low precision that this iteration has made,
-            or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: these, by
-            identity, and the iterations in which they were read.
+        names: those of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
+        iteration: the number of the current one, from 1. born: addresses of tensors in low precision that it has made,
+            or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: those in low
+            precision, by identity, and the iterations in which they were read.
         replaced: the identities of weights that a line has replaced.
-        rewritten: by the address of a result, the older numbers that it was computed of, and what a write in the place
-            of these would be. outlived: those that were there at the end of their iteration, and the addresses of older
-            numbers that were not.
+        rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
+            that were alive at the end of their iteration, each with the address of an older tensor that was not.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
         unseen: what was not looked at, and how often.
     """
@@ -179,14 +178,14 @@ class Notes:
         self.unseen: Counter[str] = Counter()
         self._spots: dict[tuple, Spot] = {}
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
-        self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: classes come by an alias
+        self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: a subclass comes as an alias
 
     def place(self, frame: python_types.FrameType) -> Place:
         """Return the place that runs in a frame."""
         return self._places.of(frame)
 
     def note_node(self, name: str, frame: python_types.FrameType) -> None:
-        """Note which line calls an op whose node autograd has just made."""
+        """Note which line has called the op whose node autograd has just made."""
         number = private("torch.autograd._get_sequence_nr")() - 1 if LINES.is_on() else None
         if number is not None and number not in self._nodes:
             self._nodes[number] = self.place(frame), name
@@ -197,7 +196,7 @@ class Notes:
         return unknown if node is None or LINES.missing else self._nodes.get(node._sequence_nr(), unknown)
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
-        """Count one call at its line; a line is kept once for a kind, an op and a module."""
+        """Count one call at its line. A line has one `Spot` for each kind, op and module."""
         return self.note_line(kind, op.name, op.frame, said, None, **numbers)
 
     def note_line(
@@ -209,7 +208,7 @@ class Notes:
         place: Place | None = None,
         **numbers: float,
     ) -> Spot:
-        """Count one call of the line that runs in a frame, or at a place that is known."""
+        """Count one call at `place`, or, if that is None, at the line that runs in `frame`."""
         if place is None:
             assert frame is not None, "one of them is given"
             place = self.place(frame)
@@ -220,7 +219,7 @@ class Notes:
         return spot
 
     def loss(self, losses: Sequence[Tensor], frame: python_types.FrameType) -> None:
-        """Note a backward pass that begins with these scalars, each with a gradient of 1."""
+        """Note a backward pass that begins with these losses, if one is in low precision. Each has a gradient of 1."""
         low = [each for each in losses if each.dtype in LOW]
         if low:
             made, _ = self.forward_of(low[0].grad_fn)
@@ -232,7 +231,7 @@ class Notes:
 
     @property
     def are_steps(self) -> bool:
-        """Whether weights were seen that are FP32, or that the program itself updates."""
+        """Whether the program itself writes to weights, or weights were seen and none is in low precision."""
         is_written = any(self.are_weights(spot.memories) for spot in self.spots("write"))
         return is_written or (bool(self.leaves) and not self.leaves.keys() & LOW)
 
@@ -241,7 +240,7 @@ class Notes:
         return [spot for spot in self._spots.values() if spot.kind in kinds]
 
     def facts(self, tensor: Any) -> dict[str, Any]:
-        """Return the facts of a tensor, to be read."""
+        """Return the facts of a tensor. Only `add` may change them."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return {}
         storage, facts = self._facts.get(_key(tensor), (None, {}))

@@ -2,10 +2,10 @@
 
 1. Each batch runs in FP32 and under the lists. If the lists are healthy, the comparison ends here.
 2. Else `Search` finds the largest part of the list names that is healthy while every other op is in FP32. The units
-   that do not fit are suspects. Suspects alone do not suffice: an op that only rounds its inputs is one, too.
-3. The lists run with suspects in FP32. The fewest suspects that must be in FP32 are to blame. Such runs alone do not
-   suffice either: an op in FP32 takes the unlisted ops behind it along, and would cure errors that it does not make.
-   The last of these runs measures the advice.
+   that do not fit are suspects. Not all of them are to blame: an op that only rounds its inputs is a suspect, too.
+3. The lists run with suspects in FP32. The fewest suspects that must be in FP32 are to blame. Step 2 is
+   needed, too: an op in FP32 takes the unlisted ops behind it along, and so cures errors that it does not make. The
+   last of these runs measures the advice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
 
-_MOST = 40, 10  # runs of the search: in all, and for each batch
+_MOST = 40, 10  # runs of the search at most: so many, and so many more for each batch
 
 Unit = frozenset[CallSite]
 
@@ -99,14 +99,14 @@ class _Comparing:
 
     def __init__(self, runs: Runs, progress: Progress, policy: str, scores: bool) -> None:
         self._runs, self._progress, self._policy, self._scores = runs, progress, policy, scores
-        self._numbers = [*range(len(runs.subject.batches))]  # of the batches; the worst comes to stand first
+        self._numbers = [*range(len(runs.subject.batches))]  # of the batches; `run` puts the worst first
         self._changes = Difference(runs, len(self._numbers))
         self._low_losses: list[float] = []
-        self._log_probs: list[Tensor] = []  # the absolute changes by the lists, by batch
+        self._log_probs: list[Tensor] = []  # of each batch, how far the lists move them
         self._first_log_probs: Tensor | None = None  # in FP32, of the first batch
         self._measured: dict[tuple[Unit, tuple[int, ...]], Effect] = {}
         self._without: dict[Unit, Effect] = {}
-        self._most = 0  # runs, after which the search ends
+        self._most = 0  # the number of runs after which the search ends
 
     def run(self) -> Comparison:
         runs = self._runs
@@ -191,7 +191,7 @@ class _Comparing:
     def _first_nonfinite(self, number: int, compute: Compute, work: Callable) -> tuple[CallSite | None, str]:
         """Run a batch again; return the first site that makes inf or NaN of finite numbers, and in which pass.
 
-        Where the look for it raises, a warning says so, and the words for that stand in the place of the pass.
+        If the look for it raises, a warning says so, the site is None, and words on the error replace the pass.
         """
         look, trouble = Nonfinite(), list[str]()
         watch = OpWatch(Notes(), [look], trouble)
@@ -210,11 +210,11 @@ class _Comparing:
         names = (canonical(ran.strip("_")), *callers(ran))
         here = [site for site in self._runs.sites if (site.where, site.module) == (place.where, place.module)]
         first = next((site for site in here if site.op in names), next(iter(here), None))
-        first = first or CallSite(found.name, place.where or "?", place.module)  # a line that calls backward()
+        first = first or CallSite(found.name, place.where or "?", place.module)  # its line calls backward()
         return first, "backward" if found.numbers["backward"] else "forward"
 
     def _first_wrong(self, whole: Effect) -> tuple[CallSite | None, str]:
-        """Return the site where something first is not finite that is finite in FP32, and in which pass."""
+        """Return the first site whose result is finite in FP32 and not under the lists, and in which pass that is."""
         wrong = [(site.wrong, site) for site in self._runs.sites if site.wrong is not None]
         if wrong:
             return min(wrong, key=lambda each: each[0])[1], "forward"
@@ -224,21 +224,21 @@ class _Comparing:
         return None, ""
 
     def _measure(self, unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
-        """Return what these sites in low precision change in some batches, while all else is in FP32."""
+        """Return how some batches change if these sites are in low precision and all else is in FP32."""
         key = unit, tuple(batches)
         if key not in self._measured:
             self._measured[key] = self._runs.effect(_low_in(unit), batches, "some alone", enough, wide=True)
         return self._measured[key]
 
     def _error_without(self, wide: Unit) -> float:
-        """Return the error of the lists with these sites in FP32, and with any op in FP32 that raises under them."""
+        """Return the error under the lists if these sites, and all sites that raise under the lists, are in FP32."""
         if wide not in self._without:
             compute = by_site(lambda site: exactly if site in wide or site.raised else Asked.plainly)
             self._without[wide] = self._runs.effect(compute, self._numbers, "searching", FELT)
         return self._without[wide].gradient_error
 
     def _blame(self, names: list[Unit]) -> tuple[list[Unit], float]:
-        """Return the sites that must be in FP32, and the error of the lists then; none where that does not help."""
+        """Return the units that must be in FP32, and the error of the lists then. No units: FP32 does not help."""
 
         def measure(unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
             return Effect(math.inf) if self._is_spent else self._measure(unit, batches, min(enough, FELT))
@@ -256,14 +256,14 @@ class _Comparing:
             wide = Unit().union(*(unit for unit in order if unit not in some))
             return not self._is_spent and self._error_without(wide) < FELT
 
-        # Errors near the limit do not grow with the set: begin with the worst suspect alone, for a small answer.
+        # Near the limit, more sites in FP32 may raise the error. Try the worst suspect alone first, for a small answer.
         _, left = largest(order, may_stay, lambda kept, rest: len(rest) - 1)
         return left, self._error_without(Unit().union(*left))
 
     def _rows_to_blame(self, culprits: Sequence[Unit]) -> list[Row]:
-        """Return a row for each name in each module, as rules say it; the first of them with what each does alone."""
+        """Return a row for each name in each module, as a rule names them. The first rows say what each does alone."""
         blamed = Unit().union(*culprits)
-        in_order = (site for site in self._runs.sites if site in blamed)  # a set has another order in each process
+        in_order = (site for site in self._runs.sites if site in blamed)  # the order of a set differs between processes
         units = grouped(in_order, lambda site: (site.op, site.module))
         rows = []
         for i, sites in enumerate(units.values()):
@@ -276,7 +276,7 @@ class _Comparing:
         return self._measure(unit, self._numbers[:1])
 
     def _row(self, sites: list[CallSite], is_op: bool, runs: bool) -> Row:
-        """Return the row of sites. runs: whether to run them alone, for what they do."""
+        """Return the row of sites. runs: whether to measure what they do alone."""
         row = row_of(sites, is_op)
         if not runs:
             return row

@@ -1,4 +1,4 @@
-"""`doctor`: a region in which a training is looked at as it is: a `Capture` with all looks, and a recipe."""
+"""`doctor`: a region that looks at a training as it is, by a `Capture` with all looks, and finds a recipe."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Diagnosis(Report):
 
     @property
     def status(self) -> int:
-        """The exit status of the command: 1 if something is wrong; 2 if nothing is in what could be looked at, but
-        something could not; 0 if nothing is."""
+        """The exit status of the command. 1: something is wrong. 2: nothing wrong was found, but something could not be
+        looked at. 0: all was looked at, and nothing is wrong."""
         return 1 if self.wrong else 2 if self.not_checked else 0
 
     def _text(self, width: int) -> str:
@@ -72,7 +72,7 @@ class Diagnosis(Report):
             for figure in each.evidence:
                 lines += textwrap.wrap(figure, width, initial_indent=" " * 7, subsequent_indent=" " * 7)
             after = self.findings[i + 1 : i + 2]
-            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in after]:  # said once, below the last
+            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in after]:  # unless the next repeats it
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
         for reason in self.not_checked:
             lines += textwrap.wrap(f"not checked: {reason}", width, subsequent_indent=" " * 7)
@@ -84,7 +84,7 @@ class Diagnosis(Report):
         return "\n".join([*lines, verdict + (f", {number(notes, 'note')}" if notes else "")])
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as dicts, lists and strings. "schema" is 1; it grows when a name changes its meaning or goes."""
+        """Return all of it as objects of JSON. "schema" is 1; it grows when a name changes its meaning or goes."""
         return {
             "schema": self._schema,
             "wrong": self.wrong,
@@ -131,13 +131,13 @@ class Diagnosis(Report):
 
 
 class Enough(BaseException):
-    """Ends the script: as many steps as were asked for are done."""
+    """Ends the script, since it has done as many steps as were asked for."""
 
 
 def end() -> NoReturn:
     """End the script. Its `finally` blocks run, and may save something."""
     said = "hmpx: doctor is ending the script; what its `finally` blocks save is of an early step"
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed it
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed `stderr`
         print(said, file=sys.stderr)
     raise Enough
 
@@ -146,7 +146,7 @@ class Examination(Capture):
     """A `doctor` that is open: a capture with all looks.
 
     Attributes:
-        found: what it writes to. is_ending: whether it has ended the program.
+        found: the `Diagnosis` that `finish` fills. is_ending: whether it has begun to end the program.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Examination(Capture):
 
     def is_enough(self, steps: int) -> None:
         if self._enough is not None and steps >= self._enough:
-            if self.is_ending:  # a script that goes on has caught it
+            if self.is_ending:  # the script has caught `Enough`, and goes on
                 raise Enough
             self.is_ending = True
             self._heard(self)
@@ -182,7 +182,7 @@ class Examination(Capture):
         return now
 
     def finish(self, alone: bool = False) -> None:
-        """Write what was found. alone: leave the other ranks out."""
+        """Fill `found` with what was found. alone: leave the other ranks out."""
         self.close()
         found, trained = self.found, self.trained
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
@@ -275,8 +275,8 @@ def examined(
 ) -> Iterator[Diagnosis]:
     """Do what `doctor` does.
 
-    base: the recipe that the program runs under, which the recipe that is found extends. heard: is called with what
-    was found so far: at the start, when a window of steps is over, and before the program is ended.
+    base: the recipe that the program runs under; the recipe that is found extends it. heard: is called with the
+    examination at the start, when a window of steps is over, and before the program is ended.
     """
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
@@ -292,5 +292,5 @@ def examined(
     except Enough:
         pass
     finally:
-        process_state.examined.clear()  # at most this one, and none where the region was interrupted at its start
+        process_state.examined.clear()  # it holds this one, or none after an interrupt at the start
         examination.finish()

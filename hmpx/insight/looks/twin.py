@@ -1,8 +1,8 @@
 """An FP32 copy of weights in low precision, stepped by the optimizer's own code with the gradients of the script.
 
-An optimizer that treats each element by itself does the same to a sample as to the whole, so one parameter that is put
-together of samples of many stands for all of them. Any other optimizer steps copies of whole parameters and their
-state, if these fit into `BOUND` bytes.
+If an optimizer treats each element by itself, it does to a sample what it does to the whole. So samples of many
+parameters are joined to one parameter, which stands for all of them. Any other optimizer steps copies of whole
+parameters and their state, if these fit into `BOUND` bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 BOUND = 1e9  # bytes that the copies of one optimizer may take
-_TABLE = 1e8  # and of a parameter whose gradient is zero in most rows; of a larger one, samples are looked at
+_TABLE = 1e8  # bytes of the copy of a parameter whose gradient is zero in most rows; a larger one is sampled
 _PLAINLY = {"foreach": False, "capturable": False, "differentiable": False, "fused": False}
 
 
@@ -51,7 +51,7 @@ def of_shape(p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    """Return a tensor or a dtype in low precision as FP32, or what holds such tensors, with their places in FP32."""
+    """Return a tensor or a dtype in low precision as FP32. A container or object is returned, widened in place."""
     if isinstance(value, Tensor):
         return widened(value) if type(value) in PLAIN else value
     if isinstance(value, torch.dtype):
@@ -60,7 +60,7 @@ def _widened(value: Any) -> Any:
         for key in value if isinstance(value, dict) else range(len(value)):
             value[key] = _widened(value[key])
     elif hasattr(value, "__dict__") and not isinstance(value, type | Optimizer):
-        _widened(vars(value))  # of a projector of gradients, say
+        _widened(vars(value))  # such as a projector of gradients
     return value
 
 
@@ -69,17 +69,17 @@ def _left(value: Any) -> Any:
 
 
 class Twin:
-    """A copy of some parameters of an optimizer that steps them in FP32.
+    """A copy of an optimizer and of some of its parameters, which it steps in FP32.
 
     Args:
-        is_sampled: whether it copies samples of the parameters, put together, instead of whole parameters.
-        is_wide: whether it is in FP32; otherwise it is in the dtypes of the parameters.
-        known: samples by name, which several copies for the same step share.
+        is_sampled: whether it copies samples of the parameters, joined to one, instead of whole parameters.
+        is_wide: whether a sampled copy is in FP32; otherwise it is in the dtype of its parameters.
+        known: samples by name, for several twins of one step to share.
         changed: options of the param group that differ from the optimizer's.
 
     Attributes:
         params: the parameters in low precision. group: the param group of the first parameter.
-        rows: the rows of a table that its sparse gradient touches; None: all rows.
+        rows: of a table whose gradient touches only some rows, those that are looked at; None: all rows.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Twin:
         return copies
 
     def step(self, factor: float = 1.0) -> None:
-        """Take one step with the gradients, times a factor, and the settings that the real parameters have now.
+        """Take one step with the gradients and settings that the real parameters have now. factor: of the gradients.
 
         Raises:
             NotChecked: the optimizer's code cannot do it.
         """
-        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler that leaves the rest to a fused kernel
+        scale = getattr(self.optimizer, "grad_scale", None)  # a GradScaler leaves the division by it to a fused kernel
         for real, group in zip(self._groups(), self._twin.param_groups, strict=True):
             plain: dict[str, Any] = {key: v for key, v in _PLAINLY.items() if key in real}
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in real.items() if key != "params"}
@@ -171,7 +171,7 @@ class Twin:
         return [self.group] if self.is_sampled else self.optimizer.param_groups
 
     def samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return what is looked at of several tensors, as one."""
+        """Return the elements of several tensors that are looked at, as one tensor."""
         return samples(tensors if self.rows is None else [each.detach()[self.rows] for each in tensors])
 
     def weights(self) -> Tensor:
@@ -187,11 +187,11 @@ class Twin:
             q.data.copy_(samples(self.params) if self.is_sampled else p.detach())
 
     def state(self) -> dict[str, Tensor]:
-        """Return samples of the state that has the shape of its parameter, by its key."""
+        """Return samples of the state tensors that have the shape of their parameter, by key."""
         return self._state(self._twin, self._watched(), self.is_sampled)
 
     def real_state(self) -> dict[str, Tensor]:
-        """Return the same of the real state."""
+        """Return samples of the same tensors of the optimizer itself."""
         return self._state(self.optimizer, self.params)
 
     def _state(self, optimizer: Optimizer, params: Sequence[Parameter], is_sample: bool = False) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class Twin:
 
 
 def _by_rows(grad: Tensor) -> bool:
-    """Whether a gradient touches some rows of a table: it is sparse, or zero in most of a sample."""
+    """Whether a gradient touches only some rows of a table: it is sparse, or a matrix that is mostly zero."""
     if grad.is_sparse or grad.dim() != 2 or type(grad) not in PLAIN:
         return grad.is_sparse
     few = sample(grad)
@@ -213,7 +213,7 @@ def _by_rows(grad: Tensor) -> bool:
 
 
 def _rows(grad: Tensor) -> Tensor:
-    """Return a few rows that a gradient has touched, evenly spaced."""
+    """Return the indices of a few rows that a gradient has touched, evenly spaced."""
     grad = grad.detach()
     rows = grad.coalesce().indices()[0] if grad.is_sparse else grad.any(1).nonzero().flatten()
     most = max(1024 // max(grad.numel() // grad.shape[0], 1), 16)
@@ -221,7 +221,7 @@ def _rows(grad: Tensor) -> Tensor:
 
 
 def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
-    """Return the state of a parameter; as numbers, where hmpx holds it in codes."""
+    """Return the state of a parameter. What hmpx holds in codes is returned as numbers."""
     state = optimizer.state.get(p) or {}
     seen = held_states(state, p) if is_coded(state) else state
     return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
@@ -274,7 +274,7 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
 
 
 def _kind(group: dict[str, Any], p: Parameter, state: Mapping[str, Any]) -> tuple:
-    """Return what parameters share that can be put together to one."""
+    """Return a key: parameters with the same key can be joined to one."""
     numbers = [v for v in state.values() if isinstance(v, int | float)]
     numbers += [float(v) for v in state.values() if isinstance(v, Tensor) and not v.dim() and v.is_cpu]
     return (id(group), p.dtype, p.device, *state, *numbers)
@@ -290,7 +290,7 @@ def _line(error: Exception) -> str:
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Optimizer:
-    """Copy an optimizer, with those that it holds and without hooks. memo: of `copy.deepcopy`. apart: what is left out.
+    """Copy an optimizer and those that it holds, without hooks. memo: of `copy.deepcopy`. apart: names to leave out.
 
     Raises:
         NotChecked: something that it holds cannot be copied.
@@ -300,14 +300,14 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Opti
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copied(value, memo, set())
     for value in tree_leaves(list(optimizer.state.values())):
-        if hasattr(value, "__tensor_flatten__"):  # codes of torchao, which know no deepcopy
+        if hasattr(value, "__tensor_flatten__"):  # `copy.deepcopy` fails for codes of torchao
             names, about = value.__tensor_flatten__()
             parts = {name: getattr(value, name).clone() for name in names}
             memo[id(value)] = type(value).__tensor_unflatten__(parts, about, value.shape, value.stride())
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and isinstance(value, dict):
             vars(twin)[name] = OrderedDict()
-        elif name not in apart and name not in ("step", "grad_scale", "found_inf"):  # a scheduler has wrapped `step`
+        elif name not in apart and name not in ("step", "grad_scale", "found_inf"):  # schedulers wrap `step`
             try:
                 vars(twin)[name] = copy.deepcopy(value, memo)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Findings from the windows of steps: one for each kind and line, which the optimizers of a line share.
+"""Findings from the windows of steps: one for each kind and line. Optimizers that one line steps are taken together.
 
 Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights. If they
 counted by their updates, a head that learns fast would hide a backbone that stands still.
@@ -32,12 +32,12 @@ Parameter = torch.nn.Parameter
 # README of insight).
 LIMIT, _OF_WINDOW = 0.9, 0.8
 _HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
-# Share of the weights. It costs loss if more are half dead in one window, or below `_OF_WINDOW` in all steps, or, where
-# the weights as a whole fall behind, below `LIMIT` in one window.
+# A share of the weights. Training loses if more are half dead in one window, or below `_OF_WINDOW` in all steps. If the
+# weights as a whole fall behind, it loses if more are below `LIMIT` in one window.
 _SHARE = 0.2
 _LEAST_DECAY = 5.0  # ulp: a smaller sum of decays may be lost by accident
-_HARMLESS = 2e-5  # of a weight in a step: a smaller decay shows after tens of thousands of steps
-_LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # of a number: rounding to nearest loses smaller changes
+_HARMLESS = 2e-5  # of a weight in a step: a smaller decay shows only after tens of thousands of steps
+_LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # changes by a smaller share of a number are lost by rounding to nearest
 _SR = "hmpx.attach(optimizer) (steps and state in FP32, stochastic rounding{})"
 _WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does{}"
 
@@ -136,7 +136,7 @@ class _Window:
         return [p for p, moves in self.rows.items() if moves.is_below(limit)]
 
     def share_of(self, some_of: Iterable[Parameter]) -> float:
-        """Return their share of the weights."""
+        """Return the share that some parameters have of all weights in the window."""
         return _weights(some_of) / _weights(self.rows)
 
     def kept_by(self, some_of: Iterable[Parameter]) -> float:
@@ -161,7 +161,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     every, params = windows[0], windows[0].rows
     first = max(windows, key=lambda window: (windows[window].share, -windows[window].whole.kept))
     worst, slow = windows[first], every.below(_OF_WINDOW)
-    is_behind = every.whole.is_below(LIMIT)  # all weights together, in all steps; or else in one window
+    is_behind = every.whole.is_below(LIMIT)  # the weights as a whole, in all steps; below, in one window
     falls_behind = is_behind or any(each.whole.is_below(_OF_WINDOW) for each in windows.values())
     if not (falls_behind or slow or worst.half_dead):
         return None
@@ -212,7 +212,7 @@ def _weights(params: Iterable[Tensor]) -> int:
 
 
 def _which(some_of: Collection[Parameter], every: Collection[Parameter], names: Names) -> str:
-    """Name parameters in brackets: these, or all the others if they have fewer names."""
+    """Name parameters in brackets. If the others have fewer names, say "all but" and name those."""
     meant = set(some_of)
     others = _roots([names[p] for p in every if p not in meant], [names[p] for p in meant])
     these = _roots([names[p] for p in some_of], [names[p] for p in every if p not in meant])
@@ -222,7 +222,7 @@ def _which(some_of: Collection[Parameter], every: Collection[Parameter], names: 
 
 
 def _roots(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return the shortest starts of dotted names that no other name has, with a star for each number."""
+    """Return for each dotted name its shortest start that starts none of `others`, with a star for each number."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -233,7 +233,7 @@ def _roots(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
-    """Return a sentence for each optimizer whose updates of weights in low precision could not be judged, with why."""
+    """Say for each optimizer why its updates of weights in low precision could not be judged, if they could not."""
     reasons: dict[str, None] = {}
     for each in seen:
         low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
@@ -252,7 +252,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
 
 
 def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
-    """Say which weights in low precision get gradients, though no step and no write that was seen moves them."""
+    """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
     moved = {memory(p.detach()) for p in names if p.layout is torch.strided}
     moved |= {place for spot in notes.spots("write") for place in spot.memories}
     left = []
@@ -260,7 +260,7 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
         p = ref()
         if p is None or not p.requires_grad or p in names or id(p) in notes.replaced or memory(p.detach()) in moved:
             continue
-        if isinstance(p, Parameter) or len(iterations) > 1:  # it lives on
+        if isinstance(p, Parameter) or len(iterations) > 1:  # it outlives an iteration
             left.append(p)
     if left:
         which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"
@@ -268,7 +268,7 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
 
 
 def _bytes(seen: Sequence[SteppedOptimizer], recipe: Recipe) -> str:
-    """Say how many bytes per parameter weight, gradient and state take under a recipe, and how many today."""
+    """Say how many bytes a parameter takes, with gradient and state: under a recipe, and today. "" if as many."""
     for each in seen:
         for p in (p for p in parameters(each.optimizer) if p.dtype in LOW):
             state = (each.optimizer.state.get(p) or {}).values()

@@ -31,7 +31,7 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
 from hmpx.recipes.recipe import Recipe
 
-_LEAST = 2  # batches to tune on, and to hold out
+_LEAST = 2  # batches to tune on at least, and as many to hold out
 
 
 def tune(
@@ -120,7 +120,7 @@ def _check_in_fp32(model: torch.nn.Module) -> None:
 
 
 def _check_nothing_around(model: torch.nn.Module) -> None:
-    """Check that no lists of modules, or around the call, lie over the lists that are tried."""
+    """Check that neither a module's rule nor a region around the call overrides the lists that are tried."""
     for name, module in model.named_modules():
         rule = next((rule for _, rule in rules_of(module) if rule.active), None)
         if rule is not None:
@@ -135,7 +135,7 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
         )
 
 
-_TIMED = 0.1, 0.3  # seconds for which a step is timed: at least, and where timings vary; a long step twice at least
+_TIMED = 0.1, 0.3  # seconds to time a step: at least, and at most if timings vary; a long step runs twice at least
 
 
 class Measured(NamedTuple):
@@ -183,7 +183,7 @@ class Tuning:
                     "tune: the batches are all alike, so there is no noise between them; give some that differ"
                 )
             nothing, unmet = self._remains_in_fp32()
-            # Where more remains than is allowed, the choice may add as much as is allowed.
+            # If the error with all ops in FP32 is over the tolerance, a choice may add as much as the tolerance to it.
             remains = nothing.size if self.tolerance < nothing.size < math.inf else 0.0
             tolerance = math.hypot(self.tolerance, remains)
             search = Search(self._measured, self._searched, tolerance, nothing, worths.gain)
@@ -220,7 +220,7 @@ class Tuning:
         )
 
     def _everything(self) -> contextlib.AbstractContextManager:
-        """Put every op that can be decided about in the low list; a user's own functions as they are listed."""
+        """Put every op that is decided about in the low list. A user's own functions stay as listed."""
         own, names = self.base.user_functions(), tuple(sorted(self._worths.names))
         low, wide = (tuple(name for name, rule in own.items() if rule is each) for each in (Rule.BF16, Rule.FP32))
         policy = Policy(bf16=(*names, *low), fp32=wide)
@@ -237,7 +237,7 @@ class Tuning:
         return f"the gradients of {what} are not finite in FP32 already; its loss is {loss:g}"
 
     def _remains_in_fp32(self) -> tuple[Effect, str]:
-        """Return what remains with every op in the fp32 list; and where that is too much, what makes it, in words."""
+        """Return the error that remains with every op in FP32. If it is over the tolerance, say what makes it."""
         runs = self._runs
         if not self._measured(Chosen(), self._searched[:1]).size:
             return Effect(), ""
@@ -254,7 +254,7 @@ class Tuning:
         return worst, said if worst.size > self.tolerance else ""
 
     def _measured(self, chosen: Chosen, batches: Sequence[int], enough: float = math.inf) -> Effect:
-        """Return what these places in low precision change in some batches."""
+        """Return how some batches change if these places are in low precision."""
         worths = self._worths
 
         def compute_of(site: CallSite) -> Compute:
@@ -283,12 +283,12 @@ class Tuning:
         with conversion.install(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe)):
             found: dict[str, Measurement | None] = {"tuned": timed(lambda: subject.low(batch))}
         device, loss = subject.parameters[0].device.type, subject.loss
-        with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # in the place of one in force
+        with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # instead of one in force
             found["FP32"] = timed(lambda: subject.wide(batch))
             try:
                 subject.loss = torch.autocast(device, torch.bfloat16)(loss)
                 found["torch.autocast"] = timed(lambda: subject.wide(batch))
-            except Exception:  # a program that autocast does not run is still tuned
+            except Exception:  # a program that fails under autocast is still tuned
                 found["torch.autocast"] = None
             finally:
                 subject.loss = loss
@@ -296,7 +296,7 @@ class Tuning:
 
 
 def timed(work: Callable[[], object]) -> Measurement:
-    """Time `work` in rounds. The least of them counts, as other programs only make rounds longer."""
+    """Time `work` in rounds. The caller takes the shortest, as other programs only make rounds longer."""
     began = perf_counter()
     work()
     least, most = _TIMED[0], max(_TIMED[1], 2 * (perf_counter() - began))

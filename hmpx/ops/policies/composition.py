@@ -1,14 +1,14 @@
 """Ops that torch composes in C++ of other ops: `einsum` of `bmm`, `cross_entropy` of `log_softmax` and `nll_loss`.
 
 A patch in Python does not reach such a part. An op that no list names therefore takes the rule of its parts
-(`Policy.cases`), and `record` reads the same table the other way round: which ops a part may have been called by.
+(`Policy.cases`). `record` reads the same table the other way round: it asks which ops may have called a part.
 
 A row names the parts that run. Blanks stand between parts that run together, "|" between alternatives of which torch
 chooses one by device, size or gradient. An op with several rows takes the first that fits the arguments of the call.
-Views and movement of data are left out. Arithmetic beside another part (`ARITHMETIC`) has no say, since the precision
-of a product or a loss does not depend on it. An op of several arithmetic parts alone (`kl_div`) is not in the table.
+Views and movement of data are left out. Arithmetic (`ARITHMETIC`) beside another part does not decide, since the
+precision of a product or a loss does not depend on it. An op of several arithmetic parts alone (`kl_div`) has no row.
 
-The rows were read off torch's profiler over its sample database; `tests/ops/test_composition.py` repeats that and
+The rows come from torch's profiler, run over torch's own samples. `tests/ops/test_composition.py` repeats that, and
 fails if a part is missing here.
 """
 
@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 class Composition(NamedTuple):
     """A composed op's parts. `ways`: one tuple of parts for each way to run. `when`: for which arguments; None: all.
 
-    joins: the arithmetic beside the products has a say, since it carries a state or multiplies several results. In no
-    list, it stays in the dtype of the arguments (`Rule.INSIDE`). A row says so by a "+" at its head.
+    joins: whether the arithmetic beside the products carries a state or multiplies several results. If it is in no
+    list, it stays in the dtype of the arguments (`Rule.INSIDE`). A "+" at the head of a row sets this.
     """
 
     ways: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ class Composition(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that count, over all ways."""
+        """The parts of all ways that decide the rule: arithmetic only if nothing else is there."""
         parts = dict.fromkeys(part for way in self.ways for part in way)
         return tuple(part for part in parts if part not in ARITHMETIC) or tuple(parts)
 
@@ -52,7 +52,7 @@ ARITHMETIC = frozenset(
     """.split()
 )
 
-# Parts that torch has no BF16 kernel of: beside one that a list puts in BF16 they are as if listed in FP32.
+# Parts for which torch has no BF16 kernel. Beside a part that a list puts in BF16, they count as listed in FP32.
 ONLY_FP32 = frozenset("linalg_eigh linalg_inv linalg_inv_ex linalg_svd linalg_svdvals svd".split())
 
 
@@ -75,7 +75,7 @@ def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
 def einsum_labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[list], list]:
     """Return the label of each dimension of each operand, and those of the result.
 
-    The label of a dimension is its letter. Dimensions under ``...`` have none: they are numbered, the last one as 1.
+    The label of a dimension is its letter. A dimension under ``...`` has a number for its label; the last one has 1.
     """
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
@@ -107,7 +107,7 @@ def _has_classes_as_targets(input: Tensor, target: Tensor, *rest: Any, **more: A
     return not target.is_floating_point()
 
 
-# The arguments by which a row is chosen, under the names that torch has for them.
+# Rows that the arguments choose. Each condition takes the arguments under the names that torch has for them.
 _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
     "cdist": (
         ("_cdist_forward", lambda x1, x2, p=2.0, compute_mode=None: p != 2 or "donot" in str(compute_mode)),
@@ -149,7 +149,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         ("dot", lambda input, other: input.dim() == other.dim() == 1),
         ("mv", lambda input, other: other.dim() == 1 and input.dim() > 1),
         ("mm", lambda input, other: other.dim() == 2),
-        ("bmm | mv", lambda input, other: input.dim() == 1),  # by sizes, from torch 2.14 on
+        ("bmm | mv", lambda input, other: input.dim() == 1),  # torch 2.14 and later choose by sizes
         ("bmm", None),
     ),
     "max": (("maximum", lambda input, other=None, *rest, **more: isinstance(other, Tensor)),),
@@ -242,7 +242,7 @@ COMPOSED: dict[str, tuple[Composition, ...]] = {
 }
 
 
-# Ops that may have a sparse gradient, and the calls in which they do. No cast can hand such a gradient on.
+# Ops that may have a sparse gradient, and the calls in which they do. The backward of a cast cannot pass it on.
 SPARSE_GRADIENTS: dict[str, Callable[..., bool]] = {
     "embedding": lambda weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False: sparse,
     "embedding_bag": lambda weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest, **more: (

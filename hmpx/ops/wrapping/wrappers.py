@@ -1,6 +1,6 @@
 """One wrapper for each entry point and rule: it looks at the arguments, casts as the rule says, and calls torch.
 
-Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and an unlisted op costs nothing.
+Plain functions are faster than wrapt proxies and `TorchFunctionMode`, and an op without a wrapper costs nothing.
 Where the signature is known, `codegen` writes a wrapper that does not even walk `*args`. A `Patch` says where a wrapper
 stands.
 """
@@ -39,14 +39,14 @@ class Patching(enum.Enum):
     """The effect of a patch on calls of an entry point."""
 
     CAST = "cast"  # the arguments are cast as its rule says
-    UNCAST = "uncast"  # no casts inside: not the model's forward
+    UNCAST = "uncast"  # no op inside is cast: it is beside the model, or was cast before
     FORWARD = "forward"  # what runs inside is a model's forward
-    BACKWARD = "backward"  # what runs inside is beside the model, but for forwards that are computed again
+    BACKWARD = "backward"  # what runs inside is beside the model, except forwards that are computed again
     FP32 = "in fp32"  # it computes in FP32 and returns its input's dtype
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
-    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
-    EXPLAINED = "explained"  # torch's error says why, and nothing else changes
-    AUTOCAST = "autocast"  # where the lists cast, it says that autocast is on
+    CARRYING = "carrying"  # a callback that it stores will run in the region of this call
+    EXPLAINED = "explained"  # an error of torch says why; nothing else changes
+    AUTOCAST = "autocast"  # it says that autocast is on where the lists cast
     OBSERVED = "observed"  # an observer sees the calls, and nothing else changes
     DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
 
@@ -58,8 +58,8 @@ class Patching(enum.Enum):
 class Patch:
     """One attribute, before and after.
 
-    how: the effect of the patch. rule: the rule of a patch that casts (where it depends on the arguments of a call, or
-    on the scope, the first of its cases); else None. older: a wrapper of ours that it takes the place of.
+    how: the effect of the patch. rule: how a patch that casts does so; None for other patches. If the rule depends on
+    the arguments of a call or on the scope, it is that of the first case. older: a wrapper of hmpx that it replaces.
     """
 
     op: str
@@ -91,7 +91,7 @@ class Patches:
         return {patch.wrapper: patch.original for patch in self.patches}
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
+        """Return pairs of a replaced function and its wrapper, for names captured elsewhere."""
         return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
 
     def apply(self, changes: Changes) -> None:
@@ -100,14 +100,14 @@ class Patches:
 
 
 def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
-    """Return the patch of one dotted name in torch that casts nothing; `build` makes the new value from the old one."""
+    """Return a patch, without casts, of one dotted name in torch. `build` makes the new value from the old one."""
     name, _, attribute = path.rpartition(".")
     return patch_of(pkgutil.resolve_name(name), attribute, path, how, build)
 
 
 def patch_of(owner: Any, attribute: str, label: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
     """Return the patch of an attribute of a class or module, which messages call `label`."""
-    original = wrapt.resolve_path(owner, attribute)[2]  # as it stands in the namespace, or along a class's MRO
+    original = wrapt.resolve_path(owner, attribute)[2]  # from the namespace itself, or along the MRO of a class
     return Patch(attribute, how, None, label, owner, attribute, original, build(original))
 
 
@@ -130,9 +130,9 @@ def build_choice(
     running: Callable[[Case], Callable],
     observer: Observer | None = None,
 ) -> Callable:
-    """Return the wrapper of one entry point whose rule depends on the arguments; `original` where no case casts.
+    """Return the wrapper of one entry point whose rule depends on the arguments. One case without a rule needs none.
 
-    running: gives the function that computes the op in a case once the arguments are as its rule says.
+    running: gives the function that computes the op in a case, for arguments that its rule has cast.
     """
 
     def build(case: Case) -> Callable:
@@ -167,15 +167,15 @@ def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("out", "dtype")}
     try:
         return when(*args, **kwargs)
-    except (TypeError, ValueError, AttributeError):  # no legal call, which torch refuses with an error of its own
+    except (TypeError, ValueError, AttributeError):  # torch refuses such a call with an error of its own
         return False
 
 
 def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable], outside: Callable) -> Callable:
-    """Return the wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
+    """Return the wrapper of one entry point whose rule depends on the scope, for which it asks in each call.
 
-    runs: the wrapper of each scope; it may get more. outside: makes a call where models have different lists, and none
-    of them runs.
+    runs: the wrapper of each scope; more may be added. outside: makes the call if models have different lists and the
+    scope has none of them.
     """
     elsewhere = runs[0]
 
@@ -199,14 +199,14 @@ def build_untouched(original: Callable) -> Callable:
 
 
 def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
-    public(original)  # looks its name up once, before torch is patched
+    public(original)  # keeps the result, found before torch is patched
     if entry.signature.python or entry.signature.lead is None or rule is Rule.INSIDE:
         return _general(entry, rule, original, run, switch)
     return make_wrapper(entry.signature, rule, entry.attribute, switch.everywhere)(original, run, switch)
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
-    """Return a wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
+    """Return a wrapper for any signature. Inside a Python function of torch, nothing is cast again."""
     signature = entry.signature
     stated = _stated_positions(original) if signature.python else ()
     inner = uncast_inside(run) if signature.python else run
@@ -226,10 +226,10 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
 
 @functools.cache
 def _code_under(rule: Rule, code: types.CodeType, name: str) -> types.CodeType:
-    """Return a copy of the code for one rule, so that the running code tells the rule."""
+    """Return a copy of the code for one rule, so that the code of a running frame tells the rule."""
     own = code.replace(co_name=f"{name}_{rule.name.lower()}")
     register(own, rule)
-    if rule is Rule.INSIDE:  # LSTMs run in Python in compiled code, where AOT would take a graph of this one apart
+    if rule is Rule.INSIDE:  # AOT would take an LSTM apart in a graph, so compiled code runs it in Python
         leave_to_python(own)
     return own
 
@@ -245,7 +245,7 @@ def uncast_inside(function: Callable) -> Callable:
 
 
 def _stated_positions(function: Callable) -> tuple[int, ...]:
-    """Return positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
+    """Return positions of `out`, `dtype` and `inplace` in a Python function of torch. To set one turns casts off."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
