@@ -48,6 +48,7 @@ from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 logger = logging.getLogger("hmpx")
 _set_enabled = private("torch._C.set_autocast_enabled")
+_is_on = torch.is_autocast_enabled  # torch's own answer
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # they subclass torch.autocast
 # The modules of torch that ask about autocast, or open a region, for a model. The others ask in order to restore the
 # state later. hmpx need not answer them: a checkpointed function carries the region of its forward.
@@ -61,6 +62,11 @@ _TWICE = (
     "torch's own autocast is on, by torch.set_autocast_enabled or around convert(): it casts after the op lists, by "
     "lists of its own, and so decides for the ops in these; leave it out"
 )
+_NOT_HEARD = (
+    "torch.set_autocast_enabled(False) does not turn the op lists off; torch.autocast(..., enabled=False) and "
+    "hmpx.disable_casts() do"
+)
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _IS_ENABLED = ("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_xla_enabled", "is_autocast_ipu_enabled")
 _GET_DTYPE = ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype", "get_autocast_xla_dtype")
 _SET = ("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_xla_enabled", "set_autocast_ipu_enabled")
@@ -94,7 +100,7 @@ class AutocastRegions:
 
     def apply(self, changes: Changes) -> None:
         """Let hmpx run regions until `changes` are undone. Regions that are open at that time become torch's."""
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))):
+        if any(map(_is_on, _DEVICES)):
             say_once(logging.WARNING, _TWICE, sys._getframe())
         with_dynamo(_fold, changes)
         if not AUTOCAST.is_on():
@@ -291,11 +297,16 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
     def telling(original: Callable) -> Callable:
         @functools.wraps(original)
         def set_enabled(*args, **kwargs):
+            frame = None if is_dynamo_compiling() or switch.retired else sys._getframe(1)
+            if frame is None or frame.f_globals.get("__name__", "").startswith("torch.") or not _governs():
+                original(*args, **kwargs)
+                return
+            was_on = any(map(_is_on, _DEVICES))
             original(*args, **kwargs)
-            if True in (*args, *kwargs.values()) and not is_dynamo_compiling() and not switch.retired:
-                frame = sys._getframe(1)
-                if not frame.f_globals.get("__name__", "").startswith("torch.") and _governs():
-                    say_once(logging.WARNING, _TWICE, frame)
+            if True in (*args, *kwargs.values()):
+                say_once(logging.WARNING, _TWICE, frame)
+            elif not was_on and is_in_model(frame) and _casts_here():
+                say_once(logging.WARNING, _NOT_HEARD, frame)
 
         return set_enabled
 

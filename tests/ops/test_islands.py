@@ -402,3 +402,16 @@ def test_regions_of_a_script_are_told_once(caplog):
         found, said = told(around, **lists)
         assert found is dtype and len(said) == 1 and said[0][0] == level and words in said[0][1], (words, said)
         assert "test_islands.py:" in said[0][1], words
+
+
+def test_autocast_that_a_model_sets_off_by_hand_is_told(caplog):
+    def forward(net, x):
+        torch.set_autocast_enabled("cpu", False)
+        return net.linear(x).dtype
+
+    for lists, dtype in (({"bf16": ["linear"], "fp32": []}, BF16), ({"bf16": [], "fp32": []}, FP32)):
+        caplog.clear()
+        with hmpx.convert(where="model", **{**LISTS, **lists}):
+            torch.set_autocast_enabled("cpu", False)  # in no model
+            assert {Net(forward)(X), Net(forward)(X)} == {dtype}
+        assert [said.count("does not turn the op lists off") for said in caplog.messages] == [1] * (dtype is BF16)
