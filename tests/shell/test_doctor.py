@@ -204,7 +204,7 @@ def test_ranks_write_the_recipe_once_under_the_name_that_was_asked_for(script, t
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "hmpx", "doctor")
     done = python.run(*command, "--fix", "recipe.yaml", "train.py", cwd=tmp_path, env=python.environment())
     assert done.stderr.count("hmpx: wrote ") == 1, done.stderr
-    assert {each.name for each in tmp_path.iterdir()} == {"train.py", "recipe.yaml"}
+    assert {each.name for each in tmp_path.iterdir() if each.is_file()} == {"train.py", "recipe.yaml"}
     assert read_recipe(tmp_path / "recipe.yaml").weights == "stochastic"
 
 
