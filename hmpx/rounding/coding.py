@@ -1,8 +1,8 @@
-"""How optimizer state becomes codes of a few bits, and numbers again: a row of blocks at a time, in eager torch.
+"""How optimizer state becomes codes of a few bits, and numbers again, in eager torch on any device.
 
-A `StateCode` says which numbers a code has. It gets the elements of whole blocks, [blocks, BLOCK], and one scale for
-each block; `encode` and `decode` here find these in a tensor that is held in parts, on any device. Where kernels can
-move the tensor, they do it.
+A subclass of `StateCode` says which numbers its codes mean. Its methods get whole blocks, [blocks, BLOCK], and one
+scale for each. `encode` and `decode` find these blocks in a tensor of which this process may hold a part. If kernels
+can move the tensor, they do it instead.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]
 
 BLOCK = 128  # elements
-_CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
-_SHEETS = 2  # parts into which a tensor is cut on an accelerator, where a call costs more than its elements
-_INFINITY = 0x7F800000  # as bits
+_CHUNK = 1 << 15  # elements of a sheet on a CPU: so temporaries stay small
+_SHEETS = 2  # an accelerator has so many sheets of a large tensor, since a call there costs more than its elements
+_INFINITY = 0x7F800000  # the bits of inf in FP32
 
 
 class Rows(NamedTuple):
-    """The layout of elements in blocks: rows, of which this process holds the columns from `first` on.
+    """The layout of elements in blocks. Blocks lie in rows, and this process may hold a part of each row.
 
     Attributes:
-        width: elements of a row that are held.
-        first: column of the first of them.
-        blocks: in a whole row.
+        width: how many elements of a row this process holds.
+        first: the column in the whole row of the first of them.
+        blocks: how many blocks a whole row has.
     """
 
     width: int
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return cls(length, 0, -(-length // BLOCK))
 
     def floor(self, element: int) -> int:
-        """Return where the block of an element begins, or its held part; elements are counted in the held rows."""
+        """Return the first held element of an element's block. Elements are counted in the held rows."""
         if not self.width:
             return 0
         row, column = divmod(element, self.width)
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         return row * self.width + max(begin, 0)
 
     def range(self, start: int, stop: int) -> slice:
-        """Return the blocks of elements `start` ... `stop - 1`, counted row by row."""
+        """Return the blocks from that of element `start` to that of `stop - 1`. Blocks are counted in whole rows."""
         blocks = (
             element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
             for element in (start, stop - 1)
@@ -68,9 +68,9 @@ class Rows(NamedTuple):
 
 
 class BlockCodes(NamedTuple):
-    """Numbers in a few bits: codes, from the element `start` on, and the BF16 scales of all rows that are held.
+    """Numbers in a few bits. Codes begin with element `start` of the held rows; scales are those of all held rows.
 
-    codes: flat uint8, one an element; or two of 4 bits in a byte, the first in the upper half.
+    codes: flat uint8. A byte is one code of 8 bits, or two of 4 bits, the first in the upper half. scales: BF16.
     """
 
     codes: Tensor
@@ -80,14 +80,14 @@ class BlockCodes(NamedTuple):
 
 
 class _Sheet(NamedTuple):
-    """Elements `start` ... `stop - 1`: a rectangle, and the rectangle of scales over its blocks."""
+    """A rectangle of elements: `start` ... `stop - 1`, in `rows` of `width`. `rows` and `blocks` index its scales."""
 
     start: int
     stop: int
     width: int
     rows: slice
     blocks: slice
-    padding: tuple[int, int]  # to whole blocks, at both ends of a row
+    padding: tuple[int, int]  # elements that its blocks lack at both ends of a row
 
     def in_blocks(self, x: Tensor, origin: int) -> Tensor:
         """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
@@ -101,7 +101,7 @@ class _Sheet(NamedTuple):
 
 
 def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
-    """Yield rectangles of the elements of `x`, which begin at element `start` of what is held, in whole blocks."""
+    """Cut `x`, which begins at element `start` of the held rows, into rectangles of whole blocks, as far as held."""
     stop = start + x.numel()
     chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
     while start < stop:
@@ -122,13 +122,13 @@ class StateCode(ABC):
     """A code of a few bits for the elements of a block, which share a scale.
 
     Attributes:
-        name: the value of `state_dtype`.
-        kind: the number by which kernels know it.
-        zero: a byte of codes and a scale that are 0 together.
-        prefix: before the optimizer's own name of a state tensor, the name of its codes.
-        bits: of an element, 8 or less.
-        is_stable: whether what was rounded stays itself when it is rounded again, with the scale that it then gets.
-        has_infinity: whether single elements can be inf or NaN, so that the scale goes by the finite ones.
+        name: the value of `state_dtype` that asks for this code.
+        kind: the number by which kernels know this code.
+        zero: a byte of codes and a scale that together mean 0.
+        prefix: this and the optimizer's own key of a state tensor are the key of its codes.
+        bits: how many bits an element takes: 8 or 4.
+        is_stable: whether numbers stay as they are in a second rounding, with the scale that their block then gets.
+        has_infinity: whether a single element can be inf or NaN. If so, the scale depends on the finite ones alone.
     """
 
     name: CodeName
@@ -153,22 +153,22 @@ class StateCode(ABC):
         """Return the codes of FP32 values, [blocks, BLOCK], int32.
 
         Args:
-            r: a random number of 16 bits for each, int32.
-            scale: of each block, BF16, [blocks, 1].
+            r: a random number of 16 bits for each value, int32.
+            scale: the scale of each block, BF16, [blocks, 1].
         """
 
     @abstractmethod
     def numbers_of(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Return the FP32 numbers of int32 codes; the inverse of `codes_of` for what the code holds."""
+        """Return the FP32 numbers of int32 codes. For numbers that the code has, this is the inverse of `codes_of`."""
 
     def largest(self, x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
         """Return two flat int32 tensors with one number for each block.
 
-        The first has the bits of the block's largest magnitude. The second has one more than the bits of the largest
-        magnitude among its numbers <= 0; it is 0 where all are positive. Where other ranks hold a part of a block, only
-        the own part counts. Blocks between two rows that are held get 0.
+        The first has the bits of the block's largest magnitude; with `has_infinity`, of its largest finite one. The
+        second has 1 more than the bits of the largest magnitude among its numbers <= 0, or 0 if it has none. If other
+        ranks hold a part of a block, this rank's part alone counts. Blocks of which it holds nothing get 0.
 
-        x: FP32 and flat, the elements from `start` on.
+        x: elements of the held rows from `start` on, FP32 and flat.
         """
         if not x.numel():
             return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
@@ -188,18 +188,18 @@ class StateCode(ABC):
         return magnitudes.view(-1)[told], not_positive.view(-1)[told]
 
     def encode(self, held: BlockCodes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
-        """Write FP32 `x`, flat, rounded stochastically.
+        """Round flat FP32 `x` stochastically, and write its codes.
 
         Args:
-            spans, keys: what the random numbers of the elements of `x` depend on.
-            given: whether the scales are there; else those of these elements are written.
+            spans, keys: the random numbers of the elements of `x` depend on these.
+            given: whether the scales are there already. If not, the scales of the blocks of `x` are written, too.
         """
         codes, scales, rows, start = held
         if not x.numel():
             return
         kernels = self._kernels(held, x)
         parts = [part for span in spans for part in span.within_keys()]
-        if kernels is not None and len(parts) == len(spans):  # else one may end inside of a block
+        if kernels is not None and len(parts) == len(spans):  # a cut between keys may be inside of a block
             launch_once(kernels, [self._row(held, x, p, derive_key(*keys, p.offset >> 32), given) for p in parts])
             return
         if not given:
@@ -214,7 +214,7 @@ class StateCode(ABC):
             codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte] = code
 
     def decode(self, out: Tensor, held: BlockCodes) -> None:
-        """Write the numbers to flat FP32 `out`."""
+        """Write the numbers that the codes mean to flat FP32 `out`."""
         codes, scales, rows, start = held
         kernels = self._kernels(held, out)
         if kernels is not None:
@@ -230,7 +230,7 @@ class StateCode(ABC):
             out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
 
     def _row(self, held: BlockCodes, x: Tensor, span: Span, key: int | None = None, given: bool = False) -> TableRow:
-        """Return the row that moves a span of FP32 `x` to codes, or from there if there is no key to round by."""
+        """Return the table row that writes a span of FP32 `x` in codes; without a key, that reads it from codes."""
         (row, column, blocks), (first, last, offset, width, stride) = held.rows, span
         lain = Lain(last - first, offset % 2**32, width, stride, row, blocks, held.start + first, column)
         codes = held.codes[first // self.per_byte : last // self.per_byte]
@@ -241,6 +241,6 @@ class StateCode(ABC):
     def _kernels(self, held: BlockCodes, x: Tensor) -> ModuleType | None:
         """Return the kernels that can move these codes from or to FP32 `x`; None if there are none, or no elements."""
         if not x.numel() or not is_plain(held.scales) or held.scales.device != x.device:
-            return None  # scales have a shape of their own, and codes may have
+            return None  # `kernels_for` wants equal shapes, so it cannot check the scales
         kernels = kernels_for(x)
         return kernels if kernels is not None and kernels.can_read(held.codes) else None

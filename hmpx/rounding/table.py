@@ -20,23 +20,23 @@ from hmpx.rounding import native, triton
 from hmpx.rounding.keys import MAX_UINT64
 from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
 
-# As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
+# These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
 _ABSENT, _CODED = 0, (CODED, FP8, FOUR)
-_HEAD, _STORED, _KEY = 11, 4, 1  # words of a row without its tensors, of each tensor, and where a tensor's key is
+_HEAD, _STORED, _KEY = 11, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
-_SCALARS = native.SCALARS // 2  # words that hold the scalars of a row
-_BYTES = 8  # of a word
+_SCALARS = native.SCALARS // 2  # words for the scalars of a row, two in each
+_BYTES = 8  # in a word
 _MULTIPLES = bytes(range(0, 256, 16))
 _NONE = array("Q")
 
 
 class Lain(NamedTuple):
-    """The layout of elements in the parameter, and in the blocks of a tensor with scales.
+    """The layout of `size` elements: where they stand in the parameter, and in the blocks of a tensor with scales.
 
-    Element i of the `size` is element `offset + i // width * stride + i % width` of the parameter. It is element
-    `start + i` of rows of `row` elements; such a row is that part of a row of `whole` blocks that begins at `column`.
+    Element i is element `offset + i // width * stride + i % width` of the parameter, and element `start + i` of the
+    held rows. A held row has `row` elements: it is a part of a whole row of `whole` blocks, from `column` on.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Lain(NamedTuple):
 
     @classmethod
     def alone(cls, count: int, row: int, start: int = 0, offset: int = 0) -> Lain:
-        """Lay out the elements from `start` on of a tensor that begins at element `offset` of the parameter."""
+        """Lay out `count` elements, from `start` on, of a tensor that begins at element `offset` of the parameter."""
         return cls(count, offset + start, count, 0, row, _blocks(row), start)
 
     @property
@@ -66,7 +66,7 @@ class Lain(NamedTuple):
         return self.width >= self.size and (is_full or is_one)
 
     def words(self, lie: int) -> tuple[int, ...]:
-        """Return all words of a row's layout but the number of its first program; the second one counts blocks."""
+        """Return the words of this layout, but not that of the first program. The second is the number of blocks."""
         if lie != _UNEVEN:
             blocks, before = _blocks(self.size + self.offset % 2), self._block(self.start, self.whole)
         else:
@@ -86,15 +86,15 @@ def _blocks(count: int) -> int:
 
 
 class TableRow(NamedTuple):
-    """Tensors whose elements lie in one way.
+    """Tensors that share one layout, to become one row of words.
 
     Attributes:
-        keys: of the random numbers of each tensor; None where none are drawn.
-        by_name: whether `keys` are ids of names, of which each step makes the keys.
+        keys: for each tensor, the key of its random numbers; None if it needs none.
+        by_name: whether `keys` are ids of names instead. Each step makes the keys from them.
         scalars: those of the optimizer's step, if they are known already.
-        grad: the index of the gradient in `tensors`, its index among all gradients, and the offset in it at which the
-            row begins, in bytes.
-        room: the index in `tensors` of the one that lies in a room, and its offset there, in bytes.
+        grad: the index of the gradient in `tensors`, its index among all gradients, and the byte of it with which the
+            row begins.
+        room: the index in `tensors` of the tensor that lies in a room, and the byte of the room with which it begins.
     """
 
     lain: Lain
@@ -106,7 +106,7 @@ class TableRow(NamedTuple):
     room: tuple[int, int] | None = None
 
     def alike(self) -> tuple[int, ...]:
-        """Return what the kernels are compiled for: kinds of tensors, and how elements lie."""
+        """Return what Triton compiles a kernel for: the kinds of the tensors, and how their elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
         lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
@@ -133,7 +133,7 @@ def _addresses(held: StoredTensor) -> list[int]:
 
 
 class _Places:
-    """Places of words in a table. Each takes the address of one tensor, given by its index, plus an offset."""
+    """Places in a table. The word at each place is the address of a tensor, given by its index, plus an offset."""
 
     def __init__(self) -> None:
         self._places, self._indices, self._offsets = array("q"), array("q"), array("q")
@@ -145,18 +145,18 @@ class _Places:
         self._offsets.append(offset)
 
     def fix(self) -> None:
-        """Prepare `fill`: every place has been added."""
+        """Prepare `fill`, after the last `add`."""
         places, count = self._places, len(self._places)
         if not count:
             return
         apart = places[1] - places[0] if count > 1 else 1
         is_even = places == array("q", range(places[0], places[0] + apart * count, apart))
-        if is_even and self._indices == array("q", range(count)) and not any(self._offsets):  # a launch of all tensors
+        if is_even and self._indices == array("q", range(count)) and not any(self._offsets):  # all, in order
             self._slice = slice(places[0], places[-1] + 1, apart)
         self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
 
     def fill(self, words: array[int], addresses: array[int]) -> None:
-        """Write the address of each place, given the addresses of all tensors by their indices."""
+        """Write the word at each place. addresses: those of all tensors, by index."""
         if self._slice is not None and len(addresses) == len(self._places):
             words[self._slice] = addresses
         elif self._places:
@@ -170,12 +170,12 @@ def _as_tensor(numbers: array[int]) -> torch.Tensor:
 
 
 class Launch:
-    """Rows that go to a kernel together; in Triton, those for which it is compiled in one way.
+    """Rows that go to a kernel together. In Triton, one compiled kernel must serve all of them.
 
     Attributes:
-        rows: their numbers among those that were added together.
-        programs: among how many each of them is divided, in Triton.
-        at, end: where their words are in the table.
+        rows: for each of its rows, the index among the rows that were given to `Table.add`.
+        programs: for each of its rows, how many programs share the blocks of it, in Triton.
+        at, end: where the words of its rows begin and end in the table.
     """
 
     def __init__(self, kernel: str, constants: tuple[int, ...], programs: list[int], at: int, end: int) -> None:
@@ -186,7 +186,7 @@ class Launch:
         self._compiled: Callable[..., object] | None = None
 
     def lie_in(self, table: torch.Tensor) -> None:
-        """Remember where the words are on the device, and send it the number of each program's row."""
+        """Remember the place of the words on the device. Send there the row number of each program."""
         words, rows = table[self.at : self.end], None
         if self.count > 1:
             numbers = torch.arange(self.count, dtype=torch.int32, device="cpu")
@@ -196,11 +196,11 @@ class Launch:
             self._args += (words[-_SCALARS * self.count :].view(torch.float32),)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return the context in which `run` is called: Triton launches on the current device."""
+        """Return the context for calls of `run`. It sets the current device, on which Triton launches."""
         return torch.cuda.device_of(self._args[0])
 
     def run(self) -> None:
-        """Launch; the words have been sent."""
+        """Launch the kernel. Before this, the caller has sent the words."""
         if self._compiled is None:
             self._compiled = triton.start(self._kernel, self._grid, self._args, self._constants)
         else:
@@ -208,7 +208,7 @@ class Launch:
 
 
 class Call(Launch):
-    """A launch of a C kernel, which takes rows of all kinds in one call."""
+    """A launch of a C kernel. One call takes rows of all kinds."""
 
     def begin_at(self, address: int) -> None:
         """Remember the address of the table, which never moves."""
@@ -224,7 +224,7 @@ class Call(Launch):
 
 
 def run_all(launches: Sequence[Launch]) -> None:
-    """Launch all of these, which are of one table."""
+    """Run these launches, all of one table."""
     if launches:
         with launches[0].around():
             for launch in launches:
@@ -236,15 +236,15 @@ class Table:
 
     def __init__(self, device: torch.device, kernels: ModuleType) -> None:
         self._device, self._in_c, self._words = device, kernels is native, array("Q")
-        self._names, self._keys = array("Q"), array("Q")  # ids of the names of rounded tensors; places of their keys
+        self._names, self._keys = array("Q"), array("Q")  # of rounded tensors: ids of names, places of keys
         self._grads, self._in_room = _Places(), _Places()
-        self._aligned = list[int]()  # gradients whose addresses must stay multiples of 16
+        self._aligned = list[int]()  # indices of the gradients whose addresses must stay multiples of 16
         self._launches: list[Launch] = []
         self._is_fixed, self._room = False, 0
         self._sent: torch.Tensor
 
     def add(self, kernel: str, rows: Iterable[TableRow], *constants: int) -> list[Launch]:
-        """Add a launch for each kind of rows, for which Triton compiles the kernel anew; mostly there is one kind."""
+        """Add rows in one launch. Triton compiles a kernel for each kind of rows: there, each kind has its launch."""
         lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
             if row.lain.size:
@@ -292,12 +292,12 @@ class Table:
         return bool(self._launches)
 
     def takes(self, addresses: array[int]) -> bool:
-        """Return whether all gradients are at multiples of 16 bytes for which the kernel was compiled so."""
-        lowest = addresses.tobytes()[:: addresses.itemsize]  # byte of each address
+        """Return whether gradients are at multiples of 16 bytes where the compiled kernel counts on that."""
+        lowest = addresses.tobytes()[:: addresses.itemsize]  # the lowest byte of each address tells it
         return not lowest.translate(None, _MULTIPLES) or not any([lowest[i] % 16 for i in self._aligned])
 
     def send(self, step_key: int | None = None, grads: array[int] = _NONE, room: int = 0) -> None:
-        """Fill in the keys of this step, the addresses of its gradients and room; copy all words to the device."""
+        """Fill in this step's keys, addresses of gradients and address of the room. Copy all words to the device."""
         if not self._is_fixed:
             self._fix()
         if step_key is not None:
@@ -310,7 +310,7 @@ class Table:
             _send(_as_tensor(self._words), self._sent)
 
     def _fix(self) -> None:
-        """Prepare `send`: every row has been added."""
+        """Prepare `send`, after the last `add`."""
         self._grads.fix()
         self._in_room.fix()
         if not self._in_c:
@@ -332,7 +332,7 @@ class Tables(dict[torch.device, Table]):
 
 
 def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
-    """Copy to the device, without waiting. A CUDA graph that is captured would not copy again: a wait makes it fail."""
+    """Copy to the device, without a wait. A captured graph would not copy anew, so a wait makes its capture fail."""
     if sent.is_cuda:
         sent.copy_(host.pin_memory(), non_blocking=not torch.cuda.is_current_stream_capturing())
     else:

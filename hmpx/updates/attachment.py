@@ -1,4 +1,4 @@
-"""An attached optimizer: everything that is installed on it."""
+"""The attachment of one optimizer: everything that `attach` installs on it, and how it is taken off."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Attachment:
     ) -> None:
         self.settings, self.methods, self.are_whole = settings, methods, are_whole
         self._counts = StepCounts(group)
-        self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
+        self._optimizer = weakref.ref(optimizer)  # the optimizer holds this object, and a cycle would keep both alive
         self._updates = WeightUpdates(settings, names)
         self.names = self._updates.names
         self._undo = contextlib.ExitStack()  # puts parameters and hooks back
-        # The attachment holds the optimizer while a step is open, and a parameter outlives it.
+        # Parameters hold this callback and may outlive the optimizer, so it must not hold the attachment.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
         self._claim = Claim(
             fp32=settings.use_fp32_grad_acc,
@@ -85,8 +85,8 @@ class Attachment:
         )
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._waiting = released.Waiting()
-        self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
-        self._places: dict[Parameter, tuple[int, int]] = {}  # of each then: its group, and where it stands in it
+        self._dtypes: dict[Parameter, torch.dtype] = {}  # of the parameters, in the last `sync_parameters`
+        self._places: dict[Parameter, tuple[int, int]] = {}  # then too: the index of its group, and its index there
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -103,14 +103,14 @@ class Attachment:
         if self.active:
             self.detach_from(self._alive)
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts every name
 
         def __getattr__(self, name: str) -> NoReturn:
             gone = f"Attachment.{name} is gone: {_GONE[name]}" if name in _GONE else f"Attachment has no {name!r}"
             raise AttributeError(gone)
 
     def abandon(self) -> None:
-        """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""
+        """Undo `install` after it has failed. Unlike `detach`, this does not cast state to the parameters' dtype."""
         optimizer = self._alive
         self._put_back()
         step_count.remove(optimizer)
@@ -119,7 +119,7 @@ class Attachment:
         self._leave()
 
     def detach_from(self, optimizer: Optimizer) -> None:
-        """Detach and make `optimizer` a plain one: this handle's own, or a copy with every attribute of it."""
+        """Detach, and make `optimizer` a plain one: it is this handle's optimizer, or a copy with its attributes."""
         self.cast_state_along()
         self._put_back()
         release_state(optimizer)
@@ -128,7 +128,7 @@ class Attachment:
 
     @property
     def _alive(self) -> Optimizer:
-        """The optimizer, in methods that are called only while it is alive."""
+        """The optimizer, for methods that nobody calls after it is gone."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -144,7 +144,7 @@ class Attachment:
         return self._updates.stores.masters(segment)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
-        """Return the facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
+        """Return the facts that must be equal on every rank. `outer` is the optimizer that has all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
         stated = {**vars(self.settings), "methods": self.methods}
         settings = {key: str(value) for key, value in stated.items()}
@@ -156,7 +156,7 @@ class Attachment:
         return {**settings, **counts, **params}
 
     def install(self, outer: Optimizer | None = None) -> None:
-        """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
+        """Attach the optimizer. `outer`: the one that the user has, if it is a wrapper around this one."""
         self._outer = weakref.ref(outer or self._alive)
         optimizer = self._alive
         methods, own = replaced_methods(optimizer, self._optimizer, self.methods), vars(optimizer)
@@ -171,33 +171,33 @@ class Attachment:
             if outer is not None and outer is not self.optimizer:
                 self._checkpoints.watch_loads(outer, self._undo)
             self._undo.callback(self._claim.end)
-            self._undo.callback(_end, self._dtypes, self._waiting.taken)  # first: what stands there cannot be cast
+            self._undo.callback(_end, self._dtypes, self._waiting.taken)  # runs first: no claim can cast a `Released`
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
             self._checkpoints.take(self._alive)
-        except BaseException:  # no memory for masters, for instance
+        except BaseException:  # for instance, there is no memory for masters
             self.abandon()
             raise
 
     def _put_back(self) -> None:
-        """Undo `install`, all of it again where an interrupt has come in the middle."""
+        """Undo `install`. After an interrupt in the middle, a second call does all of it again."""
         self._updates.look_again()
         self._waiting.settle(self._updates.have_stepped)
         _end(self._dtypes, self._waiting.taken)
         self._claim.end()
         self._undo.close()
-        for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
+        for name, (ours, before) in self._added.items():  # a `Changes` would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
 
     def _leave(self) -> None:
-        """Be no attachment any more: until here, `detach` can be called again."""
+        """End the attachment. This comes last: until then, `detach` can be called again after an interrupt."""
         step_hooks.detached(self._alive)
         self._gone.detach()
         vars(self.optimizer).pop(ATTRIBUTE, None)
 
     def sync_parameters(self) -> None:
-        """Look at the optimizer's parameters again: some may be new, gone or cast since."""
+        """Look at the optimizer's parameters: since the last look, some may have come, left or been cast."""
         params = parameters(self._outer() or self._alive)
         if self._seen == (seen := ([*map(id, params)], [p.dtype for p in params])):
             return
@@ -229,26 +229,26 @@ class Attachment:
         self._claim.update(cast)
 
     def _hand_over(self, gone: list[Parameter]) -> None:
-        """Let a parameter take over the name and the masters of the one that it has replaced in its group."""
+        """Give the name and the masters of each parameter that left to the new one in its place, if there is one."""
         before, groups = self._places, self._alive.param_groups
         self._places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         heirs = {place: p for p, place in self._places.items() if p not in before}
         self._updates.hand_over(self._alive, {p: heirs.get(before[p]) for p in gone if p in before})
 
     def cast_state_along(self) -> None:
-        """Cast the state of parameters that are no longer BF16 for plain steps, before it is saved or used."""
+        """Cast the state of parameters that are no longer BF16: it is about to be saved, or used in plain steps."""
         for p, dtype in self._dtypes.items():
             if dtype is torch.bfloat16 and p.dtype is not dtype:
                 self._updates.cast_state_along(self._alive, p)
 
     def before_load(self, optimizer: Optimizer) -> None:
-        """`optimizer.load_state_dict` is about to run."""
-        if optimizer is self.optimizer:  # and no copy that took every attribute along
+        """Prepare for `optimizer.load_state_dict`, which is about to run."""
+        if optimizer is self.optimizer:  # a copy has this attachment among its attributes, and is not prepared
             self._updates.look_again()
             self._checkpoints.hook_last(optimizer)
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """`optimizer.load_state_dict` has run: an open step goes with the weights and the state that it changed."""
+        """After `optimizer.load_state_dict`, drop a step that is open: the state that it changed was replaced."""
         if optimizer is self.optimizer and self.is_open:
             self._waiting.forget()
             released.finish(self._dtypes)
@@ -256,7 +256,7 @@ class Attachment:
 
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer as the settings say."""
-        if call.optimizer is not self.optimizer:  # a copy that took every attribute along
+        if call.optimizer is not self.optimizer:  # a copy, which has this attachment among its attributes
             return attach_copy(call.optimizer, self).step(call)
         self._updates.waited = self._waiting.settle(self._updates.have_stepped) if self.is_open else []
         if self.is_open:  # some have stepped in a backward that failed
@@ -267,17 +267,17 @@ class Attachment:
         self._counts.compare(call.optimizer, self._updates, call.seed)
         try:
             return self._updates.step(call, found)
-        finally:  # a signal that has waited for the end of the step may raise there
+        finally:  # the step may be complete and still raise: from a signal that has waited for its end
             if not self._updates.is_open:
                 self._waiting.taken.clear()
 
     @property
     def is_open(self) -> bool:
-        """Whether parameters have taken the next step in backward, which `optimizer.step()` has not ended."""
+        """Whether a step is open: parameters take it in backward, and no `optimizer.step()` has ended it yet."""
         return bool(self._waiting.taken)
 
     def refuse_open(self, what: str) -> None:
-        """Raise an HmpxError if a step is open: no checkpoint can hold it."""
+        """Raise an HmpxError if a step is open: no checkpoint can hold half a step."""
         if self.is_open:
             raise HmpxError(
                 f"{type(self._alive).__name__}: {what}: some parameters have taken the next step in backward, and "
@@ -292,7 +292,7 @@ class Attachment:
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
         released.refuse_scaled(self._alive)
-        with _lock:  # another device has its backward in another thread
+        with _lock:  # autograd has a thread for each device
             if not self.is_open:
                 self.sync_parameters()
             if self._waiting.add(p, self._alive):
@@ -302,7 +302,7 @@ class Attachment:
                 _QUEUE(at_end)
 
     def _step_waiting(self) -> None:
-        """Step the parameters that wait, and free their gradients. If that raises, they have their gradients again."""
+        """Step the parameters that wait, and free their gradients. If a step raises, its parameters get them back."""
         with _lock:
             for where in self._waiting.ready():
                 try:

@@ -1,7 +1,7 @@
 """Master weights in checkpoints: hooks on `state_dict` and `load_state_dict` of an attached optimizer.
 
-A checkpoint holds masters as FP32 tensors in the state of their parameter, under one key for `master` and `split`, so
-that it can be loaded into either. A plain torch optimizer can load the checkpoint too.
+A checkpoint holds masters as FP32 tensors in the state of their parameter. `master`, `split` and `split8` use the same
+key, so each can load a checkpoint of another. A plain torch optimizer can load it, too.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BEFORE = (
 
 
 class Checkpoints:
-    """The hooks on one optimizer."""
+    """The hooks on `state_dict` and `load_state_dict` of one optimizer."""
 
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
         self._saw_state_dict = self._warned = False
-        self._is_present, self._loses = True, False  # is the loaded state of this step? does it lack masters?
-        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # loaded masters of parameters without other state
+        self._is_present, self._loses = True, False  # is the loaded state the present one? does it lack masters?
+        self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # masters that were loaded without other state
         self._loading_handle: RemovableHandle | None = None
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
@@ -80,13 +80,13 @@ class Checkpoints:
             self._loading_handle.remove()
 
     def hook_last(self, optimizer: Optimizer) -> None:
-        """Before a load: let our hook run last, so that it sees the checkpoint as the user's hooks have changed it."""
+        """Before a load, make `_loading` the last hook: it must see the checkpoint as the user's hooks leave it."""
         if self._loading_handle is not None:
             self._loading_handle.remove()
             self._loading_handle = optimizer.register_load_state_dict_pre_hook(self._loading)
 
     def _saving(self, optimizer: Optimizer) -> None:
-        """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
+        """Prepare a save. Make `_saved` the first hook, so that the user's hooks see the masters and may move them."""
         self._saved_handle.remove()
         self._saved_handle = optimizer.register_state_dict_post_hook(self._saved, prepend=True)
         own_attachment(optimizer).refuse_open("state_dict()")
@@ -110,12 +110,12 @@ class Checkpoints:
             masters, i = self._updates.stores.masters(segment), index[segment.param]
             if masters is None:
                 continue
-            # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
+            # An optimizer begins the state of a parameter that has none, and would take a lone master for state.
             if state_dict["state"].get(i) or _tell_more(segment, masters, stateless):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _warn_of_lost(self, optimizer: Optimizer) -> None:
-        """Warn at the first save that the masters are not in it, and not at the resume that misses them."""
+        """Warn at the first save that it holds no masters: at the resume that misses them it is too late."""
         if not self._warned and self._settings.has_masters and step_count.stored(optimizer).get(STEP_KEY):
             self._warned = True
             logger.warning(
@@ -150,7 +150,7 @@ class Checkpoints:
                     f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "
                     f"the parameter {tuple(p.shape)}; nothing was loaded"
                 )
-            if masters is not None and len(values) == 1:  # which torch's classes would take for state of their own
+            if masters is not None and len(values) == 1:  # torch would take it for full state
                 self._alone[p] = state.pop(i)[MASTER_KEY]
         return {
             **state_dict,
@@ -165,9 +165,9 @@ class Checkpoints:
         self.take(optimizer)
 
     def watch_loads(self, outer: Optimizer, undo: contextlib.ExitStack) -> None:
-        """Take masters out of a load of a ZeroRedundancyOptimizer; `undo` removes the hook.
+        """After each load of a ZeroRedundancyOptimizer, take the masters out of its inner optimizer's state.
 
-        The load gives the inner optimizer its state without running hooks.
+        The load runs no hooks of the inner optimizer, so there is one on the outer. `undo` removes it.
         """
 
         def loaded(outer: Optimizer) -> None:
@@ -181,12 +181,12 @@ class Checkpoints:
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer) -> None:
-        """Take masters that torch has loaded out of the optimizer's state: after a load, or one before `attach`."""
+        """Move masters that torch has loaded from the optimizer's state to the stores: after a load, or in `attach`."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         found = {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
         found, self._alone = {**found, **self._alone}, {}
         if not found and self._is_present:
-            return  # a wrapper loads the state that it has just saved: the masters belong to it
+            return  # a wrapper has loaded what it has just saved, and the masters here still belong to that
         self._updates.stores.forget()
         dropped = self._updates.set_masters(optimizer, found)
         self._updates.stores.own()
@@ -201,10 +201,10 @@ class Checkpoints:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool:
-    """Whether masters are saved of a parameter without state: where no parameter has any, or where they tell more.
+    """Whether a save has the masters of a parameter without state: if none has state, or they differ from the weights.
 
-    A distributed load reads what the target saves, whose masters equal its weights before it. Ranks must agree on what
-    they save of shards.
+    A distributed load reads only what its target would save, and the target's masters equal its weights before the
+    load. Shards are not compared, since ranks must agree on what they save.
     """
     p = segment.param
     return stateless or (not is_sharded(p) and not lacks_data(p) and not torch.equal(masters, p.float()))

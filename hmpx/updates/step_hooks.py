@@ -1,16 +1,16 @@
-"""Wraps the step function of every optimizer class: around its own code, inside its hooks.
+"""Wraps the step function of every optimizer class: outside of the class's own code, inside of the user's step hooks.
 
-torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
-function, user post-hooks. hmpx replaces the class's own function, which the wrapper's closure holds. Other places do
-not serve:
+torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`). The wrapper runs the user's pre-hooks,
+the class's own function and the user's post-hooks. Its closure holds the own function, which hmpx replaces there.
+Two other places would not do:
 
 - global step hooks do not run when a step raises. They also run outside the user's own hooks, which would then see
   shadows instead of parameters, or parameters that are not written back yet;
-- a patch on the class does not reach every LR scheduler, which keeps the bound `step` that it found.
+- a patch on the class does not reach LR schedulers that exist already: each keeps the bound `step` that it found.
 
-The first conversion, `disable_casts` region or attachment installs this. It stays until `hmpx.restore()`, or the end of
-a conversion, finds that nobody needs it, and puts everything back exactly. Meanwhile `optimizer_hooks` and `released`
-stand in other functions of torch.
+The first conversion, `disable_casts` region or attachment installs the wrappers. They stay until `hmpx.restore()`, or
+the end of a conversion, finds that nobody needs them: then torch gets everything back exactly. As long as they stay,
+other functions of torch are wrapped too, by `optimizer_hooks`, `released` and others (`_watch`).
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def _own(optimizer: Optimizer) -> None: ...
 
 
 _hooked = private(_HOOK)(_own)
-_HOOKED = _hooked.__code__  # of torch's wrapper around every step, and where its closure has the class's own
+_HOOKED = _hooked.__code__  # every wrapper of torch has this code; `_PLACE`: the own function's index in its closure
 _PLACE = [cell.cell_contents for cell in _hooked.__closure__].index(_own)
-_SETTINGS = Settings()  # of regions
-_in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
-_compared: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()  # of the same, in a job of ranks
-_refusing: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
-_warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
+_SETTINGS = Settings()  # for steps in regions
+_in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # optimizers that nobody attached
+_compared: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()  # those that step on several ranks
+_refusing: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # handles of the hooks by `refuse_plain_steps`
+_warned: WeakSet[Optimizer] = WeakSet()  # those that were warned of round-to-nearest
 
 
 def install(*attached: Optimizer) -> None:
-    """Install hmpx in every optimizer step, if it is not; attached: an optimizer that needs it from here on."""
+    """Install hmpx in every optimizer step, unless it is there; `attached` needs it there from here on."""
     global _is_installed
     with _lock:
         _attached.update(attached)
@@ -90,7 +90,7 @@ def uninstall() -> None:
 
 
 def detached(optimizer: Optimizer) -> None:
-    """Note that an optimizer is attached no more."""
+    """Note that this optimizer is no longer attached."""
     _attached.discard(optimizer)
 
 
@@ -135,7 +135,7 @@ def _cells() -> Iterator[tuple[type, types.CellType]]:
 
 
 def _cell(step: Any) -> types.CellType | None:
-    """Return the cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
+    """Return the cell that holds a class's own `step`. In some classes, such as LBFGS, Dynamo wraps torch's wrapper."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
     return None if step is None else step.__closure__[_PLACE]
@@ -144,7 +144,7 @@ def _cell(step: Any) -> types.CellType | None:
 def _watched(step: Callable) -> Callable:
     @functools.wraps(step)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # A subclass that calls its parent's step, or one that holds this function still.
+        # A class may hold this function after hmpx was uninstalled, and a subclass may call its parent's step.
         if not _is_installed or region_state.owned_by(optimizer) is not None:
             return step(optimizer, *args, **kwargs)
         for look in list(first_steps):
@@ -156,7 +156,7 @@ def _watched(step: Callable) -> Callable:
         how = around.rounding
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         if args or kwargs:
-            # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
+            # A closure runs the model's forward, so it casts as outside of the step, and of a disable_casts region.
             casting = around.casting if how is None else region_state.usual()
             call = call.with_functions(functools.partial(_cast_inside, casting))
         own = _step if attachment is None else attachment.step
@@ -177,10 +177,10 @@ def _is_plain(optimizer: Optimizer) -> bool:
 
 
 def _step(call: StepCall) -> Any:
-    """Step an optimizer that is not attached as the region around the step says, or plainly if none says anything."""
+    """Step an optimizer that is not attached: as the region around the step says, or plainly if it says nothing."""
     optimizer, how = call.optimizer, region_state.innermost().rounding
     inner = inside_zero(optimizer)
-    if inner is not None:  # whose own step is watched as well
+    if inner is not None:  # its step is watched as well, and does the rest
         share_names(optimizer, inner)
         return call.run()
     if how is not None and has_bf16(optimizer):
@@ -188,7 +188,7 @@ def _step(call: StepCall) -> Any:
         updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
         _compare_in_region(optimizer, updates, call.seed)
         return updates.step(call)
-    if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
+    if how is not None and step_count.stored(optimizer):  # its parameters were BF16 in earlier steps
         step_count.keep(optimizer)
     refuse_codes(optimizer)
     warn_of_nearest(optimizer)
@@ -196,7 +196,7 @@ def _step(call: StepCall) -> Any:
 
 
 def _compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
-    """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
+    """Before a step in a region, compare seed and step number over the ranks of a DistributedDataParallel module."""
     if several_ranks():
         if optimizer not in _compared:
             reduced = replicas()
@@ -209,7 +209,7 @@ def _compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> 
 
 
 def _forget_casts(optimizer: Optimizer) -> None:
-    """Forget kept casts of the weights that this optimizer steps."""
+    """Drop the cached casts of the weights that this optimizer steps."""
     if open_caches:
         stepped = {id(p) for p in parameters(optimizer)}
         for cache in list(open_caches.values()):
@@ -227,7 +227,7 @@ def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
 
 
 def _hooking(profile_hook_step: Callable) -> Callable:
-    """Replace the decorator that torch puts on a class's step when its first optimizer is made."""
+    """Wrap the decorator that torch puts on a class's step when the class makes its first optimizer."""
 
     def hook(step: Callable) -> Callable:
         hooked = profile_hook_step(step)
@@ -238,7 +238,7 @@ def _hooking(profile_hook_step: Callable) -> Callable:
 
 
 def _making(make: Callable) -> Callable:
-    """The same, in a torch that has no such decorator: after the constructor of an optimizer, or what unpickles one."""
+    """Wrap `__init__` or `__setstate__` of optimizers, in a torch that has no such decorator."""
 
     @functools.wraps(make)
     def making(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -258,22 +258,22 @@ def _watch_new(hooked: Callable) -> None:
 _MAKERS = [("profile_hook_step", _hooking)] if has(_HOOK) else [("__init__", _making), ("__setstate__", _making)]
 
 
-# Plain steps of BF16 parameters: refused if state of regions or in codes forbids them, else warned of once
+# Plain steps of BF16 parameters are refused if their state is FP32 from regions or in codes, else warned of once.
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
-    """After a step in a region or a load of codes: refuse plain steps, and keep the step number in checkpoints.
+    """Refuse plain steps, and keep the step number in checkpoints: after a step in a region, or a load of codes.
 
-    By hooks on the optimizer: hmpx may not be installed by then.
+    Hooks on the optimizer do this, since hmpx may be uninstalled when the plain step comes.
     """
     if optimizer not in _refusing and takes_hooks(optimizer):
         _refusing[optimizer] = [optimizer.register_step_pre_hook(_refuse)]
-        if takes_hooks(optimizer, "register_state_dict_pre_hook"):  # not every class that wraps another has these
+        if takes_hooks(optimizer, "register_state_dict_pre_hook"):  # classes that wrap another may lack it
             _refusing[optimizer].append(optimizer.register_state_dict_pre_hook(_carry_number))
 
 
 def _carry_number(optimizer: Optimizer) -> None:
-    """Store step number and seed again, in case their group was removed since the last step."""
+    """Store step number and seed again: since the last step, the user may have removed the group that had them."""
     if own_attachment(optimizer) is None and step_count.stored(optimizer):
         step_count.keep(optimizer)
 
@@ -292,14 +292,14 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_steps_on_loaded(optimizer: Optimizer) -> None:
-    """After a load, refuse plain steps if it has brought state in codes, or FP32 state of hmpx."""
+    """Refuse plain steps after a load that has brought state in codes, or the FP32 state of steps by hmpx."""
     is_wide = step_count.stored(optimizer) and state_dtypes.has_fp32_state(optimizer)
     if is_wide or state_dtypes.code_in(optimizer) is not None:
         refuse_plain_steps(optimizer)
 
 
 def refuse_codes(optimizer: Optimizer) -> None:
-    """Refuse a plain step on state in codes. One that asks for its state by `get`, as SGD, would begin anew.
+    """Refuse a plain step on state in codes. An optimizer that calls ``state.get``, as SGD does, would begin anew.
 
     Raises:
         HmpxError: there is state in codes.
@@ -314,7 +314,7 @@ def refuse_codes(optimizer: Optimizer) -> None:
 
 
 def allow_plain_steps(optimizer: Optimizer) -> bool:
-    """Take `refuse_plain_steps` back; whether there was something to take back."""
+    """Remove the hooks of `refuse_plain_steps`; return whether there were any."""
     handles = _refusing.pop(optimizer, ())
     for handle in handles:
         handle.remove()
@@ -323,7 +323,7 @@ def allow_plain_steps(optimizer: Optimizer) -> bool:
 
 def warn_of_nearest(optimizer: Optimizer) -> None:
     """Warn of a plain step of BF16 parameters, once for each optimizer."""
-    rounds_itself = getattr(optimizer, "bf16_stochastic_round", False)  # as torchao's
+    rounds_itself = getattr(optimizer, "bf16_stochastic_round", False)  # torchao's optimizers have this attribute
     if optimizer not in _warned and has_bf16(optimizer) and not rounds_itself:
         _warned.add(optimizer)
         logger.warning(

@@ -1,10 +1,10 @@
 """What a step moves: tensors that are held between two steps, and the segments that an optimizer sees at once.
 
 A step in batches takes a large parameter in parts. A `Segment` says which elements a part has, how they lie in memory,
-and where they stand in the whole parameter: the rounding depends on that, and on the `RoundingKey` of the step.
+and where they stand in the whole parameter. Rounding depends on this place, and on the `RoundingKey` of the step.
 
 torch's fused kernels read weight, gradient and state as flat arrays. So tensors that are stepped together get one
-layout, that of ``torch.empty_like(parameter)``. It is dense, and the parameter's own where that is dense.
+layout, that of ``torch.empty_like(parameter)``: the parameter's own if it is dense, else a dense one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _order(shape: torch.Size, strides: tuple[int, ...]) -> Order:
 
 
 def memory_order(tensor: Tensor) -> Order:
-    """Return the dimensions in the order in which `torch.empty_like(tensor)` lays them."""
+    """Return the dimensions of ``torch.empty_like(tensor)``, those with the largest strides first."""
     return _order(tensor.shape, tensor.stride())
 
 
@@ -47,9 +47,9 @@ def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How one BF16 parameter is held between two steps: the settings that may differ by parameter.
+    """How one BF16 parameter is held between two steps. See the arguments of `hmpx.attach` with these names.
 
-    See `hmpx.attach`.
+    They are the settings that may differ from parameter to parameter.
     """
 
     weights: Weights = "stochastic"
@@ -66,16 +66,16 @@ USUAL = Way()
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A whole parameter, in its shape, or its elements `start` ... `stop - 1` in row-major order, flat or as rows.
+    """A whole parameter, or a part of it: its elements `start` ... `stop - 1` in row-major order.
 
-    Of a sharded parameter, only the elements that this rank holds are counted.
+    A whole parameter has its own shape; a part is flat, or in rows. Of a shard, only the elements here are counted.
 
     Attributes:
-        start, stop: None for a whole parameter.
-        by_rows: whether a part is shown as rows of the first dimension, since weights, gradient or state are not
+        start, stop: both None for a whole parameter.
+        by_rows: whether the part is in rows of the first dimension. It is if weights, gradient or state are not
             contiguous.
-        box: where the elements of a shard stand in the whole parameter; None if the parameter is whole.
-        at: index of the first element, in the box or in the whole parameter.
+        box: where the elements of a shard stand in the whole parameter; None if the parameter is not sharded.
+        at: the index of the segment's first element in the box; without a box, in the parameter.
         way: how the parameter is held between steps.
     """
 
@@ -101,10 +101,10 @@ class Segment:
     def parts(self, size: int, ends: Callable[[int], int] | None = None, *, by_rows: bool = False) -> Iterator[Segment]:
         """Cut a whole parameter into parts of about `size` elements.
 
-        ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
+        ends: returns the last place up to a given one where a part may end. None: a part may end anywhere.
         """
         start = 0
-        while True:  # a rank may hold nothing, and has state all the same
+        while True:  # a rank that holds no element has state all the same, so there is always one part
             stop = min(start + size, self.count)
             if ends is not None and stop < self.count:
                 stop = _end(start, stop, self.count, ends)
@@ -114,13 +114,13 @@ class Segment:
                 return
 
     def mark_written(self) -> None:
-        """Tell autograd of a write: a sharded parameter has no version count of the tensor that it holds."""
+        """Tell autograd of a write to a shard: the version of the DTensor does not count writes to its local tensor."""
         if self.box is not None:
             torch.autograd.graph.increment_version(self.param)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the optimizer sees a whole parameter of which this rank holds a shard."""
+        """Whether the optimizer sees the whole of a parameter that is sharded, and not this rank's shard."""
         return self.start is None and self.box is not None and is_sharded(self.param)
 
     @property
@@ -132,7 +132,7 @@ class Segment:
 
     @property
     def first(self) -> int | None:
-        """The index, in the whole parameter, of the first element that this rank holds; None where there are gaps."""
+        """The index, in the whole parameter, of this rank's first element; None if its elements have gaps there."""
         return 0 if self.box is None else None if self.box.loops else self.box.offset
 
     @property
@@ -151,7 +151,7 @@ class Segment:
 
 
 def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
-    """Return the end of a part from `start` to about `stop`."""
+    """Return the end of a part from `start` to about `stop`, or to a later end where none is near."""
     end = ends(stop)
     while end <= start and stop < count:
         stop = min(2 * stop - start, count)
@@ -161,10 +161,10 @@ def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """The random numbers of one step depend on this key, the parameter's name and the element's index.
+    """The seed and the number of one step. Its random numbers depend on these, on names and on indices of elements.
 
     Attributes:
-        pending: what is to be rounded; `flush` does it all in one call of the kernels.
+        pending: the roundings that wait for `flush`, which does all of them in one call of the kernels.
     """
 
     seed: int
@@ -172,12 +172,12 @@ class RoundingKey:
     pending: list[Rounding] = field(default_factory=list, compare=False, repr=False)
 
     def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
-        """Let FP32 `x` be rounded into BF16 `out`, of the same shape, by the next `flush`.
+        """Let the next `flush` round FP32 `x` into BF16 `out`, which has the same shape.
 
         Args:
-            name: of the parameter, or of a state tensor.
-            start: index of the first element, in `box` or in the whole parameter.
-            box: where the elements that this rank holds stand; None if it holds the whole parameter.
+            name: the name of the parameter, or of a state tensor.
+            start: the index of the first element in `box`; without a box, in the parameter.
+            box: where this rank's elements stand in the whole parameter; None if it is not sharded.
         """
         self.pending.append(Rounding(out, x, name, self.spans(x.numel(), start, box)))
 
@@ -189,7 +189,7 @@ class RoundingKey:
             round_all(pending, self.seed, self.step)
 
     def keys(self, name: str) -> Keys:
-        """Return the seed, the step and the name: random numbers depend on these, and on positions."""
+        """Return the seed, the step and the name, from which the keys of the random numbers are derived."""
         return self.seed, self.step, name
 
     @staticmethod
@@ -205,8 +205,8 @@ class Held:
     """A tensor that is held between two steps, with the data beside it. All methods need `torch.no_grad()`.
 
     Attributes:
-        tensor: a gradient, weights or state, in the shape of the parameter or in one of its own.
-        kind: the number by which the C kernels know this way to hold a tensor. None: they do not know it, and torch's
+        tensor: a gradient, weights or state, in the shape of the parameter or in another one.
+        kind: the number by which kernels know this way to hold a tensor. None: no kernel knows it, and torch's
             operators move the tensor.
     """
 
@@ -216,13 +216,13 @@ class Held:
         self.tensor = tensor
 
     def itself(self, segment: Segment) -> Tensor | None:
-        """Return the held memory itself if a step may work on it without a copy, else None."""
+        """Return the segment of the held tensor if a step may work on it without a copy; else None."""
         return None
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        """Describe a segment of contiguous tensors to the kernels; None where they cannot read and write it.
+        """Return the held tensor, which is contiguous, in the form that kernels take; None if they cannot take it.
 
-        name: the hash of the name that the random numbers depend on.
+        name: the hash of the name on which the random numbers depend.
         """
         return None if self.kind is None else native.StoredTensor(local(self.tensor.detach()), self.kind, name)
 
@@ -231,8 +231,8 @@ class Held:
         out.copy_(segment.of(self.tensor))
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        """Write a segment's FP32 result back. The segments of a parameter are written in order.
+        """Write a segment's FP32 result back. Callers write the segments of a parameter in order.
 
-        name: the name that the random numbers depend on.
+        name: the name on which the random numbers depend.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Forms of optimizer state between two steps: as left, in BF16 or in codes of a few bits. Steps see FP32.
+"""Forms of optimizer state between two steps: as a step leaves it, in BF16, or in codes. Steps see FP32.
 
 ================  ================================================================  ==================
 torch.float32     as the step leaves it                                             4 bytes an element
@@ -9,10 +9,10 @@ torch.bfloat16    rounded stochastically                                        
                   dimension, and in rows of no multiple of 16 elements
 ================  ================================================================  ==================
 
-The random numbers of a state tensor go by its own name, ``parameter.key``. BF16 holds every floating tensor with a
-dimension, codes every one with the parameter's shape; counts of steps stay as they are in every form.
+The random numbers of a state tensor depend on its own name, ``parameter.key``. In BF16 are all floating tensors with
+a dimension; in codes are those of the parameter's shape. Counts of steps stay as they are in every form.
 
-To add a code, see `hmpx.rounding.state_codes`; to add another form, derive a class from `StateForm` and name it in
+To add a code, see `hmpx.rounding.state_codes`. To add another form, derive a class from `StateForm` and name it in
 `STATE_FORMS`.
 """
 
@@ -38,49 +38,49 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class StateForm:
-    """One form of optimizer state; this one leaves state as the step leaves it, usually FP32.
+    """One form of optimizer state. The base class holds state as the step leaves it, usually in FP32.
 
     Attributes:
-        bytes_each: of an element of a state tensor.
-        as_left: whether a step on a whole parameter leaves state as it is to be held.
+        bytes_each: how many bytes an element of a state tensor takes.
+        as_left: whether state is held as a step on a whole parameter leaves it.
     """
 
     bytes_each: float = 4.0
     as_left: bool = True
 
     def check(self, param: Tensor, name: str) -> None:
-        """Raise an `HmpxError` where the state of a parameter that is sharded like this cannot have this form."""
+        """Raise an `HmpxError` if the state of this parameter, sharded as it is, cannot have this form."""
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
-        """Before a step, bring the state of a parameter, which may be held in another form, to this one.
+        """Before a step, bring the state of a parameter to this form: a load may have brought another one.
 
         Returns:
-            Whether BF16 state was found where state is held in FP32. Then all state of the parameter is BF16.
+            Whether BF16 state was cast to FP32. Beside FP32 state it is the optimizer's own choice, and stays.
         """
         return cast_state(optimizer, group, segment.param, BF16, FP32, name=segment.name, keeps_own=True)
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         """Return a holder for a state tensor of the parameter's shape: `before` if it has this form, else a new one.
 
-        value: the tensor, or a part of it.
+        value: the state tensor that the step has left, or a part of it.
         """
         return before if isinstance(before, HeldState) else _like(param, value.dtype)
 
     def zeros(self, param: Tensor) -> HeldState:
-        """Return a holder of zeros in the parameter's shape, for a kernel to begin with."""
+        """Return a holder of zeros in the parameter's shape: a kernel begins with it."""
         return HeldTensor(torch.zeros_like(param, dtype=FP32, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
-        """Return the held form of a value of another shape."""
+        """Return, as it is held, a state value that has not the parameter's shape."""
         return value
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:
-        """Return a function of an element: the last one up to it where a part of `param` may end. None: any may."""
+        """Return a function that gives the last place up to an element where a part may end; None: anywhere."""
         return None
 
 
 class InBF16(StateForm):
-    """BF16, by stochastic rounding; state of other shapes, such as factored moments, too."""
+    """BF16, by stochastic rounding. State of other shapes, such as factored moments, is in BF16, too."""
 
     bytes_each = 2.0
     as_left = False
@@ -128,7 +128,7 @@ class InCodes(StateForm):
             in_other = isinstance(value, HeldCodes) and value.code is not code
             if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
                 codes = HeldCodes.new(code, p)
-                # Numbers of its own: the step may round the same element again.
+                # ".moved" gives other random numbers than the step's, which may round the same element again.
                 codes.write(segment, value.whole(), f"{segment.name}.{key}.moved", rounding_key)
                 for entry in value.entries(key):
                     del state[entry]
@@ -168,17 +168,17 @@ STATE_FORMS |= {name: InCodes(code) for name, code in STATE_CODES.items()}
 
 
 def form_of(segment: Segment) -> StateForm:
-    """Return how the state of a parameter is held."""
+    """Return the form in which the state of a parameter is held."""
     return STATE_FORMS[segment.way.state_dtype]
 
 
 def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
-    """Before a step, bring the state of each parameter to the form in which it is held.
+    """Before a step, bring the state of each BF16 parameter to the form in which it is held.
 
-    segments: the BF16 parameters. State in codes of the others is cast to their dtype.
+    segments: the BF16 parameters. If another parameter has state in codes, that is cast to the parameter's dtype.
 
     Returns:
-        Whether BF16 state was found where state is held in FP32.
+        Whether BF16 state was cast to FP32, in which it is held.
     """
     ours, found = {segment.param: segment for segment in segments}, False
     for name, (group, p) in enumerate(members(optimizer)):
@@ -191,9 +191,9 @@ def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: Ro
 
 
 def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey) -> Any:
-    """Write a state value that a step has left for a segment, and return it as it is held: a `HeldState`, or a value.
+    """Write a state value that a step has left for a segment. Return it as it is held: a `HeldState`, or a value.
 
-    before: what is held under this key so far.
+    before: what was held under this key before the step.
     """
     name, p, is_part = f"{segment.name}.{key}", segment.param, segment.start is not None
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() > 0
@@ -206,16 +206,16 @@ def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any
 
 
 def _is_kept(held: HeldState, value: Tensor) -> bool:
-    """Whether a step has left the held numbers, as without a gradient, and rounding them again would change them."""
+    """Whether a step has left the held numbers (it had no gradient), and to round them again would change them."""
     if not isinstance(held, HeldCodes) or held.code.is_stable or not shows_values(held.tensor):
         return False
     before = held.whole()
     differs = ((before if is_sharded(value) else full(before)) != value).any()
-    return not full(differs)  # the same on every rank
+    return not full(differs)  # all ranks must decide alike
 
 
 def state_name(dtype: StateDtype) -> str:
-    """Return the name of a key of `STATE_FORMS`: ``"bfloat16"``, ``"8bit"``."""
+    """Return the name of a key of `STATE_FORMS`, such as ``"bfloat16"`` or ``"8bit"``."""
     return dtype if isinstance(dtype, str) else dtype_name(dtype)
 
 

@@ -1,8 +1,8 @@
 """Holders of one state tensor between two steps: as it is, or in codes of a few bits.
 
-A tensor in codes stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
-hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors where the parameter is
-one, so that whatever saves, moves or shards optimizer state does so with them. `StateBlocks` says how they lie.
+A tensor in codes is two tensors in the state of its parameter: codes and scales. No optimizer knows their keys, so a
+step that hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors if the
+parameter is one, so whatever saves, moves or shards optimizer state can do so. `StateBlocks` says how they lie.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
-_SHARED = 16  # elements: rows that up to eight ranks share, two elements in a byte
+_SHARED = 16  # elements: if a row has a multiple of these, up to eight ranks can share it in whole bytes of two
 
 
 class StateBlocks(NamedTuple):
     """How the blocks of a parameter lie.
 
-    A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
-    second, so that a shard of some rows holds whole blocks. Where the rows themselves are cut, which a sharded
-    parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
+    A row is the last dimension. While it is shorter than a block, the dimension before it joins the row, but never the
+    first one: so a shard of some rows holds whole blocks. If sharding cuts the rows themselves, as in a parameter of
+    one dimension, all ranks that hold a part of a row have all its scales.
 
     Attributes:
         rows: the rows of this rank's part.
         shape: the shape of this rank's scales.
         folded: the first dimension that belongs to a row.
-        cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
-        is_scattered: whether this rank's elements of a row have gaps between them in that row: the row is cut along
-            another dimension than `folded`. Such state is gathered to be read and written, and is in 8 bits.
+        cut: process groups of ranks that hold parts of one row: one for each mesh dimension that cuts rows.
+        is_scattered: whether this rank's elements of a row have gaps between them in that row: sharding cuts the row
+            along another dimension than `folded`. Such state is in 8 bits, and each read and write gathers it.
     """
 
     rows: Rows
@@ -68,12 +68,12 @@ class StateBlocks(NamedTuple):
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
     def code_for(self, code: StateCode, shape: torch.Size, name: str | int = "") -> StateCode:
-        """Return the code of a tensor of this shape, of all ranks, where `code` is asked for.
+        """Return the code that a tensor gets if `code` is asked for. shape: that of the tensor over all ranks.
 
-        Codes that share bytes want rows of whole bytes on any ranks. So 8 bits take the place of fewer for rows whose
-        length is no multiple of `_SHARED`, and for one dimension, which is cut anyhow.
+        If two codes share a byte, each rank must hold whole bytes of a row. So a tensor gets 8 bits if the length of
+        its rows is no multiple of `_SHARED`, or if it has one dimension, which sharding may cut anywhere.
 
-        name: of the parameter, or its position, for the error; "" where nobody knows.
+        name: the name or the position of the parameter, for the error; "" if nobody knows it.
 
         Raises:
             HmpxError: rows are cut so that a rank would hold a part of a byte.
@@ -92,16 +92,16 @@ class StateBlocks(NamedTuple):
         return code
 
     def of_codes(self, code: StateCode, shape: torch.Size) -> torch.Size:
-        """Return the shape of the codes of a tensor, or of a rank's part, of this shape."""
+        """Return the shape of the codes of a tensor, or of a rank's part of it, that has this shape."""
         row = math.prod(shape[self.folded :]) // code.per_byte
         return shape if code.per_byte == 1 else torch.Size((*shape[: self.folded], row))
 
     def of_all(self, tensor: Tensor) -> torch.Size:
-        """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""
+        """Return the shape of all scales of a tensor with this layout, of which this rank may hold a part."""
         return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
 
     def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maxima of cut rows over all ranks that hold a part of them."""
+        """Return the maxima of each block over all ranks that hold a part of its row. The arguments are this rank's."""
         both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
         if magnitudes.numel():
             here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
@@ -115,11 +115,11 @@ class HeldState(Held):
     """A state tensor of a parameter's shape."""
 
     def whole(self) -> Tensor:
-        """Return all of it, in a dtype that holds it exactly; sharded as the parameter is."""
+        """Return the whole state tensor, in a dtype that holds it exactly. It is sharded as the parameter is."""
         return self.tensor
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        """Return the entries in the parameter's state for the tensor that the optimizer calls `key`."""
+        """Return this tensor as entries of the parameter's state. key: the optimizer's own key of it."""
         return {key: self.tensor}
 
 
@@ -147,8 +147,8 @@ class HeldCodes(HeldState):
     Attributes:
         code: what the codes mean.
         tensor: the codes, uint8, contiguous: in the parameter's shape, or as `StateBlocks.of_codes` says.
-        scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
-            and the last one counts the blocks of a row; see `StateBlocks`.
+        scales: one BF16 number for each block. The last dimension counts the blocks of a row; those before it are the
+            parameter's, up to `StateBlocks.folded`.
     """
 
     def __init__(self, code: StateCode, codes: Tensor, scales: Tensor, param: Tensor) -> None:
@@ -157,7 +157,7 @@ class HeldCodes(HeldState):
 
     @classmethod
     def new(cls, code: StateCode, param: Tensor) -> HeldCodes:
-        """Uninitialised memory for the state of a parameter."""
+        """Allocate codes and scales for the state of a parameter, without values."""
         held, layout = local(param), StateBlocks.of(param)
         codes = torch.empty(layout.of_codes(code, held.shape), dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
@@ -165,13 +165,13 @@ class HeldCodes(HeldState):
         return cls(code, codes, like(param, scales, layout.of_all(param), layout.folded), param)
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        if self._layout.cut or self._layout.is_scattered:  # other ranks have a say in the scales
+        if self._layout.cut or self._layout.is_scattered:  # scales depend on other ranks, too
             return None
-        codes, scales = local(self.tensor), local(self.scales).detach()  # which keeps the memory that a plan writes to
+        codes, scales = local(self.tensor), local(self.scales).detach()  # keeps alive what a plan writes to
         return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
-        if self._layout.is_scattered:  # a part is all that this rank holds
+        if self._layout.is_scattered:  # its one segment is all that this rank holds
             out.copy_(local(self.whole()).reshape(out.shape))
             return
         flat = out if out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -219,12 +219,12 @@ class HeldCodes(HeldState):
 
 
 def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
-    """Check that state in codes fits its parameter, since it may be that of another one.
+    """Check that state in codes fits its parameter: a load may have brought the state of another one.
 
-    name: of the parameter, or its position, for the error; "" where nobody knows.
+    name: the name or the position of the parameter, for the error; "" if nobody knows it.
 
     Raises:
-        HmpxError: codes or scales have not the shapes that the parameter's have, or a rank holds another part of them.
+        HmpxError: scales are missing, the code or a shape does not fit the parameter, or this rank holds another part.
     """
     for key, codes in state.items():
         code = code_of(key)
@@ -247,7 +247,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
 
 
 def held_states(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
-    """Return the state of a parameter by the optimizer's own keys. Tensors of the parameter's shape become `HeldState`.
+    """Return a parameter's state by the optimizer's own keys, with tensors of the parameter's shape as `HeldState`.
 
     Raises:
         HmpxError: as `check_codes`.
@@ -269,7 +269,7 @@ def held_states(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries in the optimizer's state: the inverse of `held_states`."""
+    """Return the entries of the optimizer's state. This undoes `held_states`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})
@@ -277,7 +277,7 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a parameter by the optimizer's own keys: a tensor in codes is its codes, without scales."""
+    """Return the state of a parameter by the optimizer's own keys. For a tensor in codes, the value is its codes."""
     if not is_coded(state):
         return state
     coded = {key: code_of(key) for key in state}

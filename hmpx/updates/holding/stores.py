@@ -11,11 +11,11 @@ split8      masters of 24 bits: an int8 is the rest, rounded            + 1
             stochastically
 ==========  ==========================================================  =======================
 
-With `master`, a weight that its master does not round to was written by somebody else, and overrides the master. A
-weight in halves that somebody has written keeps the rest that it had, less than half a unit in its last place.
+With `master`, a master that does not round to its weight shows that somebody else wrote the weight, which then counts.
+With `split` and `split8`, a weight that somebody wrote keeps its old rest: at most half a unit in its last place.
 `master` rounds ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.halves`).
 
-To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, torch's operators move its weights.
+To add a way, write a `Store` and name it in `WAYS`. If no kernel knows it, torch's operators move its weights.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Store(Held):
 
     Attributes:
         tensor: the parameter.
-        beside: the tensors kept beside the weights; another tuple where somebody has exchanged one.
-        bytes_beside: bytes kept for each weight, beside the weight.
-        has_masters: whether `masters` has more than the BF16 weights do.
-        shows_masters: whether FP32 masters are kept as such, so that a step may work on them.
+        beside: the tensors kept beside the weights. When one of them is exchanged, this becomes another tuple.
+        bytes_beside: how many bytes are kept for each weight, beside the weight.
+        has_masters: whether the result of `masters` has more digits than the BF16 weights.
+        shows_masters: whether a whole FP32 master is kept for each weight, so that a step may work on it.
     """
 
     beside: tuple[Tensor, ...] = ()
@@ -56,13 +56,13 @@ class Store(Held):
     shows_masters: ClassVar[bool] = False
 
     def begin(self) -> None:
-        """Prepare the data kept beside the weights for the weights as they are now; called first in a step."""
+        """Make the data beside the weights fit the weights as they are now. A step calls this first."""
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
-        """Bring the data into the form that kernels need. The segment is the whole parameter."""
+        """Bring the data beside the weights into the form that kernels need. The segment is the whole parameter."""
 
     def take_masters(self, masters: Tensor) -> None:
-        """Take over FP32 masters from a checkpoint. Where a master does not round to its weight, the weight counts."""
+        """Take over FP32 masters from a checkpoint. If a master does not round to its weight, the weight counts."""
 
     def masters(self, segment: Segment) -> Tensor:
         """Return the FP32 masters, sharded as the parameter is. The segment is the whole parameter."""
@@ -88,7 +88,7 @@ class Stochastic(Store):
 
 
 class Nearest(Store):
-    """BF16 weights, rounded to nearest, as a plain torch step leaves them; the step itself is computed in FP32."""
+    """BF16 weights, rounded to nearest as a plain torch step leaves them. The step itself is computed in FP32."""
 
     kind = native.NEAREST
 
@@ -118,7 +118,7 @@ class Master(Store):
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         master = segment.of(self.beside[0])
-        if not shows_values(master) or master.data_ptr() != x.data_ptr():  # else the step worked on it
+        if not shows_values(master) or master.data_ptr() != x.data_ptr():  # else `x` is the master
             master.copy_(x)
         segment.of(self.tensor).copy_(x)
 
@@ -127,21 +127,21 @@ class Master(Store):
 
 
 class Split(Store):
-    """FP32 masters in two halves, exactly: the upper half is the weight itself, an int16 beside it the lower one.
+    """FP32 masters in two halves, without loss: the upper one is the weight itself, the lower one an int16 beside it.
 
-    Masters from a checkpoint stay FP32 copies until the first step: the weights may be loaded after them, and the
-    checkpoint may be of a run with "master", which rounds ties to even.
+    Masters from a checkpoint stay FP32 copies until the first step, for two reasons: the weights may be loaded after
+    them, and the checkpoint may be of a run with "master", which rounds ties to even.
     """
 
     kind = native.SPLIT
     bytes_beside: ClassVar[float] = 2.0
     has_masters: ClassVar[bool] = True
-    _dtype: ClassVar[torch.dtype] = torch.int16  # of lower halves
+    _dtype: ClassVar[torch.dtype] = torch.int16  # the dtype of the lower halves
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._loaded: Tensor | None = None
-        self._lower: Tensor | None = None  # in row-major order, whatever the weight's memory is like
+        self._lower: Tensor | None = None  # row-major, even if the weight is not
 
     def begin(self) -> None:
         held, lower = local(self.tensor), self._lower
@@ -187,7 +187,7 @@ class Split8(Split):
 
 
 def _copy_for(weights: Tensor, masters: Tensor | None) -> Tensor:
-    """Return `masters` on the device and in the layout of the weights; the weights in FP32 where the shapes differ."""
+    """Return `masters` on the device and in the layout of the weights. If they do not fit: the weights in FP32."""
     if masters is None or masters.shape != weights.shape or lacks_data(masters) != lacks_data(weights):
         return weights.detach().float()
     if masters.device != weights.device:
@@ -207,17 +207,17 @@ WAYS: dict[str, type[Store]] = {
 }
 
 
-# Who has had the masters of weights, by where these lie: `torch.utils.swap_tensors` refuses tensors with weak
-# references.
+# For each weight with masters, by its memory: the stores that had these last. A weak reference to the weight itself
+# would not do, since `torch.utils.swap_tensors` refuses tensors that have one.
 _owners: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Stores]]] = {}
 
 
 class Stores:
-    """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`.
+    """The stores of one optimizer's parameters. A store with data beside the weights stays until `drop` or `forget`.
 
     Attributes:
-        kept: the stores that keep something beside the weights, by parameter.
-        are_torn: whether a step was interrupted after it had written some of the masters.
+        kept: by parameter, the stores that keep data beside the weights.
+        are_torn: whether an error has ended a step that had written some parameters and not others.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Stores:
 
     @torch.no_grad()
     def own(self) -> int:
-        """Note that these stores have the masters; return of how many parameters other stores have had them."""
+        """Note that these stores have the masters. Return how many parameters had them in other stores before."""
         others = 0
         if self._owned == len(self.kept):
             return others
@@ -256,13 +256,13 @@ class Stores:
         return others
 
     def masters(self, segment: Segment) -> Tensor | None:
-        """Return the FP32 masters of a whole parameter, sharded as it is; None where it has none."""
+        """Return the FP32 masters of a whole parameter, sharded as it is; None if its way has no masters."""
         return self.of(segment).masters(segment) if WAYS[segment.way.weights].has_masters else None
 
     def hand_over(self, gone: Segment, heir: Segment) -> int:
-        """Give the masters of a parameter that left to the one in its place; return the number of elements that fit.
+        """Give the masters of a parameter that left to its heir; return how many elements fit.
 
-        They may differ in size. An element fits where both have it, with the same weight.
+        The two may differ in size. An element fits if both have it, with the same weight.
         """
         store = self.kept.pop(gone.param, None)
         p, before = heir.param, gone.param

@@ -1,7 +1,7 @@
-"""A batch: segments that an optimizer sees at once, by a call of its own step.
+"""A batch: the segments that an optimizer sees in one call of its own step.
 
-The optimizer sees FP32 tensors themselves, and FP32 copies of all others, in the room of the step. A transfer fills the
-copies before the call and writes them back after it. A batch may be stepped again while its tensors are the same.
+The optimizer sees some FP32 tensors themselves (`Shown` says which). Of all other tensors it sees FP32 copies in the
+room of the step. A transfer fills the copies before the call, and writes them back after it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Optimizer = torch.optim.Optimizer
 
 
 class Batch:
-    """Segments, and parameters that are stepped as they are; under `torch.no_grad()`.
+    """Segments, and other parameters, which are stepped as they are. The methods need `torch.no_grad()`.
 
     Attributes:
-        others: parameters of other dtypes, each with the index of its group.
-        size: how many elements of a room it takes.
-        counts: the step counts of parameters of which this batch has a part.
-        is_settled: whether the last step has left all state in the tensors that it was shown.
+        others: parameters that are not BF16, each with the index of its group.
+        size: how many elements of the room its copies take.
+        counts: clones of the step counts of parameters of which this batch has a part.
+        is_settled: whether the last step has left all state in the tensors that the optimizer was shown.
     """
 
     def __init__(self, segments: list[Segment], context: StepContext) -> None:
@@ -56,11 +56,11 @@ class Batch:
         return found.pop() if len(found) == 1 else None
 
     def place_in(self, room: Tensor, table: Table | None, gradients: list[Tensor]) -> None:
-        """Make the shadows and their state, with copies in this room.
+        """Make the shadows and their state, and put the copies into this room.
 
         Args:
-            table: takes the launches of the kernels that move this batch. None: torch's operators move it.
-            gradients: of all parameters of the step.
+            table: gets the launches of the kernels that move this batch. None: torch's operators move it.
+            gradients: those of all parameters of the step.
         """
         for each in self._shown:
             each.place_in(room)
@@ -85,10 +85,10 @@ class Batch:
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
-        """Step every segment of this batch. If the optimizer raises, weights, gradients and state are as they were.
+        """Step every segment of this batch. If the optimizer raises, weights and gradients are as they were.
 
-        State and masters that the optimizer has written in place cannot be restored: `write_back.written` gets the
-        names of their parameters.
+        State and masters are, too, unless the optimizer has written to the held tensors themselves: these cannot be
+        restored, and `write_back.written` gets the names of their parameters.
 
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
@@ -113,14 +113,14 @@ class Batch:
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
-        """Fill the shadows and their state. Return the lists of `param_groups`, which do not hold the shadows yet."""
+        """Fill the shadows and their state. Return the block in which `param_groups` hold the shadows."""
         for each in self._ready:
             grad = gradients[each.index]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
         self._transfer.read([gradients[index] for index in self._copied])
         self._grads: list[Any] = [shadow.grad for shadow in self._shadows]
         self._seen, self._versions = _versions(self._grads), [version_of(tensor) for tensor, _ in self._versioned]
-        self._states.update(self._new)  # from a dict, whose hashes are known: tensors compute theirs in Python
+        self._states.update(self._new)  # a dict knows the hashes of its keys, which tensors compute in Python
         return ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
 
     def _run(self, call: StepCall, write_back: WriteBack, lists: ShownParameters) -> Any:
@@ -132,7 +132,7 @@ class Batch:
             segment.mark_written()
 
     def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
-        """Bring what the step has left in the state of the shadows into the state of the parameters."""
+        """Move the state that the step has left for the shadows to the parameters."""
         left = self._states_left()
         self.is_settled = self._is_as_shown(left)
         if not self.is_settled:
@@ -144,16 +144,16 @@ class Batch:
             each.undo()
 
     def _written(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the parameters whose masters or state the step has written in place."""
+        """Return the names of the parameters whose masters or state the optimizer has written in place."""
         is_blind, pairs = hides_writes(optimizer), zip(self._versioned, self._versions, strict=False)
         return [name for (tensor, name), version in pairs if is_blind or version_of(tensor) != version]
 
     def is_as_made(self) -> bool:
-        """Whether the next step may use this batch again: all state is in the tensors that were shown."""
+        """Whether the next step may use this batch again: all state is in the tensors that the optimizer was shown."""
         return self.is_settled and all([each.is_as_made() for each in self._shown])
 
     def _is_as_shown(self, left: list[Any]) -> bool:
-        """Whether a step left the tensors that it was shown, as most do: then no state is to be moved."""
+        """Whether the step has left the very tensors that it was shown. Most steps do, and then no state moves."""
         if self._late or not self._can_be_as_shown or not all(map(is_, left, self._given)):
             return False
         values = values_of(self._copies)
@@ -161,9 +161,9 @@ class Batch:
         return is_same and list(chain(*self._copies)) == self._keys
 
     def _states_left(self) -> list[Any]:
-        """Take the shadows' state out of the optimizer's state.
+        """Take the state of the shadows out of the optimizer's state, and return it.
 
-        `popitem` hashes no key, and tensors compute their hashes in Python.
+        Where they come last there, `popitem` takes it, which hashes no key: tensors compute their hashes in Python.
         """
         states, shadows = self._states, self._shadows
         if len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows))):
@@ -171,10 +171,10 @@ class Batch:
         return [states.pop(shadow, None) for shadow in shadows]
 
     def _hand_back(self, optimizer: Any, write_back: WriteBack, gradients: list[Tensor]) -> None:
-        """Give the parameters' gradients the changes that the step made to the shown ones."""
+        """Make the changes that the step has made to the shadows' gradients in the parameters' gradients, too."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
-        # Two kinds of writes raise no version: those of fused kernels to scaled gradients, and those of foreach kernels
-        # to any gradient while a dispatch mode is on.
+        # Versions do not tell of two kinds of writes: of fused kernels to gradients that a GradScaler has scaled, and
+        # of foreach kernels while a dispatch mode is on.
         is_hidden = getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
         versions = _versions(left)
         if is_hidden or not all(map(is_, left, self._grads)) or versions != self._seen:
@@ -190,7 +190,7 @@ class Batch:
 
 
 class ShownParameters:
-    """A block in which the lists of `param_groups`, the same objects, hold other parameters."""
+    """A block in which the lists of `param_groups` hold other parameters. The lists stay the same objects."""
 
     def __init__(self, lists: list[list[Any]], shown: list[list[Any]]) -> None:
         self._lists, self._shown = lists, shown
@@ -213,15 +213,15 @@ class ShownParameters:
 
 
 def hand_back(segment: Segment, held: Any, left: Tensor | None, *, is_replaced: bool = False) -> Any:
-    """Do to the gradient of a parameter what a step has done to that of its shadow.
+    """Change the gradient of a parameter as the step has changed the gradient of its shadow.
 
     Args:
         held: the parameter's gradient, or this rank's part of it.
         left: the shadow's gradient after the step.
-        is_replaced: `left` becomes the gradient itself. Otherwise its values are written into `held`.
+        is_replaced: whether a copy of `left` becomes the gradient. Otherwise `held` gets the values of `left`.
 
     Returns:
-        The parameter's gradient, or this rank's part of it, which may be another tensor now.
+        The gradient of the parameter, or this rank's part of it. It may be another tensor than `held`.
     """
     p = segment.param
     if left is None:
@@ -239,7 +239,7 @@ def hand_back(segment: Segment, held: Any, left: Tensor | None, *, is_replaced: 
 
 
 def can_be_written(grad: Tensor) -> bool:
-    """Whether each element has its own memory, unlike in an expanded gradient."""
+    """Whether each element has memory of its own. In an expanded gradient, many elements share theirs."""
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
 
 

@@ -1,18 +1,18 @@
-"""Parameters that one fused kernel steps and writes back: one pass over weights, gradients and state, all at once.
+"""Parameters that one fused kernel steps and writes back, in one pass over weights, gradients and state.
 
-So steps every class with a formula in `optimizer_classes.py`, unless ``fused=False`` asks for its own step. The order
-of operations is the kernel's own, so results agree with the optimizer's to rounding and not to the bit. State has the
+Every class with a formula in `optimizer_classes.py` steps so, unless ``fused=False`` asks for its own step. The kernel
+has its own order of operations, so results agree with the optimizer's to rounding and not to the bit. State has the
 optimizer's keys and shapes, so a training run may change between fused and other steps.
 
-`formula_step.py` steps those that no kernel takes as they are held, to the same bits:
+`formula_step.py` gives the same bits for the parameters that no kernel takes as they are held:
 
-- where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
-- of which this rank holds elements with gaps between them, or with 2^32 elements or more; other subclasses of tensors;
-- with state in codes whose rows are cut between ranks, which agree on the scales;
-- where weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
+- there is no C compiler, or no Triton; the device is neither a CPU nor CUDA; or the tensor has an unknown subclass;
+- this rank's elements have gaps between them in the whole parameter, or reach past its first 2^32;
+- the state is in codes, and its rows are cut between ranks, which must agree on the scales;
+- weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
 
-The optimizer's own step remains with amsgrad, differentiable, capturable, sparse gradients, and where a GradScaler
-leaves the unscaling to the optimizer.
+With amsgrad, differentiable, capturable, or sparse gradients, the optimizer's own step runs. So it does where a
+GradScaler leaves the unscaling to the optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 def fused_batches(
     segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
 ) -> list[FusedBatch]:
-    """Make a fused batch for each device, of the parameters that a kernel can step."""
+    """Make a fused batch for each device. It has the parameters there that a kernel can step."""
     optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
@@ -64,11 +64,11 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
     """Whether a kernel can step this parameter.
 
     Raises:
-        HmpxError: a state tensor is in a dtype in which no step leaves it.
+        HmpxError: a state tensor has a dtype that no step gives it.
     """
     if segment.first is None or segment.first + segment.count > 2**32:
         return False
-    if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
+    if WAYS[segment.way.weights].kind is None:  # no kernel knows this way to hold weights
         return False
     p, kernels, known = local(segment.param), kernels_for(local(segment.param)), by_own_keys(state)
     if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
@@ -86,14 +86,14 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
 
 @dataclass(eq=False, slots=True)
 class _Taken:
-    """One parameter in the form that a kernel takes, without its gradient, which nothing keeps alive.
+    """One parameter in the form that a kernel takes. The gradient is not in it, so that its memory can be freed.
 
     Attributes:
-        index: of the gradient in the list of all gradients.
-        group: the index of the group, where somebody may put another dict of options.
+        index: the index of the gradient in the list of all gradients.
+        group: the index of the group, and not its dict, which a user may replace.
         keys: the keys of the state tensors, in the kernel's order.
-        known: the state by the optimizer's own keys, new entries included.
-        new: entries to put into the optimizer's state.
+        known: the state by the optimizer's own keys, with the new entries.
+        new: the entries that the step will put into the optimizer's state.
         weight, states: what the kernel steps.
     """
 
@@ -112,7 +112,7 @@ class _Taken:
 
 
 class _Counts:
-    """The counts of steps of many parameters, each an FP32 number on the CPU: read or raised in one call of C."""
+    """The counts of steps of many parameters. One call of C reads or raises them, if all are FP32; else torch does."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors, self._addresses = tensors, array("Q")
@@ -127,14 +127,14 @@ class _Counts:
         if self._in_c:
             native.raise_counts(self._addresses)
         elif self._tensors:
-            add_to_all(self._tensors, torch.ones(()), alpha=1.0)  # for a number it would make many tensors
+            add_to_all(self._tensors, torch.ones(()), alpha=1.0)  # torch would make many tensors of a plain 1
 
 
 class FusedBatch:
-    """Parameters of one device that a kernel steps as they are held; under `torch.no_grad()`.
+    """Parameters of one device that a kernel steps as they are held. The methods need `torch.no_grad()`.
 
     Attributes:
-        is_settled: whether the next step can use the same words, with other gradients and scalars.
+        is_settled: whether the next step can use the same table, with other gradients and scalars filled in.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class FusedBatch:
         if formula.counts and count is None:
             new["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         elif formula.counts and not count.is_cpu:  # type: ignore[union-attr]
-            new["step"] = count.to("cpu")  # type: ignore[union-attr]  # where torch has put it, each look is a wait
+            new["step"] = count.to("cpu")  # type: ignore[union-attr]  # each read on the device is a wait
         for key in keys:
             if key is not None and known.get(key) is None:
-                if count is not None:  # as the optimizer's own step says it
+                if count is not None:  # the optimizer's own step raises the same error
                     raise KeyError(f"{key}: parameter {segment.name!r} has a count of steps, and not this state")
                 new.update(form.zeros(p).entries(key))
         weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
@@ -179,7 +179,7 @@ class FusedBatch:
         return _Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new, weight, states)
 
     def fits(self, groups: list[dict]) -> bool:
-        """Whether the options still ask for the same kernel and the same state."""
+        """Whether the options of all groups still ask for this kernel and for the same state tensors."""
         for each in self._firsts:
             options = groups[each.group]
             if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
@@ -187,7 +187,7 @@ class FusedBatch:
         return True
 
     def begin(self, call: StepCall) -> None:
-        """Compute the scalars, and put them into the table. Wrong options raise here, before anything is written."""
+        """Compute the scalars, and put them into the table. Wrong options raise here, when nothing is written yet."""
         formula, begin = self._formula, 0
         counted = self._counts.values() if formula.counts else array("f", bytes(4 * len(self._taken)))
         found: list[tuple[float, ...]] = []
@@ -208,9 +208,9 @@ class FusedBatch:
     def _begin_each(
         self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]
     ) -> list[tuple[float, ...]]:
-        """Compute the scalars of parameters of one group, whose state may differ."""
+        """Compute the scalars of each parameter of one group: their counts and other state may differ."""
         formula, scalars = self._formula, list[tuple[float, ...]]()
-        known: dict[Any, tuple[float, ...]] = {}  # most parameters have the same
+        known: dict[Any, tuple[float, ...]] = {}  # most parameters share their scalars
         for each, step in zip(taken, steps, strict=True):
             before = self._states.get(each.segment.param) or {} if each.new else each.known
             seen = formula.depends_on(by_own_keys(before))
@@ -223,7 +223,7 @@ class FusedBatch:
         return scalars
 
     def step(self, write_back: WriteBack) -> None:
-        """Step the parameters. `begin` comes before, and the table has been sent."""
+        """Step the parameters. Before it, the caller has called `begin` and has sent the table."""
         write_back.written.append(self._names)
         run_all(self._launches)
         self._counts.raise_by_one()
@@ -235,7 +235,7 @@ class FusedBatch:
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:
-    """Raise for a state tensor that somebody has put there in a dtype that no step leaves."""
+    """Refuse a state tensor of a dtype that no step gives it: somebody else has put it there."""
     for key in keys:
         value = state.get(key)
         if isinstance(value, Tensor) and value.dtype not in native.KINDS:
@@ -246,7 +246,7 @@ def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) 
 
 
 def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | None:
-    """Return a state tensor in the form that a kernel takes."""
+    """Return a state tensor in the form that a kernel takes; None for a key that is None."""
     if key is None:
         return None
     name = name_id(f"{segment.name}.{key}")
@@ -257,7 +257,7 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
 
 
 def _can_be_coded(segment: Segment, state: dict) -> bool:
-    """Whether kernels can step a parameter whose state is in codes: no other rank has a say in its scales."""
+    """Whether kernels can step a parameter whose state is in codes: its scales depend on this rank's elements alone."""
     layout, scales = StateBlocks.of(segment.param), [local(v) for key, v in state.items() if key.startswith(SCALES)]
     is_own = not layout.cut and not layout.is_scattered
     return is_own and all(native.is_plain(each) and each.device == segment.param.device for each in scales)

@@ -1,13 +1,13 @@
-"""Gradients that `release_gradients` has freed during backward, after the step of their parameter.
+"""Gradients under `release_gradients`: backward frees each one after the step of its parameter.
 
-Until `optimizer.step()`, a `Released` stands in their place: a tensor without memory, of which every operation raises.
-Clipping, norms, GradScaler, a second backward and the step of another optimizer would take None for zero: a clipped
-training run would train unclipped. `Optimizer.zero_grad()` raises too: what it would drop is in the weights.
+Until `optimizer.step()`, a `Released` stands in its place: a tensor without memory, of which every operation raises.
+None would not do. Clipping, norms, GradScaler, a second backward and the step of another optimizer take None for zero,
+so a clipped training run would train unclipped. `Optimizer.zero_grad()` raises too: the update is in the weights.
 
-A loss that a GradScaler has scaled raises in backward, before any parameter steps.
+The backward of a loss that a GradScaler has scaled raises before any parameter steps.
 
-A step of one parameter costs the host about what a step of ten does. So gradients wait, out of sight, until there are
-enough of them or the backward pass ends, and their parameters step together.
+A step of one parameter costs the host about as much as a step of ten. So gradients wait, behind their `Released`, until
+there are enough of them or the backward pass ends. Then their parameters step together.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-_Where = tuple[torch.device, Any]  # a device, and the stream of it on which gradients are made
+_Where = tuple[torch.device, Any]  # a device, and its stream on which backward makes the gradients
 
 _MAKE = private("torch.Tensor._make_wrapper_subclass")
 
 _is_used = False  # whether a gradient was ever released
-_scaled_backward = -1  # the last backward of a loss that a GradScaler has scaled, as autograd counts them
+_scaled_backward = -1  # autograd's number of the last backward pass of a loss that a GradScaler has scaled
 
 
 class Released(torch.Tensor):
-    """What stands in the place of a gradient that was freed."""
+    """A tensor without memory, in the place of a gradient that waits or was freed."""
 
     optimizer: str
 
@@ -65,12 +65,12 @@ def _error(what: str, gradient: Released) -> HmpxError:
 
 
 class Waiting:
-    """Gradients of one optimizer that are complete, and whose parameters have not stepped yet.
+    """Gradients of one optimizer that are complete, but whose parameters have not stepped yet.
 
-    They are kept by device and stream, and so many elements of each at most: that is the memory that they take.
+    Those of one device and stream wait until they have `ELEMENTS` elements, or on a GPU `ELEMENTS_OF_ACCELERATORS`.
 
     Attributes:
-        taken: the parameters, by id, that have taken the next step in backward, or wait to do so.
+        taken: the ids of parameters that have taken the next step in backward, or wait to take it.
     """
 
     ELEMENTS = 1 << 20
@@ -80,14 +80,14 @@ class Waiting:
         self.taken: set[int] = set()
         self._kept: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
         self._elements: dict[_Where, int] = {}
-        self._marks: dict[int, Released] = {}  # by parameter, from the step before
-        self._backward = -1  # the last one, as autograd counts them
+        self._marks: dict[int, Released] = {}  # by the id of the parameter, kept for the next steps
+        self._backward = -1  # autograd's number of the backward pass in which `is_first` was last asked
 
     def __reduce__(self) -> tuple[type[Waiting], tuple[()]]:
-        return Waiting, ()  # for a copy of the optimizer none wait
+        return Waiting, ()  # the gradients wait for the original, and none for its copy
 
     def add(self, p: Parameter, optimizer: Optimizer) -> bool:
-        """Let the gradient of a parameter wait; return whether there are enough to step, or no backward pass runs."""
+        """Let a gradient wait. Return whether it is time to step: enough of them wait, or no backward pass runs."""
         global _is_used
         gradient, where = p.grad, _where(p)
         assert gradient is not None, "it is complete"
@@ -102,16 +102,16 @@ class Waiting:
         return elements >= most or graph_task() == -1
 
     def is_first(self) -> bool:
-        """Whether this is the first time that somebody asks in the backward pass that runs now."""
+        """Whether a backward pass runs, and this is the first call in it."""
         before, self._backward = self._backward, graph_task()
         return self._backward not in (-1, before)
 
     def ready(self) -> list[_Where]:
-        """Return where gradients wait."""
+        """Return the devices and streams whose gradients wait."""
         return list(self._kept)
 
     def show(self, where: _Where) -> list[Parameter]:
-        """Give the parameters that wait there their gradients again, for a step; `settle` comes after it."""
+        """Give the parameters that wait there their gradients again, for a step. After it, call `settle`."""
         kept = self._kept[where]
         for p, gradient, _ in kept:
             p.grad = gradient
@@ -122,10 +122,10 @@ class Waiting:
         return [p for p, _, _ in kept]
 
     def settle(self, have_stepped: Callable[[list[Parameter]], bool], *wheres: _Where) -> list[Parameter]:
-        """End the wait, there or anywhere: free the gradients of parameters that have stepped, give others theirs back.
+        """End the wait at `wheres`, or everywhere. Free the gradients of parameters that have stepped, keep the others.
 
         Returns:
-            Those that have not stepped.
+            The parameters that have not stepped, which have their gradients again.
         """
         back: list[Parameter] = []
         for where in wheres or self.ready():
@@ -152,7 +152,7 @@ def _where(p: Parameter) -> _Where:
 
 
 def refuse_scaled(optimizer: Optimizer) -> None:
-    """Raise in the backward of a scaled loss, before a parameter steps with a gradient 65536 times too large.
+    """Raise in the backward of a scaled loss, before a parameter steps with a gradient that is scaled.
 
     Raises:
         HmpxError: this backward began at what `GradScaler.scale` returned.
@@ -168,14 +168,14 @@ def refuse_scaled(optimizer: Optimizer) -> None:
 
 
 def finish(params: Iterable[Parameter]) -> None:
-    """Set the gradients to None that are `Released`."""
+    """Set each gradient that is a `Released` to None."""
     for p in params:
         if type(p.grad) is Released:
             p.grad = None
 
 
 def watch(changes: Changes) -> None:
-    """Remember backwards of scaled losses, and let `zero_grad` refuse released gradients, until `changes` end."""
+    """Until `changes` end, note each backward of a scaled loss, and let `zero_grad` refuse released gradients."""
     scaler = torch.amp.GradScaler
     changes.put(Attribute(scaler, "scale", "GradScaler.scale"), _watched_scale(scaler.scale))
     changes.put(Attribute(Optimizer, "zero_grad", "Optimizer.zero_grad"), _watched_zero(Optimizer.zero_grad))

@@ -1,4 +1,4 @@
-"""The steps of one optimizer: each by the plan of the step before, by a new plan, or with all parameters at once."""
+"""The steps of one optimizer. Each runs the plan of the step before, or a new plan, or takes all parameters at once."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ Optimizer = torch.optim.Optimizer
 
 
 class WeightUpdates:
-    """Runs the steps of one optimizer in FP32 and writes BF16 parameters back as `settings` say.
+    """Runs the steps of one optimizer in FP32, and writes BF16 parameters back as `settings` say.
 
-    It does not hold the optimizer.
+    This object holds no reference to the optimizer.
     """
 
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
@@ -61,30 +61,30 @@ class WeightUpdates:
         self._kept: Plan | None = None
         self._stepped: list[int] | None = None  # ids of the parameters of the last new plan
         self._open: _OpenStep | None = None
-        # With released gradients, a step is taken in parts. Each part has a plan, under the ids of its parameters.
-        self._parts: dict[tuple[int, ...], Plan] = {}  # of the step before, which this step has not used yet
-        self._taken: dict[tuple[int, ...], Plan] = {}  # of the step that is open
-        self._members: tuple | None = None  # `membership` when a step was last opened
+        # With released gradients, a step is taken in parts. Each part has a plan; the key is the ids of its parameters.
+        self._parts: dict[tuple[int, ...], Plan] = {}  # plans of the step before that this step has not used yet
+        self._taken: dict[tuple[int, ...], Plan] = {}  # plans that the open step has used
+        self._members: tuple | None = None  # the result of `membership` when a step was last opened
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # plans cannot be copied
 
     def look(self, call: StepCall) -> Gradients | None:
-        """Return the gradients of a step that begins now, if the plan of the last step fits it."""
+        """Return the gradients of the step that begins now, if the plan of the last step fits it; else None."""
         if self._kept is None or self._open is not None or call.args or call.kwargs:
             return None
         return self._kept.fits(call.optimizer)
 
     def step(self, call: StepCall, found: Gradients | None = None) -> Any:
-        """Run a step of the optimizer. If it raises, weights and gradients are as they were.
+        """Run a step. If it raises, BF16 weights and gradients are as before, or the optimizer refuses to go on.
 
-        found: the result of `look`, if it was called just before.
+        found: the result of `look`, if that was called just before. See `mark_incomplete` for the refusal.
         """
         return self._guarded(self._numbered_step, call, found)
 
     def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
-        """Call ``function(call, signals, *args)``. It may defer signals and turn gradients off: both end with it."""
-        if torch.is_inference_mode_enabled():  # tensors made in it have no versions, and plain steps cannot write them
+        """Call ``function(call, signals, *args)``. It may defer signals and turn gradients off; this undoes both."""
+        if torch.is_inference_mode_enabled():  # tensors made in it have no versions, and no plain step may write them
             with torch.inference_mode(False):
                 return self._guarded(function, call, *args)
         signals, gradients = DeferredSignals(), torch.is_grad_enabled()
@@ -122,7 +122,7 @@ class WeightUpdates:
             segments = self.members(optimizer, write_back.rounding_key).whole.values()
             return WholeBatch(list(segments)).step(call, write_back, [])
         result = None
-        if call.closure is not None:  # the listed classes call the closure before anything else
+        if call.closure is not None:  # classes of other scopes call it before anything else
             with torch.enable_grad():
                 result = call.closure()
             if self.settings.release_gradients:
@@ -135,7 +135,7 @@ class WeightUpdates:
         return result
 
     def _step_as_before(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
-        """Step by the plan of the step before, if it fits. If not, step nothing, and return False."""
+        """Step by the plan of the step before, if it fits. Otherwise step nothing, and return False."""
         plan, self._kept = self._kept, None
         if plan is None or self._open is not None:
             return False
@@ -151,7 +151,7 @@ class WeightUpdates:
         return True
 
     def _step_anew(self, call: StepCall, write_back: WriteBack) -> None:
-        """Look at every parameter; step by a new plan, or whole where gradients or state cannot be cut."""
+        """Look at every parameter, and step by a new plan. If gradients or state cannot be cut, step all at once."""
         optimizer, key = call.optimizer, write_back.rounding_key
         formula = chosen(optimizer, self.settings.fused)
         members = self.members(optimizer, key)
@@ -206,7 +206,7 @@ class WeightUpdates:
         return self._open is not None and self._open.stepped.issuperset(map(id, params))
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
-        """Look at every parameter, and bring all state to the form in which it is held."""
+        """Look at every parameter, and bring all state to the form in which the settings hold it."""
         if key.step and self.settings.fused is None and chosen(optimizer, None) is not None:
             _tell_of_before(optimizer)
         segments = self.segments(optimizer)
@@ -219,11 +219,11 @@ class WeightUpdates:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of the next step has been taken."""
+        """Whether parameters have begun to take the next step in parts."""
         return self._open is not None
 
     def segments(self, optimizer: Optimizer) -> list[Segment]:
-        """Return the BF16 parameters, whole, with their names."""
+        """Return a segment for each BF16 parameter: all of it, with its name."""
         return self._parameters.segments(optimizer)
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
@@ -243,7 +243,7 @@ class WeightUpdates:
         return WriteBack(self.stores, key, signals, [])
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
-        """Take over FP32 masters from a checkpoint; return how many were dropped, by the reason."""
+        """Take over FP32 masters from a checkpoint. Return how many were dropped, for each reason."""
         self.look_again()
         dropped: Counter[str] = Counter()
         for segment in self._parameters.every(optimizer):
@@ -260,7 +260,7 @@ class WeightUpdates:
 
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer, heirs: Mapping[Parameter, Parameter | None]) -> None:
-        """Give the names and masters of departed parameters to their heirs, and warn where masters are concerned."""
+        """Give the names and masters of parameters that left to their heirs. Warn of each that had masters."""
         departed = [self._parameters.last(optimizer, p) for p in heirs if any(self.stores.beside([p]))]
         for p, heir in heirs.items():
             self._parameters.seen.pop(p, None)
@@ -278,7 +278,7 @@ class WeightUpdates:
             )
 
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
-        """Cast the state of `p`, which is no longer BF16, for plain steps."""
+        """Cast the state of `p`, which is no longer BF16, to the dtype that plain steps want."""
         way = next((each.way for each in self._parameters.every(optimizer) if each.param is p), USUAL)
         state_dtypes.cast_along(optimizer, p, way.state_dtype)
 
@@ -290,7 +290,7 @@ class WeightUpdates:
         self._parameters.forget()
 
     def abandon(self) -> None:
-        """Forget the step that parameters have begun to take in parts."""
+        """Forget the open step, which parameters have begun to take in parts."""
         self._open = None
 
 
@@ -306,8 +306,8 @@ class _OpenStep:
     """A step that parameters take in parts, as their gradients come (`release_gradients`).
 
     Attributes:
-        stepped: ids of the parameters that have taken it.
-        members: of the optimizer, once a part without a fitting plan has asked for them.
+        stepped: ids of the parameters that have taken the step.
+        members: the optimizer's members; None until a part needs a new plan.
     """
 
     write_back: WriteBack
@@ -316,7 +316,7 @@ class _OpenStep:
 
 
 def _tell_of_before(optimizer: Optimizer) -> None:
-    """Warn, after a checkpoint of an earlier version was loaded, that this version's steps have other last bits."""
+    """After a load of an earlier version's checkpoint, warn that steps of this version have other last bits."""
     if step_count.is_of_before(optimizer):
         logger.warning(
             "hmpx: %s: the checkpoint is of hmpx 0.2 or before, whose steps were the optimizer's own; from here on "
@@ -327,6 +327,6 @@ def _tell_of_before(optimizer: Optimizer) -> None:
 
 
 def _skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler found inf or NaN and told a fused optimizer not to update."""
+    """Whether a GradScaler found an inf or a NaN, and has told a fused optimizer to leave its weights alone."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and bool(found.item())

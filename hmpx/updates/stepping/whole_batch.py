@@ -1,11 +1,11 @@
-"""Whole parameters: all of an optimizer that may look across them, or one that is gathered from all ranks.
+"""Steps whole parameters: all those of an optimizer that may look across them, or one gathered from all ranks.
 
-The optimizer is shown FP32 shadows, real Parameters in `param_groups` with its state under their keys, so that any
-optimizer computes in FP32 without knowing. The model's own parameters are never swapped: exchanging `p.data` resets
-AccumulateGrad, after which DDP stops synchronising in silence.
+The optimizer is shown FP32 shadows. They are real Parameters in `param_groups`, and its state is under their keys, so
+any optimizer computes in FP32 without knowing it. The model's own parameters are never swapped: a new `p.data` would
+reset AccumulateGrad, and DDP would then stop synchronising without an error.
 
-A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
-parameter, in its own dtype. A gradient that the step leaves alone is not touched.
+A step may set a gradient to None, replace it, or write to it. Then hmpx does the same to the gradient of the real
+parameter, in its own dtype. It leaves a gradient alone that the step has left alone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-_known: WeakSet[Optimizer] = WeakSet()  # those of which a step was looked at for lookups
+_known: WeakSet[Optimizer] = WeakSet()  # those that `refuse_lookups` has accepted after a step
 
 
 class WholeBatch(Batch):
-    """A batch that is stepped once. Optimizers that this one holds (Lookahead's base) see the same shadows.
+    """A batch that is stepped once. If the optimizer holds others (Lookahead's base), they see the same shadows.
 
-    gathers: the segments are sharded, and the optimizer sees whole parameters, these alone. Every rank computes the
-        same, and keeps its part of the result.
+    gathers: whether the segments are sharded. Then the optimizer sees these parameters alone, whole; every rank
+        computes the same, and keeps its part of the result.
     """
 
     def __init__(self, segments: list[Segment], *, gathers: bool = False) -> None:
@@ -57,7 +57,7 @@ class WholeBatch(Batch):
         self._is_grad_on = torch.is_grad_enabled()
         with torch.no_grad():
             result = super().step(call, write_back, gradients)
-        self._shadows, self._shown_states, self._versioned = [], [], []  # other batches need the memory
+        self._shadows, self._shown_states, self._versioned = [], [], []  # the next batches need this memory
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
@@ -81,7 +81,7 @@ class WholeBatch(Batch):
         return ShownParameters(lists, shown)
 
     def _watch(self, state: ShownState) -> None:
-        """Let `_written` see what the step writes to the parameter's own tensors."""
+        """Remember the versions of the parameter's own state tensors: `_written` sees by them what a step writes."""
         values = [item for v in state.content.values() for item in (v if isinstance(v, list) else (v,))]
         tensors = [value for value in values if isinstance(value, Tensor)]
         self._versioned += [(tensor, state.segment.name) for tensor in tensors]
@@ -104,9 +104,9 @@ class WholeBatch(Batch):
     def _on_real_parameters(
         self, optimizer: Optimizer, signals: DeferredSignals, lists: ShownParameters, closure: Callable
     ) -> Callable:
-        """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step.
+        """Wrap a closure. It runs the model, so it must see the real parameters, with the weights of the shadows.
 
-        A signal that comes in it does not wait, unless the step has written to state by then.
+        A signal that comes while the closure runs does not wait, unless the step has already written to state.
         """
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -166,10 +166,10 @@ def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 class Shadow:
-    """The FP32 shadow of one whole parameter, a real Parameter, with its gradient; under `torch.no_grad()`.
+    """The FP32 shadow of one whole parameter, with its gradient. The methods need `torch.no_grad()`.
 
     Args:
-        one_layout: whether gradient and moments lie in memory as the shadow does.
+        one_layout: whether the optimizer wants gradient and moments to lie in memory as the shadow does.
         gathers: whether the shadow is the whole of a sharded parameter.
 
     Attributes:
@@ -182,9 +182,9 @@ class Shadow:
         store.begin()
         self.q = Parameter(self._whole(self._read()), requires_grad=self.p.requires_grad)
         for mark, value in () if gathers else vars(self.p).items():
-            vars(self.q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
-        self._weight_before: Tensor | None = None  # which a trial point of a closure has overwritten
-        self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # the object, and its values
+            vars(self.q).setdefault(mark, value)  # if `q` is a DTensor, it keeps the attributes of one
+        self._weight_before: Tensor | None = None  # the weights that `undo` restores, once they are overwritten
+        self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # for `undo`: object, and values
         self.show_gradient()
         self.look()
 
@@ -202,7 +202,7 @@ class Shadow:
         self.store.write(self.segment, held_part(self.p, self.q.detach()), self.segment.name, key)
 
     def look(self) -> None:
-        """Remember the weights: nothing but a closure may change them."""
+        """Remember the real weights: while the step runs, only a closure may change them."""
         self._seen = version_of(self.p), self.p.detach().clone()
 
     def _has_changed(self) -> bool:
@@ -212,7 +212,7 @@ class Shadow:
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
     def is_bypassed(self) -> bool:
-        """Whether the step has written to the parameter itself, which `undo` then takes back."""
+        """Whether the optimizer has written to the real parameter. If so, let `undo` restore the weights."""
         if not self._has_changed():
             return False
         if self._weight_before is None:
@@ -232,10 +232,10 @@ class Shadow:
         self._shown = q.grad, 0 if q.grad is None else version_of(q.grad)
 
     def hand_back(self) -> None:
-        """Give the parameter's gradient the changes that the step made to the shadow's."""
+        """Change the parameter's gradient as the step has changed the shadow's."""
         p, left, (shown, version) = self.p, self.q.grad, self._shown
         is_shown, is_written = left is shown, left is not None and version_of(left) != version
-        # A gathered parameter is stepped by a class of torch, which raises the version of what it writes to.
+        # Only classes of torch step gathered parameters, and they raise the version of each gradient that they write.
         if is_shown and not is_written and (left is None or self.gathers or _is_as_shown(p.grad, left)):
             return
         if self.gathers and is_sharded(p) and left is not None:
@@ -250,7 +250,7 @@ class Shadow:
             self._gradient_before = grad, None if grad is None else grad.detach().clone()
 
     def show_trial_point(self) -> None:
-        """Before a closure: give the parameter the shadow's weights, rounded to nearest, and its gradient."""
+        """Before a closure: give the parameter the weights of the shadow, rounded to nearest, and its gradient."""
         self.hand_back()
         self._keep_gradient()
         if self._weight_before is None and self._is_moved():
@@ -259,17 +259,17 @@ class Shadow:
             self.p.copy_(self.q)  # the shadow keeps the exact values
 
     def take_evaluation(self) -> None:
-        """After a closure: show the gradient that it has made, and accept the weights that it has changed."""
+        """After a closure: show the optimizer the new gradient, and accept it if the closure has changed weights."""
         self.show_gradient()
         if self._has_changed():
             self.look()
 
     def _is_moved(self) -> bool:
-        """Whether the step has changed the weights since it got them."""
+        """Whether the step has changed the weights of the shadow so far."""
         return not shows_values(self.q) or not torch.equal(local(self._read()), local(self.q.detach()))
 
     def undo(self) -> None:
-        """Restore weights and gradient, object and values, after the step raised."""
+        """After the step raised, restore the weights, and the gradient: the object and its values."""
         if self._gradient_before is not None:
             grad, values = self._gradient_before
             self.p.grad = grad
@@ -280,7 +280,7 @@ class Shadow:
 
 
 def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
-    """Whether a gradient has the values that it had: a write through `.data` or by a fused kernel has no version."""
+    """Whether the shadow's gradient has its values still: `.data` and fused kernels write without a new version."""
     if real is None:
         return False
     if not shows_values(left) or left.layout is not torch.strided:
@@ -289,10 +289,10 @@ def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
 
 
 def seen_state(shadow: Shadow, form: StateForm, own: Any) -> dict[str, Any] | None:
-    """Return copies of a parameter's state for its shadow; None if the step can see `own` itself.
+    """Return copies of a parameter's state for its shadow; None if the optimizer can see `own` itself.
 
-    Where the shadow is gathered, state of its shape is, too. State of another shape, such as factored moments, is whole
-    on every rank, and the same.
+    If the shadow is gathered, state of its shape is gathered, too. State of another shape, such as factored moments, is
+    whole already, and the same on every rank.
     """
     if not isinstance(own, dict):
         return None
@@ -310,7 +310,7 @@ def seen_state(shadow: Shadow, form: StateForm, own: Any) -> dict[str, Any] | No
 
 
 def _gathered(value: Any) -> Any:
-    """Return a copy of a state value in FP32, whole."""
+    """Return a state value whole: a tensor as a copy, in FP32 if it was BF16; anything else as it is."""
     value = value.whole() if isinstance(value, HeldState) else value
     if not isinstance(value, Tensor):
         return value
