@@ -62,8 +62,10 @@ class Piece:
         flat = room[self.at : self.at + self.segment.count]
         if self.segment.start is None or self.segment.by_rows:
             held = self.segment.of(like)
-            strides = held.stride() if held.is_contiguous() else torch.empty_like(held, device="meta").stride()
-            flat = flat.as_strided(held.shape, strides)
+            if held.is_contiguous():  # so is all of XLA, whose `as_strided` of a slice begins where its base does
+                flat = flat.view(held.shape)
+            else:
+                flat = flat.as_strided(held.shape, torch.empty_like(held, device="meta").stride())
         self.x = flat.data  # with a version of its own
 
 
