@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
 
 import pytest
@@ -246,80 +247,69 @@ WAYS = {
 }
 
 
+def kept_beside_a_twin(make, act, turns=6, said=None):
+    """Step beside a twin that looks at everything in each step, and compare them.
+
+    act: called in each turn, for both, with the turn, the parameters, the optimizer and its attachment.
+    Returns: what is left, and the number of kept steps after each turn, first without and then with the looks.
+    """
+    results, kept = [], []
+    for forget in (False, True):
+        params, optimizer, handle = make()
+        for turn in range(turns):
+            give_gradients(optimizer, turn)
+            act(turn, params, optimizer, handle)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            kept.append(handle._updates.kept_steps)
+        results.append(everything(params, optimizer, handle))
+    assert same(*results), said
+    return results[0], kept
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_between_two_steps_is_seen(way, monkeypatch):
-    """Beside a twin that looks at everything in each step."""
     settings = WAYS[way].copy()
     monkeypatch.setattr(batching, "_FLOOR", settings.pop("floor", 1 << 17))
     for change, act in CHANGES.items():
         if change == "moments exchanged" and settings.get("state_dtype") == "8bit":
             continue  # which have other keys
-        results, kept = [], []
-        for forget in (False, True):
-            params, optimizer, handle = made(optim.AdamW, {"fused": "scaled" in change}, **settings)
-            for turn in range(6):
-                give_gradients(optimizer, turn)
-                if turn == 3:
-                    act(params, optimizer, handle)
-                if forget:
-                    handle._updates.look_again()
-                optimizer.step()
-                kept.append(handle._updates.kept_steps)
-            results.append(everything(params, optimizer, handle))
-        assert same(*results) and not any(x.isnan().any() for x in results[0]), change
+        left, kept = kept_beside_a_twin(
+            functools.partial(made, optim.AdamW, {"fused": "scaled" in change}, **settings),
+            lambda turn, *given, act=act: turn == 3 and act(*given),
+            said=change,
+        )
+        assert not any(x.isnan().any() for x in left), change
         assert kept[2] >= 1 and kept[6:] == [0] * 6 and (kept[5] >= 2 or change != "nothing"), change
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_parameter_without_a_gradient_gets_one(fused):
-    """Beside a twin that looks at everything in each step."""
-    results = []
-    for forget in (False, True):
-        params, optimizer, handle = made(*ADAM, fused=fused)
-        for turn in range(6):
-            give_gradients(optimizer, turn)
-            params[2].grad = params[2].grad if turn > 3 else None
-            if forget:
-                handle._updates.look_again()
-            optimizer.step()
-        results.append(everything(params, optimizer, handle))
-        assert forget or handle._updates.kept_steps >= 2
-    assert same(*results)
+    def act(turn, params, *_):
+        params[2].grad = params[2].grad if turn > 3 else None
+
+    assert kept_beside_a_twin(lambda: made(*ADAM, fused=fused), act)[1][5] >= 2
 
 
 def test_momentum_that_is_switched_on_is_seen():
-    """Beside a twin that looks at everything in each step."""
-    results = []
-    for forget in (False, True):
-        params, optimizer, handle = made(optim.SGD, fused=True)
-        for turn in range(6):
-            give_gradients(optimizer, turn)
-            optimizer.param_groups[1]["momentum"] = 0.9 if turn > 2 else 0.0
-            if forget:
-                handle._updates.look_again()
-            optimizer.step()
-        results.append(everything(params, optimizer, handle))
-        assert forget or handle._updates.kept_steps >= 2
-    assert same(*results)
+    def act(turn, params, optimizer, handle):
+        optimizer.param_groups[1]["momentum"] = 0.9 if turn > 2 else 0.0
+
+    assert kept_beside_a_twin(lambda: made(optim.SGD, fused=True), act)[1][5] >= 2
 
 
 @pytest.mark.parametrize("keys", [("momentum_buffer",), ()])
 def test_state_that_is_gone_from_its_key_is_seen(keys):
-    """Beside a twin that looks at everything in each step: both begin with another buffer."""
-    results = []
-    for forget in (False, True):
-        params, optimizer, handle = made(optim.SGD, {"momentum": 0.9}, fused=True)
-        for turn in range(5):
-            give_gradients(optimizer, turn)
-            if turn == 3:
-                state = optimizer.state[params[4]]
-                state.update({f"former {key}": state[key] for key in keys})
-                del state["momentum_buffer"]
-            if forget:
-                handle._updates.look_again()
-            optimizer.step()
-        results.append(everything(params, optimizer, handle))
-    assert same(*results)
+    """Both begin with another buffer."""
+
+    def act(turn, params, optimizer, handle):
+        if turn == 3:
+            state = optimizer.state[params[4]]
+            state.update({f"former {key}": state[key] for key in keys})
+            del state["momentum_buffer"]
+
+    kept_beside_a_twin(lambda: made(optim.SGD, {"momentum": 0.9}, fused=True), act, turns=5)
 
 
 def transposed(tensor):
