@@ -233,6 +233,9 @@ _PREFIXES = {code.prefix: code for code in STATE_CODES.values()}
 
 def code_of(key: Any) -> StateCode | None:
     """Return the code in which a parameter's state under `key` is held; None if it is not in codes."""
-    if not isinstance(key, str) or not key.startswith("hmpx_"):
-        return None
+    return _code_of(key) if isinstance(key, str) and key.startswith("hmpx_") else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_of(key: str) -> StateCode | None:
     return next((code for prefix, code in _PREFIXES.items() if key.startswith(prefix)), None)

@@ -144,6 +144,17 @@ def test_what_a_step_does_to_a_gradient_stays_unless_it_raises(touch, fail, fp32
     assert (gradient._version == version) == (touch in ("looks", "replaces"))
 
 
+def test_a_gradient_with_nan_that_a_step_only_reads_keeps_its_bits():
+    """NaN is not equal to NaN, and casts give it other bits."""
+    p = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = Touching([p], TOUCHES["looks"])
+    hmpx.attach(optimizer)
+    p.grad = torch.full((64,), 0x7FC1, dtype=torch.int16).view(BF16)
+    for _ in range(4):
+        optimizer.step()
+        assert (p.grad.view(torch.int16) == 0x7FC1).all() and p.grad._version == 0
+
+
 @pytest.mark.parametrize(
     "sliced, expanded, looked_at",
     [

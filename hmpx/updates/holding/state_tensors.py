@@ -7,6 +7,7 @@ parameter is one, so whatever saves, moves or shards optimizer state can do so. 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -52,12 +53,9 @@ class StateBlocks(NamedTuple):
     def of(cls, tensor: Tensor) -> StateBlocks:
         """Return the blocks of a parameter, or of a tensor shaped and sharded like it."""
         shape = tuple(tensor.shape)
-        folded = max(len(shape) - 1, 0)
-        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
-            folded -= 1
-        whole = Rows.of(math.prod(shape[folded:]))
+        whole, folded = _rows_of(shape)
         if not is_sharded(tensor):
-            return cls(whole, (*shape[:folded], whole.blocks), folded)
+            return _blocks_of(shape)
         _, offsets = sizes_and_offsets(tensor.shape, tensor.device_mesh, tensor.placements)
         inner = shape[folded + 1 :]
         held = tuple(local(tensor).shape)
@@ -109,6 +107,22 @@ class StateBlocks(NamedTuple):
         for group in self.cut:
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
         return both[0], both[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_of(shape: tuple[int, ...]) -> tuple[Rows, int]:
+    """Return the rows of a whole tensor, and the first dimension that belongs to one."""
+    folded = max(len(shape) - 1, 0)
+    while folded > 1 and math.prod(shape[folded:]) < BLOCK:
+        folded -= 1
+    return Rows.of(math.prod(shape[folded:])), folded
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks_of(shape: tuple[int, ...]) -> StateBlocks:
+    """Return the blocks of a tensor that is not sharded."""
+    whole, folded = _rows_of(shape)
+    return StateBlocks(whole, (*shape[:folded], whole.blocks), folded)
 
 
 class HeldState(Held):
