@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import warnings
@@ -332,7 +333,8 @@ JOINED = {
     "gru of two layers and ways": (lambda: nn.GRU(7, 9, 2, bidirectional=True, batch_first=True), (5, 3, 7)),
     "gru_cell": (_layer("GRUCell", 7, 9), (3, 7)),
     "lstm_cell": (_layer("LSTMCell", 7, 9), (3, 7)),
-    "lstm": (lambda: _Flat(nn.LSTM(7, 9)), (5, 3, 7)),
+    "lstm of oneDNN": (lambda: _Flat(nn.LSTM(7, 9)), (5, 3, 7)),
+    "lstm of oneDNN, of two layers and ways": (lambda: _Flat(nn.LSTM(7, 9, 2, bidirectional=True)), (5, 3, 7)),
     "lstm that projects its state": (lambda: _Flat(nn.LSTM(7, 9, proj_size=4)), (5, 3, 7)),
     "lstm of packed sequences": (lambda: _Flat(nn.LSTM(7, 9), packed=True), (5, 3, 7)),
     "rnn_tanh of packed sequences": (lambda: _Flat(nn.RNN(7, 9, bidirectional=True), packed=True), (5, 3, 7)),
@@ -357,25 +359,57 @@ def _outcome(make, shape, context, *, grad):
     return results
 
 
+class _Rounded(nn.Module):
+    """An LSTM of rounded inputs and weights, computed in `dtype`, with its results rounded."""
+
+    def __init__(self, model, dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, x):
+        x, *weights = (t.bfloat16().to(self.dtype) for t in (x, *self.model.parameters()))
+        named = dict(zip(dict(self.model.named_parameters()), weights, strict=True))
+        return tuple(y.bfloat16() for y in torch.func.functional_call(self.model, named, (x,)))
+
+
+def _by_torch(name, *, grad):
+    """Return what torch.autocast gives. Without BF16 instructions it raises for an LSTM, and torch has one of BF16."""
+    make, shape = JOINED[name]
+    if name.startswith("lstm of oneDNN") and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _outcome(lambda: _Rounded(make(), BF16), shape, contextlib.nullcontext(), grad=grad)
+    return _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=grad)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", JOINED)
 def test_products_inside_of_an_op_have_the_bits_of_autocast(name, grad):
     """Under autocast's lists the state of a recurrence stays in FP32, in the results and in all gradients."""
-    make, shape = JOINED[name]
-    wanted = _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=grad)
-    found = _outcome(make, shape, hmpx.activate("autocast-cpu"), grad=grad)
-    assert all(map(same, found, wanted)) and len(found) == len(wanted)
+    wanted = _by_torch(name, grad=grad)
+    found = _outcome(*JOINED[name], hmpx.activate("autocast-cpu"), grad=grad)
+    assert same(found, wanted)
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("name", ["lstm", "cov"])
+@pytest.mark.parametrize("name", ["lstm of oneDNN", "cov"])
 def test_what_dynamo_leaves_to_python_trains_with_the_bits_of_eager(name):
     """A graph of the op of an LSTM alone would be taken apart, its results in FP32; `cov` looks at values."""
     make, shape = JOINED[name]
-    wanted = _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=True)
+    wanted = _by_torch(name, grad=True)
     compiled = functools.partial(torch.compile, backend="aot_eager")
     found = _outcome(lambda: compiled(make()), shape, hmpx.activate("autocast-cpu"), grad=True)
-    assert all(map(same, found, wanted)) and len(found) == len(wanted)
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_fp32_kernels_compute_an_lstm_whose_products_are_listed(grad):
+    """Of two layers and ways too. torch takes packed ones, and those with projections, apart into its own products."""
+    lists = {"bf16": ["linear"], "fp32": [], "promote": [], "kernels": "float32"}
+    for name in (name for name in JOINED if name.startswith("lstm of oneDNN")):
+        make, shape = JOINED[name]
+        wanted = _outcome(lambda make=make: _Rounded(make(), FP32), shape, contextlib.nullcontext(), grad=grad)
+        assert same(_outcome(make, shape, hmpx.convert(**lists), grad=grad), wanted), name
+    for name in ("lstm that projects its state", "lstm of packed sequences"):
+        assert same(_outcome(*JOINED[name], hmpx.convert(**lists), grad=grad), _by_torch(name, grad=grad)), name
 
 
 def test_arithmetic_that_is_listed_too_is_cast_with_its_products(lists):

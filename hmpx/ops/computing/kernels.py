@@ -37,7 +37,7 @@ from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph, stand_in
-from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, is_stated
+from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, cast, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
 _is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
@@ -71,7 +71,7 @@ class Kernels:
 
             return wide_kernel() if case.format is None else fp8_kernel(case.format, self.of_codes)
         if case.low is not None:
-            return _kernel_inside(case.low)
+            return _kernel_inside(case.low, self.widened & {case.low})
         if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
             return None
         inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
@@ -127,19 +127,36 @@ def _fp32_kernel(inputs: frozenset[torch.dtype]) -> Kernel:
     return Kernel(f"FP32 kernels for {names} on CPU", "too", lambda op, function: _computing(function, inputs))
 
 
-def _kernel_inside(low: torch.dtype) -> Kernel:
-    """Return torch's own op, with torch's own autocast on inside: it reaches the products of an op written in C++."""
+def _kernel_inside(low: torch.dtype, widened: frozenset[torch.dtype]) -> Kernel:
+    """Return torch's own op, with torch's own autocast on inside: it reaches the products of an op written in C++.
+
+    An LSTM of oneDNN is one product to autocast. It is cast before torch asks whether oneDNN has it in `low`; inside,
+    oneDNN would raise on a CPU without such instructions. widened: `low`, if FP32 kernels compute it.
+    """
 
     def wrap(op: str, function: Callable) -> Callable:
+        whole = (_computing(function, widened) if widened else function) if op == "lstm" else None
+
         @stand_in(function, computes=False)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if op in op_facts.BREAK_GRAPHS:  # before autocast is on
                 return out_of_graph(_autocast_inside, low, function, args, kwargs)
+            if whole is not None and _runs_in_onednn(*args, **kwargs):
+                return call(whole, cast(args, low), cast(kwargs, low))
             return _autocast_inside(low, function, args, kwargs)
 
         return inside
 
     return Kernel(f"products inside in {dtype_name(low)}", "too", wrap)
+
+
+def _runs_in_onednn(input: Any = None, hx: Any = None, *rest: Any, **more: Any) -> bool:
+    """Return whether torch hands an LSTM with these arguments to oneDNN: no packed one, and none with projections."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if type(input) not in PLAIN or not input.is_cpu or input.dtype not in ELIGIBLE:
+        return False
+    return isinstance(hx, (list, tuple)) and hx[0].shape[-1] == hx[1].shape[-1]
 
 
 def _autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
