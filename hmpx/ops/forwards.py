@@ -76,7 +76,7 @@ def _placing(original: Callable, owner: int) -> Callable:
     return forward
 
 
-def _forward_of(module, inner, *args, **kwargs):
+def _forward_of(module, inner, /, *args, **kwargs):
     """Run a forward that is an attribute of the module itself."""
     rules = rules_of(module)
     if not rules or not _act(rules):

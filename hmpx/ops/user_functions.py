@@ -154,13 +154,13 @@ def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool], wh
     return caller
 
 
-def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], /, *args: Any, **kwargs: Any) -> Any:
     if rule is None or not active():
         return function(*args, **kwargs)
     return run_in_region.run_uncast(function, *cast_arguments(rule, _SIGNATURE, args, kwargs))
 
 
-def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
+def _seen(function: Callable, rule: Rule, active: Callable[[], bool], /, *args: Any, **kwargs: Any) -> Seen:
     casting = active()
     if casting:
         args, kwargs = cast_arguments(rule, _SIGNATURE, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
 import sys
 import textwrap
@@ -13,8 +14,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping import codegen
 from hmpx.ops.wrapping.callers import frames, rule_of
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patching
 
 
@@ -56,6 +60,31 @@ def test_the_code_that_runs_tells_the_rule(lists, op, call):
     with RulesAbove() as above:
         call(x)
     assert not any(above.seen)
+
+
+def test_every_argument_of_every_op_arrives_as_it_was_given(lists):
+    """Under every rule, by position and by name, with ``out=``, with casts off and with nothing to cast."""
+    signatures = {entry.signature: name for name, op in catalog().items() for entry in op.entries}
+    tensor, wide, arrived, seen = torch.ones(2), torch.ones(2, dtype=torch.float64), object(), []
+    for signature, name in signatures.items():
+        if signature.lead is None or signature.statistics:
+            continue
+        parameters = (*signature.lead, *signature.tail)
+        for rule, everywhere in itertools.product((Rule.BF16, Rule.FP32, Rule.FIRST_INPUT), (True, False)):
+            make = codegen.make_wrapper(signature, rule, "function", everywhere)
+            wrapper = make(*[lambda *args, **kwargs: seen.append((args, kwargs))] * 2, Switch(everywhere))
+            for floating, more in itertools.product((tensor, wide), ({}, {"out": arrived})):
+                given = [floating if p.tensor else f"the {p.name}" for p in parameters]
+                by_name = {p.name: value for p, value in zip(parameters, given, strict=True)}
+                for args, kwargs in ((given, more), (given[:1], dict([*by_name.items()][1:], **more))):
+                    wrapper(*args, **kwargs)
+                    ((args, kwargs),) = seen
+                    seen.clear()
+                    found = dict(zip(by_name, args, strict=False), **kwargs)
+                    for key, value in {**by_name, **more}.items():
+                        cast = floating is value is tensor and not more
+                        assert cast or found[key] is value, (name, key, rule)
+                    assert found.keys() == {*by_name, *more}, (name, rule)
 
 
 def test_a_patch_says_what_it_does(lists):

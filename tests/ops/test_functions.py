@@ -52,6 +52,25 @@ def test_without_convert_a_decorated_function_is_the_plain_one():
     assert in_fp32(B)[0] is torch.bfloat16 and in_bf16(X) is torch.float32
 
 
+def test_arguments_may_have_any_names():
+    """Those of hmpx's own functions too, which call them; under an observer and in a module with a rule as well."""
+
+    def names(x, *, function, rule, active, observer, point, run, frame, module, inner, args, kwargs):
+        return x.dtype, function, rule, active, observer, point, run, frame, module, inner, args, kwargs
+
+    listed, layer = hmpx.bf16(names), torch.nn.Linear(3, 3)
+    layer.forward = names
+    given = dict.fromkeys(("function", "rule", "active", "observer", "point", "run", "frame"), 1)
+    given |= dict.fromkeys(("module", "inner", "args", "kwargs"), 2)
+    wanted = torch.bfloat16, *given.values()
+    rule = hmpx.policy_for(layer, "fp32")
+    with hmpx.convert(isVerbose=True):
+        assert listed(X, **given) == wanted and layer(X, **given)[1:] == wanted[1:]
+        with hmpx.record():
+            assert listed(X, **given) == wanted
+    rule.remove()
+
+
 def test_inputs_are_cast_and_nothing_inside_is_cast_again(lists):
     with hmpx.convert(**lists(bf16="matmul")):
         x, others, table, product = in_fp32(B, others=[B, X], table={"a": B})

@@ -77,11 +77,7 @@ def read_signature(name: str, first: str) -> Signature:
     leads = [arguments[:length] for arguments in overloads]
     shared = _merge([[_argument(a, first) for a in lead] for lead in leads])
     writable = all(
-        (not a.has_default_value() or a.default_value is None)
-        and a.name.isidentifier()
-        and not keyword.iskeyword(a.name)
-        for lead in leads
-        for a in lead
+        (not a.has_default_value() or a.default_value is None) and _is_free(a.name) for lead in leads for a in lead
     )
     agreed = shared is not None and 0 < len(shared) == length and writable
     dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
@@ -99,6 +95,11 @@ def read_signature(name: str, first: str) -> Signature:
         refuses_mixed=op_facts.RENAMED.get(name, name).removesuffix("_") in op_facts.REFUSES_MIXED,
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
     )
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a written wrapper can have an argument of this name; its own begin with an underscore."""
+    return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_") and name != "type"
 
 
 def _argument(argument: Any, first: str) -> Argument:
@@ -135,4 +136,5 @@ def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
 
 
 def _is_number(argument: Any) -> bool:
-    return argument.has_default_value() and type(argument.default_value) in (bool, int, float)
+    usual = argument.has_default_value() and type(argument.default_value) in (bool, int, float)
+    return usual and _is_free(argument.name)

@@ -6,43 +6,44 @@ their signature; everything else (a subclass, a missing argument, a list, a spar
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
 before, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1, `_usual` torch.float32; `_off.any` says
-that casts are off in some thread or task, `_traced.inside` that Dynamo traces a region):
+that casts are off in some thread or task, `_traced.inside` that Dynamo traces a region). No argument of torch has a
+name that begins with an underscore, and all names of the wrapper do:
 
     def make(_original, _run, _switch):
         _off, _casts_off, _widened = _switch.off, _switch.casts_off, _widening(_original, _signature)
 
-        def matmul(input=_missing, other=_missing, *args, **kwargs):
-            input_type = type(input)
-            other_type = type(other)
-            if (input_type is _Tensor or input_type is _Param) and (other_type is _Tensor or other_type is _Param):
-                input_dtype = input.dtype
-                other_dtype = other.dtype
-                if input_dtype is _target and other_dtype is _target and not (_traced.inside or _off.any or kwargs):
-                    return _run(input, other, *args) if args else _run(input, other)
-                left = (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), kwargs, _rule)
-                if left or (kwargs and _is_stated(kwargs)):
-                    return (_widened if left == "widen" else _original)(input, other, *args, **kwargs)
-                input_cast = input
-                if input_dtype is _usual or input_dtype in _castable:
+        def matmul(input=_missing, other=_missing, *_args, **_kwargs):
+            _input_type = type(input)
+            _other_type = type(other)
+            if (_input_type is _Tensor or _input_type is _Param) and (_other_type is _Tensor or _other_type is _Param):
+                _input_dtype = input.dtype
+                _other_dtype = other.dtype
+                if _input_dtype is _target and _other_dtype is _target and not (_traced.inside or _off.any or _kwargs):
+                    return _run(input, other, *_args) if _args else _run(input, other)
+                _left = (_traced.inside or _off.any) and _casts_off(_signature, (input, other,), _kwargs, _rule)
+                if _left or (_kwargs and _is_stated(_kwargs)):
+                    return (_widened if _left == "widen" else _original)(input, other, *_args, **_kwargs)
+                _input_cast = input
+                if _input_dtype is _usual or _input_dtype in _castable:
                     if input.layout is not _strided:
-                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
-                    if _caches and input_type is _Param:
-                        input_cast = _cast_weight(input, _target, _to_target)
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), _args, _kwargs)
+                    if _caches and _input_type is _Param:
+                        _input_cast = _cast_weight(input, _target, _to_target)
                     else:
-                        input_cast = _to_target(input)
-                other_cast = other
-                if other_dtype is _usual or other_dtype in _castable:
+                        _input_cast = _to_target(input)
+                _other_cast = other
+                if _other_dtype is _usual or _other_dtype in _castable:
                     if other.layout is not _strided:
-                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
-                    if _caches and other_type is _Param:
-                        other_cast = _cast_weight(other, _target, _to_target)
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), _args, _kwargs)
+                    if _caches and _other_type is _Param:
+                        _other_cast = _cast_weight(other, _target, _to_target)
                     else:
-                        other_cast = _to_target(other)
-                if args or kwargs:
-                    kwargs = {key: _cast(value, _target) for key, value in kwargs.items()}
-                    return _run(input_cast, other_cast, *args, **kwargs)
-                return _run(input_cast, other_cast)
-            return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
+                        _other_cast = _to_target(other)
+                if _args or _kwargs:
+                    _kwargs = {key: _cast(value, _target) for key, value in _kwargs.items()}
+                    return _run(_input_cast, _other_cast, *_args, **_kwargs)
+                return _run(_input_cast, _other_cast)
+            return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), _args, _kwargs)
         return matmul
 
 `_casts_off` says "widen" of an op that torch would refuse inside ``torch.autocast(enabled=False)``.
@@ -128,57 +129,57 @@ _HEAD = """\
 def make(_original, _run, _switch):
     _off, _casts_off, _widened = _switch.off, _switch.casts_off, _widening(_original, _signature)
 
-    def {function}({signature}, *args, **kwargs):
+    def {function}({signature}, *_args, **_kwargs):
 """
 _TYPE = """\
-        {p}_type = type({p})
+        _{p}_type = type({p})
 """
 _ARE_PLAIN = """\
         if {plain}{present}:
 """
 _DTYPE = """\
-            {p}_dtype = {p}.dtype
+            _{p}_dtype = {p}.dtype
 """
 _DTYPE_OR_NONE = """\
-            {p}_dtype = {absent} if {p} is None else {p}.dtype
+            _{p}_dtype = {absent} if {p} is None else {p}.dtype
 """
 _RIGHT = """\
-            if {right} and not ({off} or kwargs{dtypes}):
-                return _run({names}, *args) if args else _run({names})
+            if {right} and not ({off} or _kwargs{dtypes}):
+                return _run({names}, *_args) if _args else _run({names})
 """
 _LOOK = """\
-            left = ({off}) and _casts_off(_signature, ({names},), kwargs, _rule)
-            if left or (kwargs and _is_stated(kwargs){dtypes}):
-                return (_widened if left == "widen" else _original)({names}, *args, **kwargs)
+            _left = ({off}) and _casts_off(_signature, ({names},), _kwargs, _rule)
+            if _left or (_kwargs and _is_stated(_kwargs){dtypes}):
+                return (_widened if _left == "widen" else _original)({names}, *_args, **_kwargs)
 """
 _LEAVE = """\
             if {same}:
-                return _run({names}, *args, **kwargs)
+                return _run({names}, *_args, **_kwargs)
 """
 _CAST = """\
-            {p}_cast = {p}
-            if {p}_dtype is _usual or {p}_dtype in _castable:
+            _{p}_cast = {p}
+            if _{p}_dtype is _usual or _{p}_dtype in _castable:
                 if {p}.layout is not _strided:
-                    return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
-                if _caches and {p}_type is _Param:
-                    {p}_cast = _cast_weight({p}, _target, _to_target)
+                    return _unusual(_original, _run, _switch, _rule, _signature, ({names},), _args, _kwargs)
+                if _caches and _{p}_type is _Param:
+                    _{p}_cast = _cast_weight({p}, _target, _to_target)
                 else:
-                    {p}_cast = _to_target({p})
+                    _{p}_cast = _to_target({p})
 """
 _CAST_CALL = """\
-            if args or kwargs:
-                kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
-                return _run({casts}, *args, **kwargs)
+            if _args or _kwargs:
+                _kwargs = {{key: _cast(value, _target) for key, value in _kwargs.items()}}
+                return _run({casts}, *_args, **_kwargs)
             return _run({casts})
 """
 _TAIL = """\
-        return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
+        return _unusual(_original, _run, _switch, _rule, _signature, ({names},), _args, _kwargs)
     return {function}
 """
 
 
 def _is_plain(p: Argument) -> str:
-    kind, absent = f"{p.name}_type", f" or {p.name} is None" if p.optional else ""
+    kind, absent = f"_{p.name}_type", f" or {p.name} is None" if p.optional else ""
     return f"({kind} is _Tensor or {kind} is _Param{absent})"
 
 
@@ -209,15 +210,15 @@ def make_wrapper(
         "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
         "plain": " and ".join(map(_is_plain, tensors)),
         "off": _OFF[everywhere],
-        "dtypes": " or args and _has_dtype(args)" if signature.dtype_positional else "",
-        "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
+        "dtypes": " or _args and _dtyped(_args)" if signature.dtype_positional else "",
+        "casts": ", ".join(f"_{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
-    target, first = TARGETS.get(rule), f"{tensors[0].name}_dtype"
+    target, first = TARGETS.get(rule), f"_{tensors[0].name}_dtype"
     wanted = first if target is None else "_target"
     kept = {parameters[i] for i in (*signature.statistics, *signature.beside)}
     # FP32 statistics, and the tensors beside them, are right for every input; so is an absent one.
     right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
-    right = [f"{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"{p.name}_dtype"]
+    right = [f"_{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"_{p.name}_dtype"]
     if target is None and kept:
         right.insert(0, f"{first} in _eligible")
     if signature.beside:  # a bias without a weight gets one
@@ -226,13 +227,13 @@ def make_wrapper(
     fields["right"] = " and ".join(right) or "True"
     body = ""
     for p, dtype in right_dtypes.items():
-        absent = "None" if dtype == f"{p.name}_dtype" else dtype
+        absent = "None" if dtype == f"_{p.name}_dtype" else dtype
         body += (_DTYPE_OR_NONE if p.optional else _DTYPE).format(p=p.name, absent=absent)
     body += _RIGHT.format(**fields)
     if not kept:
         body += _LOOK.format(**fields)
         if target is None:
-            same = [f"({p.name}_dtype is {first} or {p.name}_dtype not in _eligible)" for p in tensors[1:]]
+            same = [f"(_{p.name}_dtype is {first} or _{p.name}_dtype not in _eligible)" for p in tensors[1:]]
             body += _LEAVE.format(same=" and ".join(same) or "True", **fields)
         else:
             body += "".join(_CAST.format(p=p.name, **fields) for p in tensors) + _CAST_CALL.format(**fields)
@@ -260,7 +261,7 @@ def make_wrapper(
         "_nowhere": region_state.nowhere,
         "_traced": region_state.traced,
         "_is_stated": is_stated,
-        "_has_dtype": has_dtype,
+        "_dtyped": has_dtype,
     }
     namespace |= {_default(p): p.default for p in signature.tail}
     file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"

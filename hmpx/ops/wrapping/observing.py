@@ -91,7 +91,7 @@ class Several:
         return run(*args, **kwargs)
 
 
-def _around(observer: Observer, point: Point, run: Run, frame: types.FrameType, *args: Any, **kwargs: Any) -> Seen:
+def _around(observer: Observer, point: Point, run: Run, frame: types.FrameType, /, *args: Any, **kwargs: Any) -> Seen:
     return observer(point, run, frame, args, kwargs)
 
 
