@@ -205,6 +205,11 @@ class ShownParameters:
         for params, before in zip(self._lists, self._before, strict=False):
             params[:] = before
 
+    def are_as_shown(self) -> bool:
+        """Whether the lists hold what they were shown with."""
+        pairs = zip(self._lists, self._shown, strict=True)
+        return all([len(now) == len(shown) and all(map(is_, now, shown)) for now, shown in pairs])
+
     def __enter__(self) -> None:
         self.show()
 

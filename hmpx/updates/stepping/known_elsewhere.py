@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hmpx.base.torch_private import KEPT_CASTS, private
 from hmpx.errors import HmpxError
+from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment
+from hmpx.updates.ranks.sharding import local
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
+Tensor = torch.Tensor
+_use_count = private("torch._C._storage_Use_Count")
+_EMPTY = types.CellType()
+_Container = list | tuple | set | frozenset | deque | Mapping
 
 _SEARCHED = 3  # containers inside containers
 
@@ -62,15 +71,52 @@ def _inside(value: Any, depth: int, own_lists: set[int]) -> Iterator[Any]:
     """Yield what a container holds, keys of dicts and containers inside included; lists of `param_groups` aside."""
     if id(value) in own_lists or depth < 0:
         return
+    value = _held_by(value) if depth == _SEARCHED else value
     if isinstance(value, Mapping):
         for key in value:
             yield from _inside(key, depth - 1, own_lists)
         value = [*value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _Container):
         for each in value:
             yield from _inside(each, depth - 1, own_lists)
     else:
         yield value
+
+
+def _held_by(value: Any) -> Any:
+    """Return by what a function or an object in an attribute may look parameters up; any other value as it is.
+
+    A model, or a list in such a place, may be there to be read. A write to a parameter in it is seen.
+    """
+    if isinstance(value, functools.partial):
+        return [value.args, value.keywords, _held_by(value.func)]
+    if isinstance(value, torch.nn.ParameterList | torch.nn.ParameterDict):
+        return list(value.parameters())
+    if isinstance(value, torch.nn.Module | Optimizer | type | types.ModuleType | Tensor | _Container):
+        return value
+    found = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, types.FunctionType):
+        found = [*(cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY), value.__defaults__]
+    if not found or type(value).__module__.startswith("hmpx.") or getattr(value, "__module__", "").startswith("hmpx."):
+        return value
+    lists = [isinstance(each, list | tuple | deque) for each in found]
+    found = [
+        [x for x in v if not isinstance(x, Tensor)] if is_list else v for v, is_list in zip(found, lists, strict=True)
+    ]
+    return [each for each in found if not isinstance(each, Tensor)]
+
+
+def references(tensors: Iterable[Tensor], known: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """Return how many references there are to each tensor, beside those among `known` objects; its memory, and uses."""
+    here = Counter(map(id, known))
+    return [(sys.getrefcount(each) - here[id(each)], *_memory(local(each))) for each in tensors]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    if not KEPT_CASTS.is_on() or not shows_values(tensor):
+        return 0, 0
+    address = tensor.untyped_storage()._cdata
+    return address, _use_count(address)
 
 
 def refuse_foreign_state(optimizer: Optimizer, segments: list[Segment]) -> None:

@@ -5,16 +5,18 @@ any optimizer computes in FP32 without knowing it. The model's own parameters ar
 reset AccumulateGrad, and DDP would then stop synchronising without an error.
 
 A step may set a gradient to None, replace it, or write to it. Then hmpx does the same to the gradient of the real
-parameter, in its own dtype. It leaves a gradient alone that the step has left alone.
+parameter, in its own dtype. It leaves a gradient alone that the step has left alone. What a step binds to a shadow as
+an attribute is bound to the parameter. A shadow means nothing after its step, so a step that keeps one is refused.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import is_
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -28,7 +30,7 @@ from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written, hand_back
-from hmpx.updates.stepping.known_elsewhere import refuse_lookups
+from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shown import ShownState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
@@ -36,8 +38,6 @@ from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-
-_known: WeakSet[Optimizer] = WeakSet()  # those that `refuse_lookups` has accepted after a step
 
 
 class WholeBatch(Batch):
@@ -52,12 +52,14 @@ class WholeBatch(Batch):
         self._shadows: list[Shadow] = []  # type: ignore[assignment]
         self._shown_states: list[tuple[Shadow, ShownState]] = []
         self._versioned: list[tuple[Tensor, str]] = []
+        self._groups: list[tuple[Optimizer, list[dict], list[list]]] = []  # of each optimizer: groups, lists in them
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
         self._is_grad_on = torch.is_grad_enabled()
         with torch.no_grad():
             result = super().step(call, write_back, gradients)
-        self._shadows, self._shown_states, self._versioned = [], [], []  # the next batches need this memory
+        # The next batches need this memory
+        self._shadows, self._shown_states, self._versioned, self._groups = [], [], [], []
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
@@ -75,10 +77,20 @@ class WholeBatch(Batch):
                 if not self._gathers:
                     self._watch(state)
                 state.move_to(shadow.q)
-        new = {shadow.p: shadow.q for shadow in self._shadows}
-        lists = list({id(g["params"]): g["params"] for each in members for g in each.param_groups}.values())
-        shown = [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
+        self._groups = [(each, groups := each.param_groups[:], _lists(groups)) for each in members]
+        lists = list({id(params): params for *_, of_one in self._groups for params in of_one}.values())
+        shown = self._in_place_of(lists)
+        self._states = [each.state for each in members]
+        self._referred = self._references()
         return ShownParameters(lists, shown)
+
+    def _in_place_of(self, lists: list[list]) -> list[list]:
+        new = {shadow.p: shadow.q for shadow in self._shadows}
+        return [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
+
+    def _references(self) -> list[tuple[int, int, int]]:
+        """Return how many references there are to each shadow, beside those that hmpx and `state` hold."""
+        return references([shadow.q for shadow in self._shadows], chain(*self._states))
 
     def _watch(self, state: ShownState) -> None:
         """Remember the versions of the parameter's own state tensors: `_written` sees by them what a step writes."""
@@ -91,7 +103,7 @@ class WholeBatch(Batch):
         on_real = functools.partial(self._on_real_parameters, call.optimizer, write_back.signals, lists)
         try:
             with torch.set_grad_enabled(self._is_grad_on):
-                return call.with_functions(on_real).run()
+                result = call.with_functions(on_real).run()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -100,6 +112,19 @@ class WholeBatch(Batch):
                 "copies that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take "
                 "another optimizer"
             ) from error
+        self._refuse_other_lists(call.optimizer, lists)
+        return result
+
+    def _refuse_other_lists(self, optimizer: Optimizer, lists: ShownParameters) -> None:
+        """Refuse a step that has changed groups or their lists, in which the shadows stood."""
+        kept = [
+            _are(each.param_groups, groups) and _are(_lists(groups), of_one) for each, groups, of_one in self._groups
+        ]
+        if not all(kept) or not lists.are_as_shown():
+            raise HmpxError(
+                f"{type(optimizer).__name__} changes param_groups, or a list of parameters in it, inside step(), while "
+                "they hold the FP32 copies that hmpx steps: change them between two steps, or keep its weights in FP32"
+            )
 
     def _on_real_parameters(
         self, optimizer: Optimizer, signals: DeferredSignals, lists: ShownParameters, closure: Callable
@@ -128,16 +153,32 @@ class WholeBatch(Batch):
         return evaluate
 
     def _hand_back(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> None:
-        if bypassed := [shadow for shadow in self._shadows if shadow.is_bypassed()]:
-            raise HmpxError(
-                f"{type(optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
-                "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
-            )
-        if optimizer not in _known:
+        for shadow in self._shadows:
+            if written := shadow.bypassed():
+                raise HmpxError(
+                    f"{type(optimizer).__name__} wrote to {written} {shadow.segment.name!r} itself: it "
+                    "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
+                )
+        if not self._gathers:
             refuse_lookups(optimizer, [shadow.q for shadow in self._shadows])
-            _known.add(optimizer)
+            self._refuse_references(optimizer)
         for shadow in self._shadows:
             shadow.hand_back()
+
+    def _refuse_references(self, optimizer: Optimizer) -> None:
+        """Refuse a step after which somebody still refers to a shadow, or to its memory."""
+        for is_last in (False, True):
+            pairs = zip(self._names, self._references(), self._referred, strict=True)
+            kept = [name for name, now, was in pairs if now[0] > was[0] or (now[1] == was[1] and now[2] > was[2])]
+            if not kept:
+                return
+            if not is_last:
+                gc.collect()  # what refers to itself, as a caught exception may, is garbage
+        raise HmpxError(
+            f"{type(optimizer).__name__} keeps the FP32 copy of parameter {kept[0]!r}, or a view of it, that this step "
+            "was shown, outside of its state: the next step has another copy, and would not find it there. Keep its "
+            "weights in FP32, without hmpx.attach, or let it keep by parameter what it keeps in `state`"
+        )
 
     def _write(self, key: RoundingKey) -> None:
         for shadow in self._shadows:
@@ -147,21 +188,36 @@ class WholeBatch(Batch):
     def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
         for shadow, state in self._shown_states:
             state.take_from(shadow.q, optimizer, key)
+        for shadow in self._shadows:
+            shadow.take_marks()
 
     def _undo(self) -> None:
+        for member, groups, lists in self._groups:
+            member.param_groups[:] = groups
+            for group, params in zip(groups, lists, strict=True):
+                group["params"] = params
         for shadow, state in self._shown_states:
             state.undo(shadow.q)
         for shadow in self._shadows:
             shadow.undo()
 
 
+def _are(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _lists(groups: list[dict]) -> list[list]:
+    return [group["params"] for group in groups]
+
+
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield `optimizer` and every optimizer that it holds in an attribute, directly or in a list."""
+    """Yield `optimizer` and every optimizer that it holds in an attribute, directly, in a list or in a dict."""
     found = [optimizer]
     for member in found:
         yield member
         for value in vars(member).values():
-            inner = value if isinstance(value, (list, tuple)) else (value,)
+            inner = value.values() if isinstance(value, dict) else value
+            inner = inner if isinstance(value, (list, tuple, dict)) else (value,)
             found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
 
 
@@ -181,8 +237,8 @@ class Shadow:
         self.one_layout, self.gathers = one_layout, gathers
         store.begin()
         self.q = Parameter(self._whole(self._read()), requires_grad=self.p.requires_grad)
-        for mark, value in () if gathers else vars(self.p).items():
-            vars(self.q).setdefault(mark, value)  # if `q` is a DTensor, it keeps the attributes of one
+        self._own = frozenset(vars(self.q))  # if `q` is a DTensor, it keeps the attributes of one
+        self._show_marks()
         self._weight_before: Tensor | None = None  # the weights that `undo` restores, once they are overwritten
         self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # for `undo`: object, and values
         self.show_gradient()
@@ -190,6 +246,19 @@ class Shadow:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if self.gathers and is_sharded(tensor) else tensor
+
+    def _show_marks(self) -> None:
+        self._marks = {} if self.gathers else {k: v for k, v in vars(self.p).items() if k not in self._own}
+        vars(self.q).update(self._marks)
+
+    def take_marks(self) -> None:
+        """Bind to the parameter what the step has bound to the shadow."""
+        left = {key: value for key, value in vars(self.q).items() if key not in self._own}
+        if self.gathers or (left.keys() == self._marks.keys() and all(map(is_, left.values(), self._marks.values()))):
+            return
+        for key in self._marks.keys() - left.keys():
+            delattr(self.p, key)
+        vars(self.p).update(left)
 
     def _read(self) -> Tensor:
         weights = torch.empty_like(self.p, dtype=torch.float32, requires_grad=False)
@@ -211,13 +280,13 @@ class Shadow:
             return version_of(self.p) != version
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
-    def is_bypassed(self) -> bool:
-        """Whether the optimizer has written to the real parameter. If so, let `undo` restore the weights."""
-        if not self._has_changed():
-            return False
-        if self._weight_before is None:
-            self._weight_before = self._seen[1]
-        return True
+    def bypassed(self) -> str:
+        """Return what the optimizer has written to itself; "" if nothing. Let `undo` restore the weights."""
+        if self._has_changed():
+            self._weight_before = self._seen[1] if self._weight_before is None else self._weight_before
+            return "parameter"
+        grad, version = self._real_gradient
+        return "" if self.p.grad is grad and _version(grad) == version else "the gradient of parameter"
 
     def show_gradient(self) -> None:
         """Give the shadow an FP32 copy of the gradient, in the layout of the weights where the optimizer wants that."""
@@ -230,6 +299,7 @@ class Shadow:
         else:
             q.grad = grad.detach().to(torch.float32, copy=True)
         self._shown = q.grad, 0 if q.grad is None else version_of(q.grad)
+        self._real_gradient = self.p.grad, _version(self.p.grad)
 
     def hand_back(self) -> None:
         """Change the parameter's gradient as the step has changed the shadow's."""
@@ -277,6 +347,10 @@ class Shadow:
                 grad.copy_(values)
         if self._weight_before is not None:
             self.p.copy_(self._weight_before)
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None or grad.is_inference() else version_of(grad)
 
 
 def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
