@@ -61,7 +61,8 @@ def attach(
         places: of version 0.2; anything but None raises an error that says what to use.
         methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
-        seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
+        seed: of the rounding numbers, in [0, 2^64); the first step is number 0 then. None: the one that `state_dict`
+            carries, else 0; a new optimizer goes on from the last step number of its parameters.
         state_dtype: how the optimizer's state is held between steps. torch.bfloat16 rounds it to BF16, stochastically.
             "8bit", "fp8" and "4bit" hold each state tensor of the parameter's shape in codes, with a scale for 128
             elements (`hmpx.rounding.state_codes`): of 8 bits; of 8 bits, the numbers of float8_e4m3fn; of 4 bits. 4

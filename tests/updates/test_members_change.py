@@ -122,3 +122,24 @@ def test_no_gradient_is_alive_after_zero_grad(options, fused):
         gradients = [weakref.ref(p.grad) for p in params]
         optimizer.zero_grad()
         assert not any(each() is not None for each in gradients)
+
+
+@pytest.mark.parametrize("how", ["model", "named"])
+def test_phases_of_a_training_leave_each_parameter_its_name_its_rule_and_its_masters(how):
+    """The list of a group is replaced by other parameters of the model, and back: nobody inherits by its place."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    phases = [list(part.named_parameters(f"{i}.".rstrip("."))) for i, part in enumerate(model)]
+    optimizer = optim.SGD(phases[0] if how == "named" else [p for _, p in phases[0]], lr=1e-5)
+    rules = {"0.weight": {"weights": "master"}} | ({"1.bias": {"weights": "split"}} if how == "model" else {})
+    handle = hmpx.attach(optimizer, model=model if how == "model" else None, parameters=rules)
+    step_by(optimizer)
+    before, masters = names_of(handle), handle.masters_of(model[0].weight).clone()
+    for phase in (phases[1], phases[0]):
+        optimizer.param_groups[0]["params"] = [p for _, p in phase]
+        if how == "named":
+            optimizer.param_groups[0]["param_names"] = [name for name, _ in phase]
+        handle.sync_parameters()
+        assert list(names_of(handle)) == [name for name, _ in phase]
+        if how == "model" and phase is phases[1]:
+            assert names_of(handle) == {"1.weight": "stochastic", "1.bias": "split"}
+    assert names_of(handle) == before and torch.equal(handle.masters_of(model[0].weight), masters)

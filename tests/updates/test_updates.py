@@ -15,7 +15,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import batching
-from tests.support.training import parameter, parameters, set_gradients, step_by
+from tests.support.training import parameter, parameters, set_gradients, step_by, train
 
 BF16 = torch.bfloat16
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_is_the_run(how, caplog):
     steps_of(resumed, loaded, 3, 6)
     same = all(torch.equal(p, q) for (_, p), (_, q) in zip(named, resumed, strict=True))
     assert same == (how != "after restore")
-    assert ("the loaded optimizer state is in BF16" in caplog.text) == (how == "after restore")
+    assert ("optimizer state that is to be FP32 is in BF16" in caplog.text) == (how == "after restore")
 
 
 def test_a_run_that_goes_on_from_plain_bf16_steps_says_what_begins_anew(caplog):
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_from_plain_bf16_steps_says_what_begins_anew(caplog):
         if step == 1:
             hmpx.attach(optimizer, "master")
         optimizer.step()
-    assert caplog.text.count("Masters, where") == caplog.text.count("as plain steps leave it") == 1
+    assert caplog.text.count("Masters, where") == caplog.text.count("a plain step, a load or a line") == 1
     assert optimizer.state[named[0][1]]["exp_avg"].dtype is torch.float32
 
 
@@ -243,3 +243,24 @@ def test_sparse_state_stays_as_it_is():
         optimizer.zero_grad()
         table(torch.tensor([1, 3])).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
+@pytest.mark.parametrize("fused", [None, False])
+def test_sums_of_adagrad_that_somebody_has_warmed_are_not_filled_anew(state_dtype, fused, caplog):
+    """Beside an FP32 twin. The sums that the constructor has made say nothing: only BF16 ones of others are rounded."""
+    named, twin = parameters(BF16), parameters(torch.float32)
+    made = [optim.Adagrad(each, lr=1e-2, initial_accumulator_value=0.1) for each in (named, twin)]
+    fresh = optim.Adagrad(parameters(BF16), lr=1e-2)
+    for optimizer in (made[0], fresh):
+        hmpx.attach(optimizer, "master", state_dtype=state_dtype, fused=fused)
+    train([("", p) for p in fresh.param_groups[0]["params"]], fresh, 0, 1)
+    assert not caplog.messages
+    for params, optimizer in zip((named, twin), made, strict=True):
+        for _, p in params[:2]:
+            optimizer.state[p]["sum"].fill_(64.0)
+        train(params, optimizer, 0, 2)
+    for (_, p), (_, q) in zip(named, twin, strict=True):
+        masters = made[0]._hmpx_attachment.masters_of(p)
+        with torch.no_grad():
+            assert torch.allclose(masters, q, atol=2e-4), state_dtype

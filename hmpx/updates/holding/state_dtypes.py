@@ -16,9 +16,10 @@ from torch import optim
 
 from hmpx.base.torch_private import FakeTensor
 from hmpx.rounding.coding import StateCode
+from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import code_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held_states, is_coded
-from hmpx.updates.ranks.sharding import is_sharded
+from hmpx.updates.ranks.sharding import full, is_sharded
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -61,7 +62,7 @@ def cast_state(
         keeps_own: leave BF16 state that the optimizer keeps for FP32 parameters by its own choice.
 
     Returns:
-        Whether something was found in `wrong`.
+        Whether something was found in `wrong` that its constructor has not filled with an option.
     """
     state = optimizer.state.get(p)
     if not isinstance(state, dict):
@@ -70,10 +71,10 @@ def cast_state(
     keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
     if not keys or (keeps_own and _is_own(optimizer, state)):
         return False
-    for key in keys:
-        if not filled_again(optimizer, group, p, key, dtype):
-            state[key] = _cast(state[key], wrong, dtype)
-    return True
+    others = [key for key in keys if not filled_again(optimizer, group, p, key, dtype)]
+    for key in others:
+        state[key] = _cast(state[key], wrong, dtype)
+    return bool(others)
 
 
 def cast_along(optimizer: optim.Optimizer, p: Parameter, was_held: Any) -> None:
@@ -101,12 +102,17 @@ def release_state(optimizer: optim.Optimizer) -> None:
 
 
 def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
-    """Make a state value that a constructor has filled with an option anew, in `dtype`; return whether it was one."""
+    """Make a state value that a constructor has filled with an option anew, in `dtype`; return whether it was one.
+
+    Elements that somebody has given other values since are no such value.
+    """
     named = (option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls))
     state, option = optimizer.state[p], next(named, None)
     if option is None or option not in group or state["step"] != 0:
         return False
     wrong = state[key].dtype
+    if shows_values(state[key]) and not full((state[key] == torch.full_like(state[key], group[option])).all()):
+        return False
     state[key] = None  # frees its memory first; made again if there is none for the new tensor
     try:
         state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)

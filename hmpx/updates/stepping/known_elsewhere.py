@@ -137,9 +137,9 @@ def refuse_foreign_state(optimizer: Optimizer, segments: list[Segment]) -> None:
             if value.shape == segment.param.shape and key not in words:
                 raise HmpxError(
                     f"{type(optimizer).__name__} has state {key!r} of parameter {segment.name!r}, which this class "
-                    "does not make: who put it there moves weights outside of step(), where they are not rounded "
-                    "stochastically (schedulefree.ScheduleFreeWrapper does; its AdamWScheduleFree does not). Keep "
-                    "these weights in FP32 (parameter_dtype: float32)"
+                    "does not make. If another object moves weights by it outside of step(), as schedulefree."
+                    "ScheduleFreeWrapper does and its AdamWScheduleFree does not, they are not rounded stochastically: "
+                    "keep these weights in FP32 (parameter_dtype: float32). If nothing does, hold it as an FP32 tensor"
                 )
 
 

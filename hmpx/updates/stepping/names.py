@@ -41,6 +41,11 @@ def parameters(optimizer: Optimizer) -> list[Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def every_parameter(optimizer: Optimizer) -> list[Parameter]:
+    """Return `parameters`, or those of the ZeroRedundancyOptimizer around this one: they are the same on every rank."""
+    return list(_shared_names.get(optimizer, ())) or parameters(optimizer)
+
+
 def has_bf16(optimizer: Optimizer) -> bool:
     """Whether some parameter of `optimizer` is BF16."""
     return torch.bfloat16 in [p.dtype for group in optimizer.param_groups for p in group["params"]]

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
-from hmpx.updates.stepping.names import BF16Parameters, Members, membership, parameters
+from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
 from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
@@ -33,13 +34,13 @@ from hmpx.updates.stepping.whole_batch import WholeBatch
 
 logger = logging.getLogger("hmpx")
 _NARROWED = (
-    "hmpx: %s: the loaded optimizer state is in BF16, so this run has other bits than the saved one. Where it was "
-    "saved in FP32, load_state_dict has cast it: load after `hmpx.attach()` or `hmpx.convert()`, or inside "
-    "`with hmpx.disable_casts():`. Where it was saved in BF16: save it with state_dtype float32"
+    "hmpx: %s: optimizer state that is to be FP32 is in BF16: a load or a line of the program has put it there, and "
+    "this run has other bits from here on. A load casts it where it comes before `hmpx.attach()` or `hmpx.convert()` "
+    "and outside of `with hmpx.disable_casts():`. Where it was saved in BF16: save it with state_dtype float32"
 )
-_OF_PLAIN_STEPS = (
-    "hmpx: %s: the optimizer state is in BF16, as plain steps leave it. It goes on in FP32, from the rounded numbers. "
-    "Masters, where there are any, begin as the BF16 weights, and stochastic rounding begins at step 0"
+_OF_OTHERS = (
+    "hmpx: %s: optimizer state that is to be FP32 is in BF16: a plain step, a load or a line of the program has left "
+    "it so. It goes on in FP32, from the rounded numbers. Masters, where there are any, begin as the BF16 weights"
 )
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -58,6 +59,7 @@ class WeightUpdates:
         # A backward pass that failed left gradients of these parameters waiting. The next step uses, then drops them.
         self.waited: list[Parameter] = []
         self._parameters = BF16Parameters(settings, self.names)
+        self._number, self._numbered = [0], list[Parameter]()  # of the next step, and the parameters that have it
         self._kept: Plan | None = None
         self._stepped: list[int] | None = None  # ids of the parameters of the last new plan
         self._open: _OpenStep | None = None
@@ -67,7 +69,8 @@ class WeightUpdates:
         self._members: tuple | None = None  # the result of `membership` when a step was last opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # plans cannot be copied
+        plans = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # which cannot be copied
+        return {**vars(self), **plans, "_numbered": []}
 
     def look(self, call: StepCall) -> Gradients | None:
         """Return the gradients of the step that begins now, if the plan of the last step fits it; else None."""
@@ -101,18 +104,29 @@ class WeightUpdates:
         try:
             result = self._step(call, write_back, found)
             if not _skipped(optimizer):
-                step_count.keep(optimizer, **{STEP_KEY: key.step + (not step_count.is_trial()), SEED_KEY: key.seed})
+                self._number[0] = key.step + (not step_count.is_trial())
+                step_count.keep(optimizer, **{STEP_KEY: self._number[0], SEED_KEY: key.seed})
             write_back.written.clear()
         except BaseException as error:
             mark_incomplete(optimizer, write_back, error)
             raise
-        if found is None and (others := self.stores.own()):
-            logger.warning(_OTHERS_MASTERS, others, type(optimizer).__name__)
+        if found is None:
+            self._tell_parameters(optimizer)
+            if others := self.stores.own():
+                logger.warning(_OTHERS_MASTERS, others, type(optimizer).__name__)
         for p in self.waited:
             p.grad = None
         if self._open is not None:
             self._open, self._parts, self._taken = None, self._taken, {}
         return result
+
+    def _tell_parameters(self, optimizer: Optimizer) -> None:
+        """Let the parameters follow the number of the next step, unless they do."""
+        params = every_parameter(optimizer)
+        are_same = len(params) == len(self._numbered) and all(map(is_, params, self._numbered))
+        if not are_same or (params and not step_count.follows(params[0], self._number)):
+            self._numbered = params
+            step_count.follow(params, self._number)
 
     def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
         """Step by the plan of the step before, by a new plan, or whole; return what the optimizer's step returns."""
@@ -207,14 +221,15 @@ class WeightUpdates:
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
         """Look at every parameter, and bring all state to the form in which the settings hold it."""
-        if key.step and self.settings.fused is None and chosen(optimizer, None) is not None:
+        has_stepped = bool(step_count.stored(optimizer).get(STEP_KEY))
+        if has_stepped and self.settings.fused is None and chosen(optimizer, None) is not None:
             _tell_of_before(optimizer)
         segments = self.segments(optimizer)
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
-        made_here = {torch.bfloat16} if key.step else set()  # the dtype to which steps before have rounded all state
+        made_here = {torch.bfloat16} if has_stepped else set()  # the dtype to which steps before have rounded all state
         refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
         if adopt_states(optimizer, segments, key):
-            logger.warning(_NARROWED if key.step else _OF_PLAIN_STEPS, type(optimizer).__name__)
+            logger.warning(_NARROWED if has_stepped else _OF_OTHERS, type(optimizer).__name__)
         return Members(optimizer, segments)
 
     @property
@@ -227,10 +242,16 @@ class WeightUpdates:
         return self._parameters.segments(optimizer)
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
-        """Return the key of the next step. The region's seed outranks the settings' seed, then the stored one."""
+        """Return the key of the next step. The region's seed outranks the settings' seed, then the stored one.
+
+        The first step of an optimizer with a given seed is 0.
+        """
         known = step_count.stored(optimizer)
-        given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
-        return RoundingKey(next(s for s in given if s is not None), known.get(STEP_KEY, 0))
+        given = seed if seed is not None else self.settings.seed
+        step = known.get(STEP_KEY)
+        if step is None:
+            step = step_count.first_of(every_parameter(optimizer)) if given is None else 0
+        return RoundingKey(known.get(SEED_KEY, 0) if given is None else given, step)
 
     def _write_back(self, call: StepCall, signals: DeferredSignals) -> WriteBack:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and self.segments(call.optimizer):
@@ -260,15 +281,23 @@ class WeightUpdates:
 
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer, heirs: Mapping[Parameter, Parameter | None]) -> None:
-        """Give the names and masters of parameters that left to their heirs. Warn of each that had masters."""
-        departed = [self._parameters.last(optimizer, p) for p in heirs if any(self.stores.beside([p]))]
-        for p, heir in heirs.items():
+        """Give the names and masters of parameters that left to their heirs. Warn of each that had masters.
+
+        Another parameter in the place of one that left is no heir if it has a name of its own.
+        """
+        departed = [self._parameters.last(optimizer, p) for p in heirs]
+        present = {each.param: each for each in self._parameters.every(optimizer)} if heirs else {}
+        for gone in departed:
+            p, heir = gone.param, heirs[gone.param]
+            known = None if heir is None else self.names.get(heir, self._parameters.seen.get(heir))
+            heir = heir if known in (None, gone.name) else None
             self._parameters.seen.pop(p, None)
             if heir is not None and p in self.names:
                 self.names[heir] = self.names.pop(p)
-        present = {each.param: each for each in self._parameters.every(optimizer)} if departed else {}
-        for gone in departed:
-            heir, said = heirs[gone.param], "its masters wait in case that it comes back"
+                present[heir] = self._parameters.last(optimizer, heir)
+            if not any(self.stores.beside([p])):
+                continue
+            said = "its masters wait in case that it comes back"
             if heir is not None and heir.dtype is torch.bfloat16:
                 fit = self.stores.hand_over(gone, present[heir])
                 said = f"the one in its place takes over {fit} of {gone.count} masters, and begins as BF16 elsewhere"
