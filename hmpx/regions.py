@@ -192,10 +192,10 @@ class cached_weights(_Region):
     ask for. A BF16 cast takes two bytes a parameter, or four if FP32 kernels compute with it (``kernels=``).
 
     A cast is made again after a write to the weight: by an in-place op, `load_state_dict`, `.data`, `numpy()`,
-    `data_ptr()`, DLPack, an optimizer step. It is made in every call where a write could not be noticed: for a weight
-    that needs a gradient while gradients are on, that was made in inference mode, or whose storage something else holds
-    too. The logger "hmpx" warns once for each such reason. A write through an address that was taken before the cast
-    cannot be noticed; call `clear()` after one.
+    `data_ptr()`, DLPack, an optimizer step, a collective. It is made in every call where a write could not be noticed:
+    for a weight that needs a gradient while gradients are on, that was made in inference mode, or whose storage
+    something else holds too, as another process does. The logger "hmpx" warns once for each such reason. A write
+    through an address or a NumPy array from before the cast cannot be noticed; call `clear()` after one.
 
     The region nests, holds for one thread, ends on exceptions, and also decorates. Compiled code makes its own casts.
     Without `convert()`, nothing happens.

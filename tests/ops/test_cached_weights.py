@@ -142,6 +142,55 @@ def test_a_weight_whose_storage_something_else_holds_is_not_kept(model, x, alias
     assert torch.equal(after, model(x))
 
 
+def by_another_process(weight, _):
+    child = torch.multiprocessing.get_context("fork").Process(target=weight.fill_, args=(2.0,))
+    child.start()
+    child.join()
+
+
+def mapped(folder):
+    return torch.from_file(str(folder / "weights"), shared=True, size=64).view(8, 8)
+
+
+BY_OTHERS = {"shared": by_another_process, "mapped": lambda _, folder: mapped(folder).fill_(2.0)}
+
+
+@pytest.mark.parametrize("how", BY_OTHERS)
+def test_memory_that_another_process_may_write_to_is_not_kept(model, x, how, tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(256))
+    model[0].weight = nn.Parameter(mapped(tmp_path), False) if how == "mapped" else model[0].share_memory().weight
+    with hmpx.cached_weights() as cache:
+        before = model(x)
+        BY_OTHERS[how](model[0].weight, tmp_path)
+        after = model(x)
+        assert "casts made anew: another process may write to its memory" in repr(cache)
+    assert torch.equal(after, model(x)) and not torch.equal(before, after)
+
+
+def test_a_collective_is_seen_that_raises_no_version(model, x):
+    """No cast is kept while the work goes on, and it is kept again when that is done."""
+    weight, two = model[0].weight, torch.full((8, 8), 2.0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for collective, new in ((torch.distributed.scatter, [two]), (torch.distributed.all_to_all_single, two.neg())):
+            with hmpx.cached_weights():
+                before, version = model(x), weight._version
+                collective(weight.detach(), new)
+                after = model(x)
+                assert weight._version == version and casts(lambda: model(x)) == 0
+            assert torch.equal(after, model(x)) and not torch.equal(before, after)
+    finally:
+        torch.distributed.destroy_process_group()
+    done = [False]
+    with hmpx.cached_weights():
+        model(x)
+        weight_cache.current().clear()
+        weight_cache.current().pending.append((SimpleNamespace(is_completed=lambda: done[0]), weight.data_ptr()))
+        assert [casts(lambda: model(x)) for _ in range(2)] == [4, 1]
+        done[0] = True
+        assert [casts(lambda: model(x)) for _ in range(2)] == [1, 0]
+
+
 def test_what_an_op_returns_of_a_cast_may_be_written_to(lists):
     """A dropout that drops nothing hands its input on."""
     hmpx.convert(**lists(bf16="dropout linear"))

@@ -7,10 +7,13 @@ A weight is written to in many ways, and not all of them leave a trace. These gu
   `_version` when they are written through, so they are watched while a cache is open: taking one of them, of the weight
   or of a view of it, drops the cast, and none is kept while the taken object is alive;
 - optimizer steps, of which fused ones do not raise `_version`, drop the casts of their parameters;
+- so do collectives of `torch.distributed`, which do not raise it either; until the work is done, none is kept;
 - a weight whose storage something else holds too (a flat buffer of a sharded model, a `.data` taken earlier, a NumPy
-  array) is not kept at all, nor one that needs a gradient, whose cast would be part of a graph.
+  array), or another process (shared or mapped memory), is not kept at all, nor one that needs a gradient, whose cast
+  would be part of a graph.
 
-One kind of write is not seen: through an address, or a storage, that was taken before the cast was kept.
+Writes are not seen through an address, a storage or a NumPy array that the weight was made of before its cast was kept;
+nor those of another process that was given memory of a GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from torch.nn import Parameter
 
 from hmpx.base import forks
 from hmpx.base.changes import Attribute
+from hmpx.base.containers import tensors_in
 from hmpx.base.process_state import open_caches, watching_writes
 from hmpx.base.torch_private import KEPT_CASTS, FakeTensor, dispatch_modes, in_torch_func, private, version_of
 from hmpx.rounding.devices import is_lazy
@@ -64,6 +68,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.depth = 0
+        self.pending: list[tuple[Any, int]] = []  # works of collectives, and the storages that they write to
         self._kept: dict[tuple[int, Any], _CachedCast] = {}
         self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
 
@@ -97,18 +102,33 @@ class WeightCache:
             return cast(weight)
         key = id(weight), dtype
         self._drop(key)
-        if weight.is_inference():
-            return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
         if in_torch_func() is not None or KEPT_CASTS.missing:
             return cast(weight)
-        if _is_shared(weight, views):
-            return self._refuse("something else holds its storage", weight, cast)
+        if reason := self._unnoticed(weight, views):
+            return self._refuse(reason, weight, cast)
         version, pointer = version_of(weight), _pointer(weight)
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
         self._kept[key] = self._of_cast[id(made)] = _CachedCast(weight, version, pointer, made)
         return made
+
+    def _unnoticed(self, weight: Parameter, views: int) -> str:
+        """Return why a write to the weight could not be noticed; empty if it could.
+
+        Nothing but the weight, these views, and the storage object asked for here, may hold its memory.
+        """
+        if weight.is_inference():
+            return "it was made in inference mode, where writes leave no trace"
+        self.pending = [each for each in self.pending if each[0] is None or not each[0].is_completed()]
+        storage = storage_of(weight)
+        if weight.storage_offset() != 0 or _use_count(storage._cdata) > 2 + views:
+            return "something else holds its storage"
+        # `is_shared` is said of all memory of a GPU; what came from another process cannot be resized there.
+        if storage.is_shared() if weight.is_cpu else not storage.resizable():
+            return "another process may write to its memory"
+        writes = any(storage.data_ptr() == written for _, written in self.pending)
+        return "a collective writes to it" if writes else ""
 
     def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
         self.refused[reason] += 1
@@ -187,8 +207,8 @@ def open_cache() -> None:
         cache = open_caches.get(get_ident()) or WeightCache()
         if not open_caches:
             try:
-                for name, watched in _watched.items():
-                    watching_writes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
+                for place, watched in _watched.items():
+                    watching_writes.put(place, watched)
             except BaseException:
                 watching_writes.close()
                 raise
@@ -206,12 +226,6 @@ def close_cache() -> None:
             cache.clear()
         if not open_caches:
             watching_writes.close()
-
-
-def _is_shared(weight: Parameter, views: int) -> bool:
-    """Return whether anything but the weight, these views, and the storage object asked for here, holds its memory."""
-    storage = storage_of(weight)
-    return bool(weight.storage_offset() != 0 or _use_count(storage._cdata) > 2 + views)
 
 
 def _runs_now(weight: Parameter) -> bool:
@@ -239,18 +253,33 @@ def _stream(weight: Parameter) -> object:
 
 _data: Any = inspect.getattr_static(Tensor, "data")
 _use_count = private("torch._C._storage_Use_Count")
-_TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
+_Group: Any = getattr(torch.distributed, "ProcessGroup", None)
 
 
-def _watch(name: str) -> Callable:
-    function = getattr(Tensor, name)
+def _watch(owner: Any, name: str) -> tuple[Attribute, Callable]:
+    function = getattr(owner, name)
 
     @functools.wraps(function)
-    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _forget_written(tensor)
-        return function(tensor, *args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors_in((*args, *kwargs.values())):
+            _forget_written(tensor)
+        return function(*args, **kwargs)
 
-    return watched
+    return Attribute(owner, name, f"{owner.__name__}.{name}"), watched
+
+
+def _watch_collective(name: str) -> tuple[Attribute, Callable]:
+    function = getattr(_Group, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        for tensor in tensors_in((*args, *kwargs.values())):
+            _forget_written(tensor)
+            for cache in list(open_caches.values()):
+                cache.pending.append((work, storage_of(tensor).data_ptr()))
+        return work
+
+    return Attribute(_Group, name, f"ProcessGroup.{name}"), watched
 
 
 def _read_data(tensor: Tensor) -> Tensor:
@@ -263,8 +292,19 @@ def _write_data(tensor: Tensor, value: Tensor) -> None:
     _data.__set__(tensor, value)
 
 
-_watched: dict[str, Any] = {"data": property(_read_data, _write_data, doc=_data.__doc__)}
-_watched.update((name, _watch(name)) for name in _TO_MEMORY)
+_watched: dict[Attribute, Any] = dict(
+    (
+        (Attribute(Tensor, "data", "Tensor.data"), property(_read_data, _write_data, doc=_data.__doc__)),
+        *(_watch(Tensor, name) for name in ("numpy", "untyped_storage", "data_ptr", "__dlpack__")),
+        *(_watch(owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
+        # The methods that are handed tensors, as pybind says in their first line.
+        *(
+            _watch_collective(name)
+            for name, each in vars(_Group or object).items()
+            if "torch.Tensor" in str(each.__doc__)
+        ),
+    )
+)
 
 
 def _forget_written(tensor: Tensor) -> None:
