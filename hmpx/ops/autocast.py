@@ -6,8 +6,9 @@ cast as they do around it. An enabled region inside an island ends that island. 
 no op is cast twice.
 
 - The device of a region does not count: "no autocast on cuda" in the code of a model means FP32 on any device.
-- A training script opens a region with ``enabled=args.amp``, outside of every model and of every enabled region. If
-  `args.amp` is False, the forwards of modules in the region cast, and the script's own ops are left alone.
+- A training script opens a region with ``enabled=args.amp``, outside of every forward and of every enabled region. If
+  `args.amp` is False, the forwards of modules in the region cast, and the script's own ops are left alone. A script may
+  be a method of a module, such as a `fit` or a `training_step`.
 - If a module opens an island and has a rule that names ops for low precision, its ops are cast all the same.
 - With casts off (`disable_casts`, ``convert(enabled=False)``, an optimizer step) regions are torch's own again.
 
@@ -42,8 +43,8 @@ from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule, rules_of
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.policies.scopes import Policies
-from hmpx.ops.wrapping.callers import modules, users_line
-from hmpx.ops.wrapping.switch import Switch, in_forward, in_method, is_in_model
+from hmpx.ops.wrapping.callers import methods, modules, users_line
+from hmpx.ops.wrapping.switch import Switch, in_any_forward, in_forward, is_in_model
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 logger = logging.getLogger("hmpx")
@@ -65,6 +66,10 @@ _TWICE = (
 _NOT_HEARD = (
     "torch.set_autocast_enabled(False) does not turn the op lists off; torch.autocast(..., enabled=False) and "
     "hmpx.disable_casts() do"
+)
+_IN_A_METHOD = (
+    "torch.autocast(enabled=False) in {}.{}, which is no forward, is the switch of a script: models that are called in "
+    "it are cast; hmpx.disable_casts() leaves them alone"
 )
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _IS_ENABLED = ("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_xla_enabled", "is_autocast_ipu_enabled")
@@ -133,7 +138,10 @@ class AutocastRegions:
             else:
                 enter(region)
                 casts = _is_overruled(frame)
-            own = region_state.enter_autocast(casts, casts or is_in_model(frame) or in_enabled_region(), region)
+            in_model = casts or is_in_model(frame) or in_enabled_region()
+            if not in_model and (method := next(methods(frame), None)) is not None:
+                _say_switch(*method, frame)
+            own = region_state.enter_autocast(casts, in_model, region)
             self._open[id(own)] = own
             if process_state.observer is not None:
                 own.where = users_line(frame)
@@ -186,6 +194,12 @@ def _is_overruled(frame: FrameType) -> bool:
     return rule is not None
 
 
+def _say_switch(module: torch.nn.Module, method: str, frame: FrameType) -> None:
+    """Log that a region in a method of a module is not taken for the word of a model, if `frame` is of that method."""
+    if any(frame.f_locals.get(name) is module for name in frame.f_code.co_varnames[:1]):
+        say_once(logging.WARNING, _IN_A_METHOD.format(type(module).__name__, method), frame)
+
+
 def _enter_switched_off(enter: Callable, region: torch.autocast) -> None:
     """Enter a region as a disabled one, so that torch's exit can undo it; then turn autocast back to what it was.
 
@@ -214,7 +228,7 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
         inside = list(_modules(tx))
         casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(rules_of(inside[0])))
         opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts
-        in_model = casts or inside or any(opened) or in_enabled_region() or in_method(sys._getframe())
+        in_model = casts or inside or any(opened) or in_enabled_region() or in_any_forward(sys._getframe())
         opened.append(casts)
         self.hmpx_region = _aside(tx, region_state.enter_autocast, casts, bool(in_model))
         return _build(tx, None)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx.base import process_state
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.blocks import same
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
@@ -121,6 +122,52 @@ def test_the_modules_in_a_scripts_own_region_are_cast(where):
         assert (y.dtype, product.dtype) == (FP32, FP32)
         decode = types.MethodType(lambda self, x: self.body(self, x), Net(lambda net, x: decorated(x, net.w)))
         assert decode(X).dtype is FP32, "a method beside forward"
+
+
+class Trainer(nn.Module):
+    """A module that trains another one, as those of ultralytics and Lightning do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def fit(self):
+        def step():
+            with off():
+                return self.inner(X)
+
+        return step()
+
+    def training_step(self):
+        with off():
+            return self.inner(X)
+
+    def in_a_region(self):
+        with hmpx.enable_casts():
+            return self.fit()
+
+
+@WHERE
+def test_a_region_is_a_models_where_it_opens_inside_of_a_forward(where, caplog):
+    """And not where some method of a module is among the callers; a method that opens one itself is told so."""
+
+    class Decorated(Net):
+        @torch.autocast("cpu", enabled=False)
+        def forward(self, x):
+            return self.linear(x)
+
+    plain, hooked = Trainer(Net(lambda net, x: net.linear(x))), Net(lambda net, x: x)
+    hooked.register_forward_hook(lambda module, inputs, result: Trainer(module.linear).training_step())
+    protected = Trainer(Net(lambda net, x: Trainer(net.linear).training_step()))
+    cases = [(plain, name, BF16) for name in ("fit", "training_step", "in_a_region")]
+    cases += [(protected, name, FP32) for name in ("fit", "training_step")]
+    cases += [(Trainer(each), "fit", FP32) for each in (Decorated(None), hooked)]
+    with hmpx.convert(where=where, **LISTS):
+        for trainer, method, dtype in cases:
+            caplog.clear()
+            assert getattr(trainer, method)().dtype is dtype, method
+            assert caplog.text.count("Trainer.training_step, which is no forward") == (method == "training_step")
+            process_state.said.clear()
 
 
 @WHERE

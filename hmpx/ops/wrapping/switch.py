@@ -34,6 +34,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
+from hmpx.base.run_in_region import Opener
 from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import LOW_RULES, Rule
@@ -141,12 +142,13 @@ def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_in_model(frame: types.FrameType) -> bool:
-    """Return whether code that runs in `frame` is a model's: of a forward, or a method of a module."""
-    if region_state.innermost().casting is not None:  # that of a forward, or one that somebody has opened on purpose
-        return True
+    """Return whether code that runs in `frame` is a model's: inside of the forward of a module."""
+    region = region_state.innermost()
+    if region.casting is not None and not isinstance(getattr(region, "owner", None), Opener):
+        return True  # in the region of a forward
     if graph_task() != -1:
         return _is_cast_backward() is not False
-    return in_method(frame)
+    return in_any_forward(frame)
 
 
 def _is_refused(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -180,9 +182,12 @@ def in_forward(frame: types.FrameType | None) -> bool:
     return any(method == "forward" and is_model(module) for module, method in methods(frame))
 
 
-def in_method(frame: types.FrameType | None) -> bool:
-    """Return whether a method of a module is among the callers."""
-    return next(methods(frame), None) is not None
+def in_any_forward(frame: types.FrameType | None) -> bool:
+    """Return whether the forward of a module, which need not be a model, is among the callers.
+
+    A module may have other methods, a training loop among them (the trainers of ultralytics, a `training_step`).
+    """
+    return any(method in ("forward", "_call_impl") for _, method in methods(frame))  # the forward may have a decorator
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
