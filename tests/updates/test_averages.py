@@ -9,6 +9,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 import hmpx
+from tests.support import ranks
 
 FUNCTIONS = {
     "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.999)},
@@ -69,3 +70,57 @@ def test_one_update_is_rounded_to_a_neighbour():
     for p, old, new in zip(averaged.module.parameters(), model.parameters(), other.parameters(), strict=True):
         exact = old.detach().double() * 0.9 + new.detach().double() * 0.1
         assert ((p.detach().double() - exact).abs() <= exact.abs() * 2**-7 + 1e-9).all()
+
+
+def averages_of_shards(rank, world):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Linear(48, 7).bfloat16()  # whose rows two ranks cannot share equally
+    averaged = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999))
+    if world > 1:
+        fully_shard(model)
+        fully_shard(averaged.module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    hmpx.attach(optimizer)
+    averaged.update_parameters(model)
+    before = averaged.module.weight.detach().clone()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    for _ in range(3):
+        averaged.update_parameters(model)
+    assert not torch.equal(before, averaged.module.weight)
+    found = [p.detach() for p in averaged.module.parameters()]
+    return [(p.full_tensor() if world > 1 else p).tolist() for p in found]
+
+
+def test_the_average_of_shards_is_that_of_the_whole_model():
+    for found in ranks.run(2, averages_of_shards, 2):
+        assert found == averages_of_shards(0, 1)
+
+
+class OfTheWholeModel:
+    """A decay that grows with each call, and an update of one norm for all tensors."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, averages, weights, count):
+        self.calls += 1
+        ways = [weight - average for average, weight in zip(averages, weights, strict=True)]
+        norm = torch.stack([way.norm() for way in ways]).norm()
+        for average, way in zip(averages, ways, strict=True):
+            average.add_(way / norm, alpha=1 / self.calls)
+
+
+def test_a_function_of_all_tensors_is_called_once_with_all_of_them():
+    model = nn.Linear(64, 64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    expected = averages_of(copy.deepcopy(model), {"multi_avg_fn": OfTheWholeModel()}, 20)
+    optimizer = torch.optim.SGD(model.bfloat16().parameters(), lr=0.1)
+    hmpx.attach(optimizer)
+    found = averages_of(model, {"multi_avg_fn": OfTheWholeModel()}, 20)
+    assert abs(found.mean() - expected.mean()) < 0.01 * (expected.mean() - 1)
