@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all: a full disk or a kill leaves the one that was there."""
+"""Files that are written as a whole or not at all: a full disk or a kill leaves the one that was there; and paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import shutil
 from pathlib import Path
 
 from hmpx.errors import HmpxError
+
+
+def beside(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+    """Return a path that is given from `folder`, without ``..`` where that is the same file: links make it another."""
+    whole = os.path.join(folder, path)
+    short = os.path.normpath(whole)
+    return short if os.path.realpath(short) == os.path.realpath(whole) else whole
 
 
 class WriteError(HmpxError, OSError):

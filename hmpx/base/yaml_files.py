@@ -43,13 +43,13 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
     """Return the node that a YAML text stands for; None for an empty one.
 
     Raises:
-        HmpxError: it is no YAML, with file and line.
+        HmpxError: it is no YAML, or a mapping in it has a key twice; with file and line.
     """
     loader = None
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        _check_size(path, root, {}, error)
+        _check(path, root, {}, error)
         return root
     except RecursionError:
         line = loader.get_mark().line + 1 if loader else 1
@@ -62,13 +62,23 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
         raise error(f"not YAML: {wrong.reason}", Origin(str(path), line)) from None
 
 
-def _check_size(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
-    """Return how many nodes a node stands for, with what aliases repeat: a few lines of them may stand for billions."""
+def _check(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
+    """Return how many nodes a node stands for, with what aliases repeat: a few lines of them may stand for billions.
+
+    YAML, and JSON, would take the last of two equal keys, and say nothing.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = math.inf  # of an alias that stands in what it repeats
+        lines = dict[tuple[str, str], int]()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                said = f"{key.value!r} stands here for the second time (first in line {lines[name]})"
+                raise kind(said, Origin(str(path), line))
+            lines[name] = line
         inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
         values = (value for each in inner for value in (each if isinstance(each, tuple) else [each]))
-        sizes[id(node)] = 1 + sum(_check_size(path, each, sizes, kind) for each in values)
+        sizes[id(node)] = 1 + sum(_check(path, each, sizes, kind) for each in values)
         if node is not None and sizes[id(node)] > _NODES:
             what = f"more than {_NODES} names and values, with those that aliases repeat"
             raise kind(what, Origin(str(path), node.start_mark.line + 1))

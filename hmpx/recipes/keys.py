@@ -67,7 +67,10 @@ def spelled_out(key: Any, value: Any) -> Any:
     if key == MODULES and isinstance(value, Mapping):
         return {pattern: _rule_spelled_out(rule) for pattern, rule in value.items()}
     if isinstance(value, Mapping):
-        return {_spelled_out(k) if key == "dtype_map" else k: _spelled_out(v) for k, v in value.items()}
+        pairs = [(_spelled_out(k) if key == "dtype_map" else k, _spelled_out(v)) for k, v in value.items()]
+        if len(dict(pairs)) < len(pairs):
+            raise HmpxError(f"{key}: {', '.join(map(str, value))}: a dtype is named twice", key=(key,))
+        return dict(pairs)
     if key in SIDES and isinstance(value, list | tuple):
         return type(value)(MORE if name is ... else name for name in value)
     if key in LISTS:

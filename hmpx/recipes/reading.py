@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from hmpx.base.files import beside
 from hmpx.base.yaml_files import composed, places_inside, value_of
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean, errors_at
 from hmpx.ops.policies.catalog import canonical
@@ -165,7 +167,7 @@ def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        return Path(os.path.normpath(folder / path)) if folder else path
+        return Path(beside(folder, path)) if folder else path
     if path.suffix in (".txt", ".json"):
         base = f"; under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: {name}"
         raise HmpxError(
@@ -205,12 +207,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> Recipe:
         with errors_at(places, line):
             if not isinstance(key, yaml.ScalarNode):
                 raise HmpxError(f"a recipe's keys are {', '.join(KEYS)}")
-            if name in values:
-                raise HmpxError(f"{name!r} stands here for the second time")
             places |= {(name,): line, **places_inside(path, node, name)}
             values |= checked({name: value_of(path, node)})
             if name in LISTS and values[name]:
-                values[name] = os.path.normpath(path.parent / values[name])
+                values[name] = beside(path.parent, values[name])
     if EXTENDS in values:
         base = _extended(values.pop(EXTENDS), [*above, path], places[EXTENDS,])
     with errors_at(places):
@@ -254,10 +254,16 @@ _LONGEST = 32  # chain of files that extend one another
 # "Neuron Rounding Modes".
 
 _ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
-# The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
+# The first of these that is on decides, as in PyTorch/XLA.
 _RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
-# Gaudi's, which name files of ops: hmpx does not read these variables.
+# Gaudi's, which name files of ops, and their older names: hmpx does not read these variables.
 _GAUDI = {"PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": "bf16", "PT_HPU_AUTOCAST_FP32_OPS_LIST": "fp32"}
+_GAUDI |= {"LOWER_LIST": "bf16", "FP32_LIST": "fp32"}
+
+
+def _is_on(value: str) -> bool:
+    """Return what PyTorch/XLA makes of a variable: C's `atoi` of it, but for true."""
+    return value == "true" or bool(re.match(r"\s*[+-]?0*[1-9]", value))
 
 
 def recipe_of_environment() -> tuple[Recipe, str] | None:
@@ -271,22 +277,26 @@ def recipe_of_environment() -> tuple[Recipe, str] | None:
 def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
     """Return the recipe that these variables stand for, and a sentence that says so; None if none of them is on.
 
-    With XLA_USE_BF16 or XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless
-    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0.
+    A variable is on where its owner takes it so: "true" and numbers other than 0. With XLA_USE_BF16 or
+    XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless NEURON_RT_STOCHASTIC_ROUNDING_EN is
+    off. A variable that is off by another word than 0 and false, and Gaudi's, which are not read, get a warning.
 
     Raises:
         HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64).
     """
     asked = {name: environment[name] for name in (*_RECIPES, _SEED) if environment.get(name)}
-    deciding = next((name for name in _RECIPES if asked.get(name, "0") != "0"), None)
+    for name, side in _GAUDI.items():
+        if environment.get(name):
+            keys = f"extends: gaudi-autocast, {side}_file_path: {environment[name]}"
+            logger.warning("hmpx: %s is not read; a recipe with %s does the same", name, keys)
+    for name in _RECIPES:
+        if name in asked and not _is_on(asked[name]) and asked[name] not in ("0", "false"):
+            logger.warning("hmpx: %s=%s is off: 1 and true switch it on", name, asked[name])
+    deciding = next((name for name in _RECIPES if _is_on(asked.get(name, ""))), None)
     if deciding is None:
-        for name, side in _GAUDI.items():
-            if environment.get(name):
-                keys = f"extends: gaudi-autocast, {side}_file_path: {environment[name]}"
-                logger.warning("hmpx: %s is not read; a recipe with %s does the same", name, keys)
         return None
     recipe = read_recipe(_RECIPES[deciding])
-    if asked.get(_ROUNDING) == "0":
+    if _ROUNDING in asked and not _is_on(asked[_ROUNDING]):
         recipe = changed(recipe, weights="nearest")
     if _SEED in asked:
         if not asked[_SEED].isdecimal() or int(asked[_SEED]) >= 2**64:

@@ -278,13 +278,18 @@ class Recipe:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", "fused", *SWITCHES)}
-        narrow = "bfloat16" in (
-            self.parameter_dtype or "bfloat16",
-            *self.module_dtypes.values(),
-            *self.dtype_map.values(),
-        )
+        dtypes = self.parameter_dtype or "bfloat16", *self.module_dtypes.values(), *self.dtype_map.values()
+        narrow = "bfloat16" in dtypes
         with self.naming_lines():
             rules = self.parameter_rules.items()
+            if not narrow and all(rule.get("dtype") != "bfloat16" for _, rule in rules):
+                for key in ("weights", "state_dtype", "fused", *SWITCHES):
+                    if (value := getattr(self, key)) != getattr(USUAL, key):
+                        raise HmpxError(
+                            f"{key}: {str(value).lower()} would do nothing: by parameter_dtype all parameters are "
+                            "float32, which get plain steps; say parameter_dtype: bfloat16 too",
+                            key=(key,),
+                        )
             for pattern, rule in rules if not narrow else ():
                 if rule and "dtype" not in rule:
                     raise HmpxError(

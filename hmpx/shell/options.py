@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hmpx.base.files import WriteError
+from hmpx.base.files import WriteError, beside
 from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
@@ -39,7 +39,7 @@ def add_recipe_options(command: argparse.ArgumentParser, default: str = "the def
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any key of a recipe, the value as in its file: --set weights=split; as often as needed",
+        help="any key of a recipe, the value as in its file: --set weights=split; once for each key",
     )
 
 
@@ -77,14 +77,16 @@ def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], Places]:
                 raise HmpxError("--recipe says which recipe it is")
             node = root_of(what, text)
             value = value_of(what, node) if node else None
-            given |= checked({key: os.path.abspath(value) if key in LISTS and isinstance(value, str) else value})
+            if isinstance(value, list | dict) and (key,) in said:
+                raise HmpxError(f"{key} was given before ({said[key,]}): say all of it at once")
+            given |= checked({key: beside(os.getcwd(), value) if key in LISTS and isinstance(value, str) else value})
         said[key,] = Origin(what)
     return given, said
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:
     """Return the list files that the options name, by side; absolute, since a script may change its folder."""
-    return {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
+    return {side: beside(os.getcwd(), path) for side in SIDES if (path := getattr(options, side)) is not None}
 
 
 def add_force(command: Any) -> None:
@@ -100,13 +102,19 @@ def outputs_asked(options: argparse.Namespace, *kinds: str, of_all: str = "") ->
     Raises:
         HmpxError: as `check_outputs`.
     """
-    outputs = {kind: Path(os.path.abspath(path)) for kind in kinds if (path := getattr(options, kind))}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank = os.environ.get("RANK", "0")
+    outputs = {kind: Path(beside(os.getcwd(), path)) for kind in kinds if (path := getattr(options, kind))}
+    if number_in("WORLD_SIZE", 1) > 1:
+        rank = number_in("RANK", 0)
         own = {kind: path.with_name(f"{path.stem}.{rank}{path.suffix}") for kind, path in outputs.items()}
         outputs = {kind: outputs[kind] if kind == of_all else path for kind, path in own.items()}
     check_outputs(options, outputs)
     return outputs
+
+
+def number_in(variable: str, usual: int) -> int:
+    """Return the number in a variable of the environment; `usual` if there is none: containers may have it empty."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else usual
 
 
 def save(found: Any, outputs: Mapping[str, Path]) -> tuple[list[str], bool]:

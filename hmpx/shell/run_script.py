@@ -33,7 +33,7 @@ from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
 from hmpx.recipes.reading import as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
-from hmpx.shell.options import add_recipe_options, keys_asked, lists_asked, with_options
+from hmpx.shell.options import add_recipe_options, keys_asked, lists_asked, number_in, with_options
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -218,7 +218,7 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
 
 def is_first_rank() -> bool:
     """Return whether this process speaks for all processes that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
+    return number_in("RANK", 0) == 0
 
 
 @contextlib.contextmanager

@@ -93,6 +93,8 @@ def test_json_of_gaudi_with_tabs(tmp_path):
         ({"use_torch_autocast": True, "autocast_bf16_ops": ["add"], "hmp_bf16_ops": ["mm"]}, ["add"]),
         ({"use_habana_mixed_precision": True, "autocast_bf16_ops": ["add"], "hmp_bf16_ops": ["mm"]}, ["mm"]),
         ({"use_torch_autocast": False, "hmp_bf16_ops": ["mm"], "autocast_bf16_ops": None}, ["mm"]),
+        ({"hmp_opt_level": "O1", "hmp_bf16_ops": ["mm"]}, ["mm"]),
+        ({"hmp_opt_level": "O2", "use_torch_autocast": True, "autocast_bf16_ops": ["add"]}, ["add"]),
     ],
 )
 def test_of_the_two_generations_of_gaudis_lists_the_one_in_use_counts(keys, bf16, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 
@@ -14,6 +15,7 @@ import hmpx
 from hmpx.insight.check import check_files
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
+from hmpx.shell.options import add_recipe_options, recipe_asked
 
 
 def write(folder, **files):
@@ -41,6 +43,25 @@ def test_a_path_is_relative_to_the_file_and_so_are_the_lists_of_each_file(tmp_pa
     for recipe in (read_recipe("mine.yaml"), as_recipe({"extends": "../far/base.yaml", "seed": 1})):
         assert recipe.policy().bf16 == ("gelu",) and (recipe.weights, recipe.seed) == ("split", 1)
         assert "gelu" in str(recipe) and "extends" not in str(recipe)  # resolved
+
+
+def test_in_a_linked_folder_two_dots_are_where_the_link_leads(tmp_path, monkeypatch):
+    """As `open` takes them: the folder above the one that the link stands for."""
+    (tmp_path / "shared" / "team").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "shared" / "team")
+    for folder, name in (("shared", "log"), (".", "exp")):
+        (tmp_path / folder / "mine.txt").write_text(f"{name}\n")
+        write(tmp_path / folder, base=f"fp32: [{name}]\nbf16: []\n")
+    write(tmp_path / "shared" / "team", named="fp32_file_path: ../mine.txt\nbf16: []\n", over="extends: ../base.yaml\n")
+    for path in ("link/named.yaml", "link/over.yaml"):
+        assert read_recipe(tmp_path / path).policy().fp32 == ("log",), path
+    monkeypatch.chdir(tmp_path)
+    assert as_recipe({"bf16": [], "fp32_file_path": "link/../mine.txt"}).policy().fp32 == ("log",)
+    options = argparse.ArgumentParser()
+    add_recipe_options(options)
+    for words in (["--fp32", "link/../mine.txt"], ["--set", "fp32_file_path=link/../mine.txt"]):
+        asked = recipe_asked(options.parse_args([*words, "--set", "bf16=[]"]))
+        assert asked.policy().fp32 == ("log",), words
 
 
 @pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])

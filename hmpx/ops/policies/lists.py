@@ -5,7 +5,8 @@
 Files come in three formats, by suffix. `.yaml`/`.yml`: the keys `bf16`, `fp32`, `promote`, `fp8`, each a list of names,
 `low_precision`, the dtype that the bf16 list stands for, and `fp8_format`, how ops in the fp8 list are multiplied.
 `.json`: a Gaudi configuration with `hmp_bf16_ops`, `hmp_fp32_ops`, or, under `use_torch_autocast`, `autocast_bf16_ops`
-and `autocast_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
+and `autocast_fp32_ops`; one with `hmp_opt_level` O2 takes none. Anything else is text: one name a line, `#` starts a
+comment.
 
 A file is read once, eagerly: callers may delete it after the call. An empty list is a real list; a key that is absent
 or null says nothing, and the default list stands.
@@ -38,6 +39,7 @@ MORE = "..."  # in a list of a recipe: the names of the list that it changes
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_YAML = {key: key for key in LIST_KEYS}
 _OF_GAUDI = [{f"{system}_{side}_ops": side for side in ("bf16", "fp32")} for system in ("hmp", "autocast")]
+_BY_HMP, _BY_AUTOCAST, _LEVEL = "use_habana_mixed_precision", "use_torch_autocast", "hmp_opt_level"
 _TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
@@ -261,6 +263,28 @@ def _instead_of(path: str) -> str:
     return f"; hmpx ships one: {own}" if own.is_file() else did_you_mean(Path(path).name, siblings, cutoff=0.8)
 
 
+def _of_gaudi(path: str, root: yaml.MappingNode) -> dict[str, str]:
+    """Return the keys by which a Gaudi configuration gives lists, and their sides.
+
+    Raises:
+        OpListError: it asks for HMP and for autocast, or for a level of HMP that takes no lists.
+    """
+    nodes = {key.value: value for key, value in root.value}
+    places = {(key.value,): Origin(path, key.start_mark.line + 1) for key, _ in root.value}
+    said = {key: value_of(path, nodes[key], OpListError) for key in (_BY_HMP, _BY_AUTOCAST, _LEVEL) if key in nodes}
+    with errors_at(places):
+        for key in said.keys() - {_LEVEL}:
+            if not isinstance(said[key], bool | None):
+                raise OpListError(f"{key} is {said[key]!r}, neither true nor false", key=(key,))
+        if said.get(_BY_HMP) and said.get(_BY_AUTOCAST):
+            raise OpListError(f"{_BY_HMP} and {_BY_AUTOCAST}: which of the two?", key=(_BY_AUTOCAST,))
+        by_autocast = bool(said.get(_BY_AUTOCAST)) or nodes.keys().isdisjoint(_OF_GAUDI[0])
+        if not by_autocast and said.get(_LEVEL, "O1") not in ("O1", "01"):
+            hint = "HMP leaves these lists aside then (of O2: give opt_level O2, without this file)"
+            raise OpListError(f"{_LEVEL} is {said[_LEVEL]!r}, and not O1: {hint}", key=(_LEVEL,))
+    return _OF_GAUDI[by_autocast]
+
+
 def _of_tree(path: str, text: str, is_json: bool) -> tuple[dict[str, Any], Origin, Places]:
     """Return what YAML or JSON says, its place, and those of what is in it; JSON is YAML once its tabs are blanks."""
     if is_json:
@@ -278,8 +302,7 @@ def _of_tree(path: str, text: str, is_json: bool) -> tuple[dict[str, Any], Origi
         line = 1 if root is None else root.start_mark.line + 1
         raise OpListError(f"expected the keys {legal}, found {kind}", Origin(path, line))
     if is_json:
-        values = {key.value: value.value for key, value in root.value}
-        keys = _OF_GAUDI[values.get("use_torch_autocast") == "true" or values.keys().isdisjoint(_OF_GAUDI[0])]
+        keys = _of_gaudi(path, root)
     said: dict[str, Any] = {}
     places: dict[tuple, Origin] = {}
     for key, value in root.value:
@@ -290,8 +313,6 @@ def _of_tree(path: str, text: str, is_json: bool) -> tuple[dict[str, Any], Origi
             if side is None:
                 if not is_json and (isinstance(value, yaml.SequenceNode) or hint):
                     raise OpListError(f"{key.value!r} is no list that hmpx knows{hint} (legal: {', '.join(keys)})")
-            elif side in said:
-                raise OpListError(f"the key {key.value!r} stands here for the second time")
             else:
                 said[side] = value_of(path, value, OpListError)
                 places |= {(side,): Origin(path, key.start_mark.line + 1), **places_inside(path, value, side)}
