@@ -15,6 +15,7 @@ import torch
 
 from hmpx.base.changes import Changes
 from hmpx.base.installation import Installation, current
+from hmpx.base.module_tree import parameters_in
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
@@ -87,7 +88,7 @@ class Activation(Installation):
 
     def _distributes(self, module: torch.nn.Module) -> None:
         with contextlib.ExitStack() as undo:
-            models = cast_models_of(list(module.parameters()), self.recipe, undo)
+            models = cast_models_of(parameters_in(module), self.recipe, undo)
             undo.pop_all()
         self._take(models)
 
@@ -140,7 +141,7 @@ def cast_models_of(
     if not params:
         return []
     models = models_of(params)
-    alone = set(params).difference(*(model.parameters() for model in models))
+    alone = set(params).difference(*map(parameters_in, models))
     if alone:
         logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
     with recipe.naming_lines():

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
+from hmpx.base.module_tree import modules_in, parameters_in
 from hmpx.base.subclasses import with_subclasses
 from hmpx.ops.captured_names.rebinding import Rebinding
 
@@ -101,7 +102,7 @@ def watch_distribution(distributes: Callable[[Module], object], changes: Changes
 def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:
     """Return the modules that hold some of `params` and are part of no other module, the smallest first."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "training" in vars(thing)]
-    parts = {id(child) for module in modules for child in module.children()}
+    parts = {id(child) for module in modules for child in module._modules.values()}
     wanted = set(params)
-    found = [m for m in modules if id(m) not in parts and not wanted.isdisjoint(m.parameters())]
-    return sorted(found, key=lambda module: sum(1 for _ in module.modules()))
+    found = [m for m in modules if id(m) not in parts and not wanted.isdisjoint(parameters_in(m))]
+    return sorted(found, key=lambda module: sum(1 for _ in modules_in(module)))

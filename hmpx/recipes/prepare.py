@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.module_tree import parameters_in
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.recipes.module_patterns import check_names, rules_for
@@ -95,7 +96,7 @@ def prepare(
         check_names([model], whole)
         rules: list[ModuleRule] = rules_for([model], whole)
         tell_cast(cast_model(model, whole, undo))
-        if any(p.dtype is torch.bfloat16 for p in model.parameters()):
+        if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
             for each, asked in zip(stepping, settings, strict=True):
                 before = attached(each)
                 attachment = attach(each, model=model, process_group=process_group, **vars(asked))
@@ -133,7 +134,7 @@ def attach_made(
     params = parameters(optimizer)
     if not any(p.dtype is torch.bfloat16 for p in params):
         return
-    whole = next((model for model in models if set(params) <= set(model.parameters())), None)
+    whole = next((model for model in models if set(params) <= set(parameters_in(model))), None)
     model = None if any("param_names" in group for group in optimizer.param_groups) else whole
     own = of_own(settings, optimizer, model, models)
     attach(optimizer, model=model, process_group=process_group, **vars(own))

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import copy
+import dataclasses
+import itertools
 import threading
 from typing import ClassVar
 
@@ -291,8 +293,10 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def forward(self, model):
-        weight = model if isinstance(model, torch.Tensor) else model.weight[0]
-        self.how(self.weight, weight)
+        model = model[0] if isinstance(model, list) else model
+        weight = model[0] if isinstance(model, torch.Tensor) else model.weight[0]
+        if len(weight) > 1:
+            self.how(self.weight, weight)
 
 
 AVERAGES = {
@@ -300,9 +304,11 @@ AVERAGES = {
     "data": lambda own, weight: own.data.copy_((own - (own - weight) * 0.001).data),
     "add_": lambda own, weight: own.add_((weight - own) * 0.001),
 }
+HANDED = {"a module": lambda model: model, "weights": lambda model: model.weight, "a list": lambda model: [model]}
 
 
-def test_a_module_without_parameters_that_is_outermost_is_no_model():
+def test_a_module_without_parameters_that_is_outermost_follows_its_tensors():
+    """A metric is torch's; a contrastive loss, whose tensors require a gradient, is cast as code in no module is."""
     a = torch.rand(6, 8) * 0.05 + 100
     with hmpx.disable_casts():
         exact = Similarity()(a, a)
@@ -318,25 +324,68 @@ def test_a_module_without_parameters_that_is_outermost_is_no_model():
             return self.metric(x, x)
 
     with hmpx.convert(where="model", **LISTS):
-        for x in (a, a.clone().requires_grad_()):
-            for way in (metric, metric.forward, metric.update):
-                assert torch.equal(way(x, x), exact), way
+        for way in (metric, metric.forward, metric.update):
+            assert torch.equal(way(a, a), exact), way
+            trained = a.clone().requires_grad_()
+            assert way(trained, trained).dtype is (trained @ trained.t()).dtype is BF16, way
+            with torch.no_grad():
+                assert torch.equal(way(trained, trained), exact), way
         assert Model()(a).dtype is BF16, "a part of the model"
         assert outer(a).dtype is BF16 and (nn.Linear(8, 8)(a)).dtype is BF16
 
 
+@dataclasses.dataclass
+class Output:
+    y: torch.Tensor
+
+
+class Handed(nn.Module):
+    """Its forward is handed weights; `more` is what else it does, `returned` what it makes of its result."""
+
+    def __init__(self, more=lambda self: None, returned=lambda y: y):
+        super().__init__()
+        self.weight, self.more, self.returned = nn.Parameter(torch.eye(8)), more, returned
+
+    def forward(self, x, weights=None):
+        self.more(self)
+        return self.returned(F.linear(x, self.weight))
+
+
+def writes(module):
+    with torch.no_grad():
+        module.weight.mul_(1)
+
+
+def test_each_call_of_a_model_is_cast_whatever_it_is_handed_and_returns():
+    """The first as the others: soft prompts, a layer's weight for a loss, a teacher; and after a call that raises."""
+    x, made, frozen = torch.randn(4, 8), [], Handed(writes).requires_grad_(False)
+    nets = [Handed(), Handed(returned=Output), Handed(returned=lambda y: {"y": y}), Handed(writes), frozen]
+    nets.append(Handed(returned=lambda y: made.append(Output(y)) or made[-1]))
+    given = [(nn.Parameter(x),), (x, nn.Linear(2, 2)), (x, [nn.Parameter(x)]), (x,)]
+    for failing in (None, nn.Parameter(x[:, :3])):
+        for net in nets:
+            with hmpx.convert(where="model", **LISTS), torch.no_grad():
+                for args in (*given, *given):
+                    if failing is not None:
+                        with pytest.raises(RuntimeError):
+                            net(failing)
+                    y = net(*args)
+                    y = y["y"] if isinstance(y, dict) else getattr(y, "y", y)
+                    assert y.dtype is BF16, (nets.index(net), len(args))
+
+
 @pytest.mark.parametrize("trainable", [False, True])
 def test_a_module_that_writes_its_own_parameters_when_it_is_called_is_no_model(trainable):
-    for name, how in AVERAGES.items():
+    for (name, how), (what, handed) in itertools.product(AVERAGES.items(), HANDED.items()):
         found = []
         for around in (contextlib.nullcontext, lambda: hmpx.convert(where="model", **LISTS)):
             torch.manual_seed(0)
             model, average = nn.Linear(8, 8), Average(how, trainable)
             with around():
                 for _ in range(20):
-                    average(model)
+                    average(handed(model))
             found.append(average.weight.detach())
-        assert torch.equal(*found), name
+        assert torch.equal(*found), (name, what)
 
 
 def test_a_module_whose_forward_writes_a_part_of_it_is_a_model_where_it_is_trained():

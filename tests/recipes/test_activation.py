@@ -199,6 +199,38 @@ def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
         assert p.dtype is torch.float32 and "1 parameters are in no module" in caplog.text
 
 
+class Groups(nn.Linear):
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight], "lr": 1e-3}]
+
+
+class Remote(nn.Linear):  # as torch.distributed.nn.RemoteModule
+    def _refuse(self, *args, **kwargs):
+        raise ValueError("not supported")
+
+    parameters = named_parameters = children = modules = named_modules = _refuse
+
+
+class Gamma(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.parameters = self.children = {"gamma": 2.0}
+
+
+@pytest.mark.parametrize("cls", [Groups, Remote, Gamma])
+def test_no_method_of_a_module_is_called_that_has_nothing_to_do_with_the_optimizer(cls):
+    """Where the optimizer is made, and where the module is called; one that has parameters of its own is cast."""
+    other, x = cls(4, 4), torch.ones(1, 4)
+    with hmpx.activate("bf16-sr"):
+        model = nn.Linear(4, 4)
+        optim.SGD(model.parameters(), lr=1e-2)
+        assert model.weight.dtype is BF16 and other.weight.dtype is torch.float32
+        assert other(x).dtype is BF16 and model(x).dtype is BF16
+    with hmpx.activate("bf16-sr"):
+        own = Groups(4, 4)
+        assert attached(optim.SGD(own.parameters(), lr=1e-2)) and own.weight.dtype is own.bias.dtype is BF16
+
+
 def test_what_a_cast_would_cut_loose(caplog):
     with hmpx.activate("neuron-bf16-sr"):
         shared = nn.Linear(4, 4).share_memory()

@@ -15,14 +15,16 @@ Inside ``torch.autocast(enabled=False)`` (an island) an op is left alone. Where 
 differ in dtype, as FP32 arithmetic meets BF16 weights, it is computed in the widest. In an island that a script opens
 outside of a model, the forwards of modules cast.
 
-Of modules that nothing else runs around, a model is one with parameters. A module without parameters is a metric or a
-transform of data, and one that writes its own parameters when it is called keeps an average; either is a part of the
-model where a model calls it.
+Of modules that nothing else runs around, a model is one with parameters. A module without parameters (a metric, a loss,
+a transform of data) follows the tensors of each op, as code in no module does. One whose forward writes its parameters
+and returns nothing keeps an average. Either is a part of the model where a model calls it.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -34,6 +36,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
+from hmpx.base.module_tree import modules_in, own_parameters, parameters_in
 from hmpx.base.run_in_region import Opener
 from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
 from hmpx.ops.policies.catalog import catalog
@@ -109,13 +112,13 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
     """Return whether an op with these arguments, called in `frame`, is a model's."""
     if graph_task() != -1:  # in a backward pass: forwards that are computed again have opened a region
         return _is_cast_backward() is True
-    in_another = False
+    in_average = False
     for module, method in methods(frame):
-        if not is_model(module):
-            in_another = True  # a metric, say, unless a model has called it
-        elif method == "forward":
+        if id(module) in process_state.averages:
+            in_average = True  # unless a model has called it
+        elif method == "forward" and is_model(module):
             return True
-    if in_another or not torch.is_grad_enabled():
+    if in_average or not torch.is_grad_enabled():
         return False
     return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
 
@@ -203,9 +206,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def has_parameters(module: Module) -> bool:
     """Return whether a module, or one in it, has a parameter; a replica of DataParallel has had some."""
-    if next(module.parameters(), None) is not None:
-        return True
-    return any(vars(each).get("_former_parameters") for each in module.modules())
+    return any(own_parameters(each) or vars(each).get("_former_parameters") for each in modules_in(module))
 
 
 def is_model(module: Module) -> bool:
@@ -216,22 +217,37 @@ def is_model(module: Module) -> bool:
 def run_first(module: Module, forward: Callable, cast: Callable, args: tuple, kwargs: dict) -> Any:
     """Make the first call of a module that has parameters, and note whether it is a model or keeps an average.
 
-    forward: the call. cast: runs it as the forward of a model; one that is handed a module is not run so this time.
+    What the call has done decides; a call that raises decides nothing.
+
+    forward: the call. cast: runs it as the forward of a model. A forward that is handed weights, and whose code returns
+    nothing, is not run so this time: it may be the first update of an average.
     """
-    before = [(p, version_of(p)) for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_inference()]
+    params = [p for p in parameters_in(module) if type(p) is torch.nn.Parameter and not p.is_inference()]
+    before = list(map(version_of, params))
     handed = _holds((*args, *kwargs.values()), (Module, torch.nn.Parameter))
-    if handed:
+    if handed and _returns_nothing(inspect.unwrap(module.forward)):
         _note(process_state.averages, module)
-    result = forward(module, *args, **kwargs) if handed else cast(forward, (module, *args), kwargs)
-    # ``p.data.copy_()`` counts as no write, and nothing does where torch does not count.
-    written = _counts_writes and any(version_of(p) != version for p, version in before)
-    returns, trained = _holds((result,), (torch.Tensor,)), any(p.requires_grad for p in module.parameters())
-    if (written and not trained) or ((written or handed) and not returns):
-        _note(process_state.averages, module)
+        try:
+            result = forward(module, *args, **kwargs)
+        finally:
+            process_state.averages.pop(id(module), None)
     else:
-        process_state.averages.pop(id(module), None)
-        _note(process_state.models, module)
+        result = cast(forward, (module, *args), kwargs)
+    # ``p.data.copy_()`` counts as no write, and nothing does where torch does not count.
+    written = handed or (_counts_writes and list(map(version_of, params)) != before)
+    is_average = written and (result is None or result is module or isinstance(result, (int, float, str)))
+    _note(process_state.averages if is_average else process_state.models, module)
     return result
+
+
+def _returns_nothing(function: Callable) -> bool:
+    """Return whether the code of a function returns None in all its lines."""
+    code = getattr(function, "__code__", None)
+    steps = [] if code is None else [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    ends = [i for i, (name, _) in enumerate(steps) if name.startswith("RETURN_") and name != "RETURN_GENERATOR"]
+    return bool(ends) and all(
+        ("LOAD_CONST", None) in steps[i - 1 : i] or steps[i] == ("RETURN_CONST", None) for i in ends
+    )
 
 
 def _note(noted: dict[int, Any], module: Module) -> None:
