@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # What most arguments are that hold nothing; to ask whether one is a mapping takes longer.
-ATOMS: frozenset[type] = frozenset({type(None), bool, int, float, str})
+ATOMS: frozenset[type] = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_COPIED = (OrderedDict, defaultdict)  # by their method: Dynamo knows that
 
 
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield `values`, with what containers among them hold in the place of these."""
+def leaves(values: Iterable[Any]) -> list[Any]:
+    """Return `values`, with what containers among them hold in the place of these."""
+    found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor) or type(value) in ATOMS:
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):  # Dynamo of torch 2.9 cannot trace `list | tuple`
-            yield from leaves(value)
+            found += leaves(value)
         elif isinstance(value, Mapping):
-            yield from leaves(value.values())
+            found += leaves(value.values())
         else:
-            yield value
+            found.append(value)
+    return found
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among `values`, in containers too."""
-    for value in leaves(values):
-        if isinstance(value, Tensor):
-            yield value
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among `values`, in containers too."""
+    return [value for value in leaves(values) if isinstance(value, Tensor)]
 
 
 def with_items(container: Any, items: Collection[Any]) -> Any:
@@ -50,8 +53,8 @@ def with_items(container: Any, items: Collection[Any]) -> Any:
         vars(new).update(vars(container))
         return new
     if kind is dict or not isinstance(container, (list, MutableMapping)):
-        return dict(zip(container, items, strict=True))
-    new = copy.copy(container)
-    for key, item in zip(range(len(items)) if isinstance(new, list) else list(new), items, strict=True):
+        return dict(zip(container.keys(), items, strict=True))
+    new = container.copy() if kind in _COPIED else copy.copy(container)
+    for key, item in zip(range(len(items)) if isinstance(new, list) else list(new.keys()), items, strict=True):
         new[key] = item
     return new

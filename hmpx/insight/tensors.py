@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hmpx.base import run_in_region
+from hmpx.base.containers import tensors_in
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import in_torch_func, private
 from hmpx.ops.wrapping.overriding import PLAIN
@@ -23,17 +24,8 @@ _unseen = private("torch._C._DisableTorchDispatch")
 
 
 def floating(values: Iterable[Any]) -> list[Tensor]:
-    """Return the floating tensors in `values`, in order, in lists, tuples and dicts too."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype.is_floating_point:
-                found.append(value)
-        elif isinstance(value, list | tuple):
-            found += floating(value)
-        elif type(value) is dict:
-            found += floating(value.values())
-    return found
+    """Return the floating tensors in `values`, in order, in lists, tuples and mappings too."""
+    return [tensor for tensor in tensors_in(values) if tensor.dtype.is_floating_point]
 
 
 def widened(value: Any) -> Any:

@@ -58,7 +58,7 @@ def _decorator(function: Function, rule: Rule) -> Function:
 def bf16(function: Function) -> Function:
     """Decorate a function so that, under `convert()`, its floating tensor arguments come as bfloat16.
 
-    That holds whatever `low_precision` the conversion has. Lists, tuples and dicts of tensors are cast too; float64,
+    That holds whatever `low_precision` the conversion has. Tensors in lists, tuples and mappings are cast too; float64,
     integer, sparse and other tensors are not. Nothing inside the function is cast again. Without `convert()`, or inside
     `disable_casts()`, the call is the plain one.
 

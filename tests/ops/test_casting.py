@@ -23,10 +23,16 @@ LOW, HALF, SPARSE = X.bfloat16(), X.half(), torch.eye(4).to_sparse()
 WEIGHT, BIAS, CLASSES = tensor(3, 4), tensor(3), torch.tensor([0, 1, 2, 3])
 ATTENTION = nn.MultiheadAttention(8, 2)
 
+
+class Batch(list):
+    """A list of one's own."""
+
+
 # Lists, and by the dtype of the result what is called under them.
 DTYPES = [
     # positional and keyword arguments, and tensors in lists and tuples
     ({"bf16": "cat stack"}, BF16, "torch.cat([X, HALF]) torch.stack((X,HALF),dim=1) torch.cat(tensors=[X,HALF],dim=0)"),
+    ({"fp32": "cat stack"}, FP32, "torch.stack(torch.aminmax(LOW,dim=0)) torch.cat(Batch([LOW]))"),
     ({"fp32": "softmax"}, FP32, "torch.softmax(LOW,1) F.softmax(LOW,dim=1) nn.Softmax(1)(LOW)"),
     ({"bf16": "matmul mm"}, FP32, "SPARSE@X torch.mm(SPARSE,X)"),
     ({"bf16": "conv2d layer_norm"}, BF16, "F.conv2d(IMAGE,IMAGE,None) F.layer_norm(IMAGE,(4,),None,None)"),

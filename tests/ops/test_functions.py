@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import importlib
 import inspect
@@ -46,6 +47,73 @@ class Box:
     @hmpx.bf16
     def of_class(cls, x):
         return cls, x.dtype
+
+
+class Batch(list):
+    """A list of one's own."""
+
+
+class Labelled(tuple):
+    """A tuple of one's own, with an attribute."""
+
+
+class Outputs(collections.OrderedDict):
+    """A mapping whose items are attributes too, as the outputs of transformers' models are."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+class ReadOnly(collections.abc.Mapping):
+    def __init__(self, **items):
+        self._items = items
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+CONTAINERS = [
+    *({"a": B}, collections.OrderedDict(a=B), collections.defaultdict(list, a=B), collections.UserDict(a=B)),
+    *(Outputs(a=B), collections.ChainMap({"a": B}, {"b": B}), ReadOnly(a=B), types.MappingProxyType({"a": B})),
+    *([B], Batch([B]), (B,), Labelled((B, 1)), torch.aminmax(B, dim=0), [{"a": (B, None)}]),
+    collections.namedtuple("Pair", "a b")(B, 1),
+]
+
+
+@hmpx.fp32
+def itself(x):
+    return x
+
+
+def dtypes_in(value):
+    if isinstance(value, torch.Tensor):
+        return {value.dtype}
+    inside = value.values() if hasattr(value, "values") else value if isinstance(value, list | tuple) else ()
+    return set().union(*map(dtypes_in, inside))
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=lambda container: type(container).__name__)
+def test_tensors_in_containers_of_any_class_are_cast(container):
+    """As `torch.amp.custom_fwd` casts them; the class stays, unless it is a mapping that cannot be written to."""
+    with hmpx.convert():
+        found = itself(container)
+    assert dtypes_in(found) == {torch.float32} and dtypes_in(container) == {torch.bfloat16}
+    assert type(found) is (dict if isinstance(container, ReadOnly | types.MappingProxyType) else type(container))
+
+
+def test_a_container_keeps_what_it_has_beside_its_items():
+    labelled, outputs = Labelled((B, 1)), Outputs(a=B)
+    labelled.label = "x"
+    with hmpx.convert():
+        assert itself(labelled).label == "x" and itself(outputs).a.dtype is torch.float32
+        assert itself(unchanged := Batch([1, "a"])) is unchanged
 
 
 def test_without_convert_a_decorated_function_is_the_plain_one():

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 
+from hmpx.base.containers import with_items
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
@@ -242,12 +243,12 @@ def _widened(
                 wide, low = widen(value), dtype
                 pairs.append((wide, value))
                 value = wide
-        elif kind is list or kind is tuple:
+        elif isinstance(value, (list, tuple)):
             if any(isinstance(item, Tensor) for item in value):
                 items = _widened(value, dtypes, widen, pairs)
                 if items is None:
                     return None
-                value, low = kind(items), pairs[0][1].dtype if pairs else None
+                value, low = with_items(value, items), pairs[0][1].dtype if pairs else None
         elif isinstance(value, Tensor):
             return None
         found.append(value)

@@ -173,7 +173,7 @@ def _computing(
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a dense tensor of torch's own classes, or none; of a list, whether its items are."""
-    if type(value) in (list, tuple):
+    if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
         return True

@@ -7,11 +7,12 @@ keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster fu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from hmpx.base.containers import ATOMS, leaves, with_items
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.overriding import (
@@ -61,33 +62,25 @@ def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the eligible tensors in `value`, in lists, tuples and dicts too; return itself if nothing changes."""
+    """Cast the eligible tensors in `value`, in lists, tuples and mappings too; return itself if nothing changes."""
     if isinstance(value, Tensor):
         return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
-    kind = type(value)
-    if kind is list or kind is tuple:
-        items = [cast(item, dtype) for item in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(cast(item, dtype) for item in value))
-    if kind is dict:
-        new = {key: cast(item, dtype) for key, item in value.items()}
-        return value if all(new[key] is value[key] for key in value) else new
-    return value
+    if type(value) in ATOMS:
+        return value
+    items: Any
+    if isinstance(value, (list, tuple)):
+        items = value
+    elif isinstance(value, Mapping):
+        items = list(value.values())
+    else:
+        return value
+    new = [cast(item, dtype) for item in items]
+    return value if all(a is b for a, b in zip(new, items, strict=True)) else with_items(value, new)
 
 
 def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
-    """Return the dtypes of the eligible tensors in `values`, in order, also in lists, tuples and dicts."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if is_eligible(value):
-                found.append(value.dtype)
-        elif isinstance(value, (list, tuple)):  # Dynamo of torch 2.9 cannot trace `list | tuple`
-            found += eligible_dtypes(value)
-        elif type(value) is dict:
-            found += eligible_dtypes(value.values())
-    return found
+    """Return the dtypes of the eligible tensors in `values`, in order, in lists, tuples and mappings too."""
+    return [value.dtype for value in leaves(values) if is_eligible(value)]
 
 
 def is_explicit(args: tuple, kwargs: dict) -> bool:

@@ -28,7 +28,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
+from hmpx.base.containers import tensors_in
 from hmpx.base.module_tree import modules_in, own_parameters, parameters_in
 from hmpx.base.run_in_region import Opener
 from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
@@ -120,7 +121,7 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
             return True
     if in_average or not torch.is_grad_enabled():
         return False
-    return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
+    return any(tensor.requires_grad for tensor in tensors_in((*args, *kwargs.values())))
 
 
 def _is_cast_backward() -> bool | None:
@@ -141,7 +142,7 @@ def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Return whether low precision comes to a call; a hook of a gradient may not return another dtype."""
     if graph_task() != -1 and _is_cast_backward() is False:
         return False
-    return any(tensor.dtype in LOW_RULES for tensor in _tensors((*args, *kwargs.values())))
+    return any(tensor.dtype in LOW_RULES for tensor in tensors_in((*args, *kwargs.values())))
 
 
 def is_in_model(frame: types.FrameType) -> bool:
@@ -191,14 +192,6 @@ def in_any_forward(frame: types.FrameType | None) -> bool:
     A module may have other methods, a training loop among them (the trainers of ultralytics, a `training_step`).
     """
     return any(method in ("forward", "_call_impl") for _, method in methods(frame))  # the forward may have a decorator
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 # Which modules are models
