@@ -22,6 +22,7 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.optimizer_classes import FUSED, SCOPES, formula_of, scope_of
+from hmpx.updates.stepping.own_code import is_own, replaced_step
 from hmpx.updates.stepping.step import WeightUpdates
 
 logger = logging.getLogger("hmpx")
@@ -201,17 +202,20 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
         RELEASED.require()
     # Raises where a parameter is of a kind that cannot be updated.
     WeightUpdates(settings, given).segments(optimizer)
-    if scope_of(optimizer) == "whole":
+    is_replaced = replaced_step(optimizer) is not None or (type(optimizer) in SCOPES and not is_own(type(optimizer)))
+    if is_replaced or scope_of(optimizer) == "whole":
         refuse_lookups(optimizer)
-    if settings.release_gradients and scope_of(optimizer) == "whole":
-        listed = ", ".join(cls.__name__ for cls in SCOPES)
-        raise HmpxError(
-            f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
-            f"and {type(optimizer).__module__}.{type(optimizer).__qualname__} may look across them",
-            key=("release_gradients",),
-        )
-    if settings.fused and formula_of(optimizer) is None:
-        raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}", key=("fused",))
+        if settings.release_gradients:
+            listed = ", ".join(cls.__name__ for cls in SCOPES)
+            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            raise HmpxError(
+                f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), and {name}"
+                f"{', whose step somebody has replaced,' if is_replaced else ''} may look across them",
+                key=("release_gradients",),
+            )
+    if settings.fused and (is_replaced or formula_of(optimizer) is None):
+        name = f"{type(optimizer).__name__}{', whose step somebody has replaced' if is_replaced else ''}"
+        raise HmpxError(f"fused has kernels for {FUSED}, not for {name}", key=("fused",))
     check_torch(settings)
 
 

@@ -19,7 +19,7 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods, watch_step
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -165,6 +165,7 @@ class Attachment:
         step_hooks.install(optimizer)
         self._gone = weakref.finalize(optimizer, self._undo.close)  # restores the parameters
         own.update({ATTRIBUTE: self, **methods})
+        self.watch_step()
         try:
             self._checkpoints = Checkpoints(self._updates)
             self._checkpoints.register(self._alive, self._undo)
@@ -179,6 +180,10 @@ class Attachment:
         except BaseException:  # for instance, there is no memory for masters
             self.abandon()
             raise
+
+    def watch_step(self) -> None:
+        """Watch a `step` that somebody has put on the optimizer itself."""
+        watch_step(self._alive, self._optimizer, self._added)
 
     def _put_back(self) -> None:
         """Undo `install`. After an interrupt in the middle, a second call does all of it again."""

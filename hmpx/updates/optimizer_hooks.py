@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.ddp import watch_wrapping
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
+from hmpx.updates.stepping.own_code import replaced_step
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import STEP_KEY
 
@@ -212,8 +214,32 @@ def replaced_methods(
 def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method that rewrites weights as a step of the attached optimizer."""
     optimizer = reference()
-    method = getattr(type(optimizer), name)
-    if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
+    return _as_step(optimizer, getattr(type(optimizer), name), args, kwargs)
+
+
+def watch_step(optimizer: Optimizer, reference: Callable[[], Any], added: dict[str, tuple]) -> None:
+    """Take the `step` that somebody has put on an attached optimizer itself as its step: nobody knows what it does.
+
+    added: gets what stands in its place, and what was there.
+    """
+    step = replaced_step(optimizer)
+    if step is None:
+        return
+
+    @functools.wraps(step)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return _as_step(reference(), lambda _, *args, **kwargs: step(*args, **kwargs), args, kwargs)
+
+    vars(around)["__hmpx_original__"] = step
+    ours: Callable = around
+    if isinstance(step, types.MethodType):  # LR schedulers look for the function of a method
+        ours = types.MethodType(functools.wraps(around)(lambda _, *args, **kwargs: around(*args, **kwargs)), optimizer)
+    added["step"] = ours, step
+    vars(optimizer)["step"] = ours
+
+
+def _as_step(optimizer: Optimizer, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if not has_bf16(optimizer) or own_attachment(optimizer) is None:  # inside a step, which sees FP32 shadows; detached
         return method(optimizer, *args, **kwargs)
     call = StepCall(optimizer, method, args, kwargs)
     return run_in_region.run_step(optimizer, None, own_attachment(optimizer).step, (call,))

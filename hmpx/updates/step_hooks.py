@@ -8,6 +8,9 @@ Two other places would not do:
   shadows instead of parameters, or parameters that are not written back yet;
 - a patch on the class does not reach LR schedulers that exist already: each keeps the bound `step` that it found.
 
+A step that torch has not wrapped is wrapped on its class: `functools.wraps` copies the mark by which torch tells that
+it has, and whoever replaces a step later is not seen by torch.
+
 The first conversion, `disable_casts` region or attachment installs the wrappers. They stay until `hmpx.restore()`, or
 the end of a conversion, finds that nobody needs them: then torch gets everything back exactly. As long as they stay,
 other functions of torch are wrapped too, by `optimizer_hooks`, `released` and others (`_watch`).
@@ -25,11 +28,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from hmpx.base import forks, process_state, region_state, run_in_region
-from hmpx.base.changes import Cell, Changes
+from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.subclasses import with_subclasses
-from hmpx.base.torch_private import has, private
+from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
 from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks
 from hmpx.updates.holding import state_dtypes
@@ -39,6 +42,7 @@ from hmpx.updates.ranks.checks import several_ranks
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
+from hmpx.updates.stepping.own_code import HOOK, cell_of, is_watched, own_step
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import StepCounts
@@ -50,15 +54,6 @@ _lock = forks.lock()
 _is_installed = False
 _attached: WeakSet[Optimizer] = WeakSet()
 _changes = Changes()  # of torch.optim.Optimizer, while this is installed
-_HOOK = "torch.optim.Optimizer.profile_hook_step"
-
-
-def _own(optimizer: Optimizer) -> None: ...
-
-
-_hooked = private(_HOOK)(_own)
-_HOOKED = _hooked.__code__  # every wrapper of torch has this code; `_PLACE`: the own function's index in its closure
-_PLACE = [cell.cell_contents for cell in _hooked.__closure__].index(_own)
 _SETTINGS = Settings()  # for steps in regions
 _in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # optimizers that nobody attached
 _compared: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()  # those that step on several ranks
@@ -78,6 +73,8 @@ def install(*attached: Optimizer) -> None:
             except BaseException:
                 _changes.close()
                 raise
+        for optimizer in attached:
+            _watch_class(type(optimizer))
 
 
 def uninstall() -> None:
@@ -100,6 +97,9 @@ def is_needed() -> bool:
 
 
 def _watch() -> None:
+    for cls in with_subclasses(Optimizer):
+        if getattr(vars(cls).get("step"), "hooked", False):
+            _watch_class(cls)
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     _changes.callback(_warned.clear)  # a new conversion warns again
@@ -108,7 +108,7 @@ def _watch() -> None:
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
     averages.watch(_changes)
     gradient_norms.watch(_changes)
-    released.watch(_changes)
+    released.watch(_changes, _look)
     gradients.watch_joins(_changes)
 
 
@@ -118,27 +118,28 @@ def step_part(optimizer: Optimizer, updates: WeightUpdates, params: list[torch.n
     run_in_region.run_step(optimizer, None, updates.step_part, (call, params))
 
 
-def own_step(cls: type[Optimizer]) -> Callable:
-    """Return the step function of an optimizer class, without the wrappers of torch and hmpx."""
-    cell = _cell(cls.step)
-    assert cell is not None, "the step of every class is wrapped"
-    own = cell.cell_contents
-    return getattr(own, "__hmpx_original__", own)
-
-
 def _cells() -> Iterator[tuple[type, types.CellType]]:
     """Yield every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
     for cls in with_subclasses(Optimizer):
-        cell = _cell(vars(cls).get("step"))
+        cell = cell_of(vars(cls).get("step"))
         if cell is not None:
             yield cls, cell
 
 
-def _cell(step: Any) -> types.CellType | None:
-    """Return the cell that holds a class's own `step`. In some classes, such as LBFGS, Dynamo wraps torch's wrapper."""
-    while step is not None and getattr(step, "__code__", None) is not _HOOKED:
-        step = getattr(step, "__wrapped__", None)
-    return None if step is None else step.__closure__[_PLACE]
+def _watch_class(cls: type[Optimizer]) -> None:
+    """Wrap the step of a class, unless torch has: then hmpx is inside of torch's wrapper."""
+    if cell_of(cls.step) is None and not is_watched(cls.step):
+        owner = next(base for base in cls.__mro__ if "step" in vars(base))
+        _changes.put(Attribute(owner, "step", f"{owner.__name__}.step"), _watched(cls.step))
+
+
+def _look(optimizer: Optimizer) -> None:
+    """In `zero_grad`, see to it that the next step is watched: somebody may have replaced it since."""
+    attachment = own_attachment(optimizer)
+    if _is_installed and attachment is not None and optimizer is attachment.optimizer:
+        with _lock:
+            _watch_class(type(optimizer))
+            attachment.watch_step()
 
 
 def _watched(step: Callable) -> Callable:
@@ -250,12 +251,12 @@ def _making(make: Callable) -> Callable:
 
 def _watch_new(hooked: Callable) -> None:
     with _lock:
-        cell = _cell(hooked)
-        if cell is not None and _is_installed and not hasattr(cell.cell_contents, "__hmpx_original__"):
+        cell = cell_of(hooked)
+        if cell is not None and _is_installed and not is_watched(cell.cell_contents):
             _changes.put(Cell(cell, hooked.__qualname__), _watched(cell.cell_contents))
 
 
-_MAKERS = [("profile_hook_step", _hooking)] if has(_HOOK) else [("__init__", _making), ("__setstate__", _making)]
+_MAKERS = [("profile_hook_step", _hooking)] if has(HOOK) else [("__init__", _making), ("__setstate__", _making)]
 
 
 # Plain steps of BF16 parameters are refused if their state is FP32 from regions or in codes, else warned of once.

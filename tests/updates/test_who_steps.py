@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import types
 
 import pytest
 import torch
@@ -138,3 +141,103 @@ def test_explain_and_footprint_say_who_chose(capsys):
     assert said[False].endswith("by the optimizer's own code, with its bits (fused: false)")
     hmpx.explain({"parameter_dtype": "float32"})
     assert not any(line.startswith("steps ") for line in capsys.readouterr().out.splitlines())
+
+
+adam = importlib.import_module("torch.optim.adam")
+OWN, FUNCTION = optim.AdamW.step, adam.adam
+
+
+def clipping(self, *args, **kwargs):
+    """Around the step of the class: clips gradients, and moves weights by less than BF16 holds."""
+    for p in self.param_groups[0]["params"]:
+        p.grad.clamp_(-0.5, 0.5)
+        p.data.add_(p.grad.sign(), alpha=-1e-5)
+    return OWN(self, *args, **kwargs)
+
+
+@torch.no_grad()
+def of_another_kind(self, closure=None):
+    for p in self.param_groups[0]["params"]:
+        p.add_(p.grad.sign(), alpha=-self.param_groups[0]["lr"] / 8)
+
+
+def _of_the_class(step):
+    return lambda optimizer: setattr(optim.AdamW, "step", step)
+
+
+def _of_the_object(step):
+    return lambda optimizer: setattr(optimizer, "step", step(optimizer))
+
+
+def _function_behind(optimizer):
+    adam.adam = lambda params, grads, *args, **kwargs: FUNCTION(params, [g / 8 for g in grads], *args, **kwargs)
+
+
+REPLACED = {
+    "the class's": _of_the_class(clipping),
+    "the class's, decorated": lambda optimizer: setattr(optim.AdamW, "step", functools.wraps(OWN)(clipping)),
+    "by one of another kind": _of_the_class(of_another_kind),
+    "the function behind it": _function_behind,
+    "the object's": _of_the_object(lambda optimizer: types.MethodType(clipping, optimizer)),
+    "the object's, by a function": _of_the_object(lambda optimizer: lambda: of_another_kind(optimizer)),
+}
+
+
+@pytest.mark.parametrize("when", ["before attach", "after it"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_step_that_somebody_has_replaced_runs(what, when):
+    """Beside an FP32 twin that steps alike and is rounded in the same way."""
+    found = []
+    optim.AdamW([nn.Parameter(torch.ones(1))])  # torch has wrapped the step, and has marked it
+    for dtype in (torch.float32, BF16):
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(40, 30, generator=generator).bfloat16().to(dtype))
+        optimizer = optim.AdamW([("p", p)], lr=1e-2)
+        scheduler = None if "object" in what else optim.lr_scheduler.StepLR(optimizer, 2)
+        try:
+            for place in ("before attach", "after it"):
+                if when == place:
+                    REPLACED[what](optimizer)
+                if place == "before attach" and dtype is BF16:
+                    hmpx.attach(optimizer)
+            for step in range(4):
+                optimizer.zero_grad()
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
+                optimizer.step()
+                if dtype is torch.float32:
+                    with torch.no_grad():
+                        p.copy_(hmpx.stochastic_round(p, seed=0, step=step, name="p"))
+                if scheduler is not None:
+                    scheduler.step()
+            if dtype is BF16:
+                hmpx.detach(optimizer)
+        finally:
+            optim.AdamW.step, adam.adam = OWN, FUNCTION
+        found.append(p.detach().float())
+    assert torch.equal(*found)
+
+
+def test_a_class_made_by_a_decorator_is_stepped_as_a_whole():
+    """`functools.wraps` copies the mark by which torch tells that it has wrapped a step."""
+    optim.AdamW([nn.Parameter(torch.ones(1))])
+
+    class Decorated(optim.AdamW):
+        @functools.wraps(optim.AdamW.step)
+        def step(self, *args, **kwargs):
+            return clipping(self, *args, **kwargs)
+
+    class Plain(optim.AdamW):
+        def step(self, *args, **kwargs):
+            return clipping(self, *args, **kwargs)
+
+    for region in (False, True):
+        attach = None if region else {}
+        assert same(*(trained(cls, {}, attach=attach, region=region) for cls in (Plain, Decorated)))
+
+
+def test_what_needs_a_known_step_is_refused_where_it_is_replaced(monkeypatch):
+    monkeypatch.setattr(optim.AdamW, "step", clipping)
+    for setting in ("fused", "release_gradients"):
+        optimizer = optim.AdamW([nn.Parameter(torch.ones(3, dtype=BF16))])
+        with pytest.raises(hmpx.HmpxError, match="AdamW, whose step somebody has replaced"):
+            hmpx.attach(optimizer, **{setting: True})

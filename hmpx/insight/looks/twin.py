@@ -22,9 +22,9 @@ from hmpx.insight.tensors import LOW, sample, widened
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.ranks.sharding import is_sharded, local
-from hmpx.updates.step_hooks import own_step
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of
+from hmpx.updates.stepping.own_code import own_step
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

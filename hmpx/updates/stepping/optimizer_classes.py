@@ -10,7 +10,7 @@ A step must copy to FP32 what the update of one weight reads, its *scope*:
     Across parameters, or nobody knows: every class that is not listed here, subclasses of listed ones included.
 
 A class is listed if its `step` does for each slice exactly what it does for the whole; the tests hold every entry
-against the plain step, bit for bit.
+against the plain step, bit for bit. A step that somebody has replaced is of no listed class (`own_code.py`).
 
 A formula says what the fused kernel of a class takes: its state tensors, and scalars made from a group's options. The
 formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains each
@@ -20,11 +20,13 @@ number. To add an optimizer, write its loop there and in `rounding/triton_kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import optim
+
+from hmpx.updates.stepping.own_code import is_own
 
 SCOPES = {
     optim.Adadelta: "element",
@@ -47,10 +49,11 @@ _SCOPES_BY_NAME = {  # of packages that may not be there
 }
 
 
-def scope_of(optimizer: optim.Optimizer) -> str:
-    """``element``, ``parameter`` or ``whole``."""
+def scope_of(optimizer: optim.Optimizer, method: Callable | None = None) -> str:
+    """``element``, ``parameter`` or ``whole``. method: what is called, if it may be another than the class's step."""
     cls = type(optimizer)
-    return SCOPES.get(cls) or _SCOPES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
+    known = SCOPES.get(cls) or _SCOPES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
+    return known if known == "whole" or is_own(cls, method) else "whole"
 
 
 def wants_bf16(optimizer: optim.Optimizer) -> bool:
@@ -242,9 +245,10 @@ FUSED = ", ".join((*(cls.__name__ for cls in _FORMULAS), "Lion of lion_pytorch")
 
 
 def formula_of(optimizer: optim.Optimizer) -> Formula | None:
-    """Return the formula of the optimizer's class; None if there is no kernel for it."""
+    """Return the formula of the optimizer's class; None if there is no kernel for it, or its step is replaced."""
     cls = type(optimizer)
-    return _FORMULAS.get(cls) or _FORMULAS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    formula = _FORMULAS.get(cls) or _FORMULAS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    return formula if formula is not None and is_own(cls) else None
 
 
 def chosen(optimizer: optim.Optimizer, fused: bool | None) -> Formula | None:

@@ -131,7 +131,7 @@ class WeightUpdates:
     def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
         """Step by the plan of the step before, by a new plan, or whole; return what the optimizer's step returns."""
         optimizer = call.optimizer
-        if scope_of(optimizer) == "whole":
+        if scope_of(optimizer, call.method) == "whole":
             write_back.signals.begin()
             segments = self.members(optimizer, write_back.rounding_key).whole.values()
             return WholeBatch(list(segments)).step(call, write_back, [])
