@@ -18,9 +18,10 @@ from hmpx.base.installation import Installation, current
 from hmpx.base.module_tree import parameters_in
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
+from hmpx.recipes.casting import cast_models, tell_cast
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import attach_made, cast_model, facts, tell_cast
+from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.updates.attach import attached, check_torch, detach
@@ -106,12 +107,12 @@ class Activation(Installation):
         The second time only dtypes are looked at: a checkpoint of adapters brings its own.
         """
         if model in self._ruled:
-            cast_model(model, self.recipe, undo)
+            cast_models([model], self.recipe, undo)
         else:
             compare(self._trainer, facts(self.recipe))
             with self.recipe.naming_lines():
                 check_names([model], self.recipe)
-                tell_cast(cast_model(model, self.recipe, undo))
+                tell_cast(cast_models([model], self.recipe, undo))
             self._take([model])
             undo.callback(self._ruled.discard, model)
 
@@ -147,7 +148,7 @@ def cast_models_of(
     with recipe.naming_lines():
         check_names(models, recipe)
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
-        tell_cast([p for model in models for p in cast_model(model, recipe, undo)])
+        tell_cast(cast_models(models, recipe, undo))
     return models
 
 

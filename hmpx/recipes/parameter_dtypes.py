@@ -10,13 +10,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.module_tree import modules_in, own_parameters
 from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import module_names
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.ranks.sharding import is_shell
 
 _KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")  # classes list names of modules, or their ends, there
-_LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
+# In a module: the dtype in which each of its parameters came that a recipe has cast to a low one.
+CAST = "_hmpx_cast"
 _SHOWN = 3
 logger = logging.getLogger("hmpx")
 
@@ -45,12 +48,12 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
             if recipe.parameter_dtype is not None and not mapped:
                 by_default = DTYPES[recipe.parameter_dtype]
             to_fp32, was_double = by_default is torch.float32, p.dtype is torch.float64
-            is_frozen = not p.requires_grad and ((p.dtype in _LOW and to_fp32) or is_shell(p))
+            is_frozen = not p.requires_grad and ((p.dtype in LOW and to_fp32) or is_shell(p))
             if stated is not None:
                 found[p] = stated
             elif is_frozen or (was_double and to_fp32 and not mapped):
                 found[p] = p.dtype
-            elif p in on_purpose and by_default in _LOW and not mapped:
+            elif p in on_purpose and by_default in LOW and not mapped:
                 kept.append(name)
                 found[p] = p.dtype
             else:
@@ -65,7 +68,7 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
     if narrowed:
         to = mapped.get(torch.float64, torch.bfloat16)
         way_out = (
-            f"; `module_dtypes: {{{_module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in _LOW else ""
+            f"; `module_dtypes: {{{_module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in LOW else ""
         )
         logger.warning("hmpx: %s came in float64 and are cast to %s%s", _in_words(narrowed), dtype_name(to), way_out)
     return found
@@ -86,16 +89,19 @@ def _kept_in_fp32(model: torch.nn.Module, recipe: Recipe) -> set[torch.nn.Parame
         known = {}
         _decided[model] = recipe, known
     found, kept = _kept(model), set[torch.nn.Parameter]()
-    for name, p in model.named_parameters():
+    for name, p in torch.nn.Module.named_parameters(model):
         if known.setdefault(name, p in found) and p.dtype is torch.float32:
             kept.add(p)
     return kept
 
 
 def _kept(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    named = [(name, p) for name, p in torch.nn.Module.named_parameters(model) if p.is_floating_point()]
     wide = [(name, p) for name, p in named if p.dtype is torch.float32]
-    if len(wide) < len(named) and any(p.dtype in _LOW for _, p in named):
+    ours = {
+        p for each in modules_in(model) for name, p in own_parameters(each).items() if name in vars(each).get(CAST, ())
+    }
+    if any(p.dtype in LOW and p not in ours for _, p in named):
         return {p for _, p in wide}
     kept: set[torch.nn.Parameter] = set()
     for prefix, module in model.named_modules():

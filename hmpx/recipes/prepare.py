@@ -12,10 +12,10 @@ from weakref import WeakSet
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.module_tree import parameters_in
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.module_rules import ModuleRule
+from hmpx.recipes.casting import cast_models, tell_cast
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.parameter_dtypes import parameter_dtypes
 from hmpx.recipes.prepared import Prepared, take
@@ -24,8 +24,6 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.ranks.ddp import replicas
-from hmpx.updates.ranks.sharding import is_sharded, refuse_shell
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
@@ -95,7 +93,7 @@ def prepare(
     with whole.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], whole)
         rules: list[ModuleRule] = rules_for([model], whole)
-        tell_cast(cast_model(model, whole, undo))
+        tell_cast(cast_models([model], whole, undo))
         if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
             for each, asked in zip(stepping, settings, strict=True):
                 before = attached(each)
@@ -185,59 +183,3 @@ _WRAPPERS = {
 def facts(recipe: Recipe) -> dict[str, Any]:
     """Return the keys that must be equal on every rank, with names of ops for list files, whose paths may differ."""
     return asdict(recipe.inlined())
-
-
-def tell_cast(cast: Sequence[torch.nn.Parameter]) -> None:
-    """Log which parameters a recipe has cast."""
-    if cast:
-        numbers, dtypes = sum(p.numel() for p in cast), " and ".join({dtype_name(p.dtype): None for p in cast})
-        logger.info("hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes)
-
-
-def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> list[torch.nn.Parameter]:
-    """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
-
-    Returns:
-        The parameters that had another dtype.
-
-    Raises:
-        HmpxError: a parameter must be cast and is replicated or sharded already, or cannot be cast.
-    """
-    for name, p in model.named_parameters():
-        if isinstance(p, torch.nn.parameter.UninitializedParameter):
-            raise HmpxError(
-                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
-            )
-    dtypes = parameter_dtypes(model, recipe)
-    others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
-    reduced = replicas()
-    for p, name in others.items():
-        refuse_shell(p, name)
-        if p in reduced or is_sharded(p):
-            raise HmpxError(
-                f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
-                "model is wrapped"
-            )
-        if p.is_cpu and p.is_shared():
-            raise HmpxError(
-                f"parameter {name!r} is {p.dtype} in memory that processes share: cast it to {dtypes[p]} before "
-                "share_memory(), or the others would not see its updates"
-            )
-    parts = [name for p, name in others.items() if p.untyped_storage().nbytes() > p.nbytes]
-    if parts:
-        logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", parts[0], len(parts) - 1)
-    for p in others:
-        undo.callback(_assign, p, p.data, p.grad)
-        _assign(p, p.data.to(dtypes[p]), None if p.grad is None else p.grad.to(dtypes[p]))
-    mapped = recipe.mapped()
-    for buffer in model.buffers():
-        if buffer.dtype in mapped:
-            undo.callback(_assign, buffer, buffer.data, None)
-            _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
-    return [*others]
-
-
-def _assign(p: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    p.grad = None
-    p.data = data
-    p.grad = grad

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 
 import pytest
 import torch
@@ -229,6 +231,70 @@ def test_no_method_of_a_module_is_called_that_has_nothing_to_do_with_the_optimiz
     with hmpx.activate("bf16-sr"):
         own = Groups(4, 4)
         assert attached(optim.SGD(own.parameters(), lr=1e-2)) and own.weight.dtype is own.bias.dtype is BF16
+
+
+def test_a_part_that_gets_its_optimizer_later_is_cast_as_the_first(caplog):
+    """Actor and critic, an ensemble: BF16 that the recipe made is none that came so, in a copy of a part neither."""
+    makers = {
+        "actor, critic": [nn.Linear, nn.Linear],
+        "an ensemble": [nn.Linear] * 3,
+        "a copy": [nn.Linear, lambda *_: copy.deepcopy(model[-1]), nn.Linear],
+        "a pickle": [nn.Linear, lambda *_: pickle.loads(pickle.dumps(model[-1])), nn.Linear],
+    }
+    for name, parts in makers.items():
+        with hmpx.activate("bf16-sr"):
+            model, held = nn.Sequential(), []
+            for make in parts:
+                model.append(make(4, 4))
+                held.append(optim.SGD(model[-1].parameters(), lr=1e-2))
+        assert {p.dtype for p in model.parameters()} == {BF16} and all(map(attached, held)), name
+    assert "float32" not in caplog.text
+    with hmpx.activate("bf16-sr"):
+        model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+        optim.SGD(model[0].parameters(), lr=1e-2)
+        assert model[1].weight.dtype is torch.float32 and "stay in float32, in which they came" in caplog.text
+
+
+def test_weights_that_are_tied_by_their_memory_stay_tied(caplog):
+    """A slice of another too, and in two models of one optimizer; an optimizer of both is refused, as by `attach`."""
+
+    def tied(how):
+        model = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        how(model["embedding"], model["head"])
+        return model
+
+    def sliced(embedding, head):
+        head.weight.data = embedding.weight.data[2:5]
+
+    hows = [
+        lambda embedding, head: setattr(head, "weight", nn.Parameter(embedding.weight)),
+        lambda embedding, head: setattr(head.weight, "data", embedding.weight.data),
+        sliced,
+    ]
+    for how in hows:
+        with hmpx.activate("bf16-sr"):
+            model = tied(how)
+            optim.SGD(model["embedding"].parameters(), lr=1e-2)
+            (_, first), (_, second) = model.named_parameters()
+            assert first.dtype is second.dtype is BF16
+            first.data.zero_()
+            assert not second.any() and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+            model = tied(how)
+            with pytest.raises(hmpx.HmpxError, match=r"'embedding.weight' and 'head.weight' share memory"):
+                optim.SGD(model.parameters(), lr=1e-2)
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+        model, wide = tied(how), {"extends": "bf16-sr", "module_dtypes": {"head": "float32"}}
+        with (
+            hmpx.activate(wide),
+            pytest.raises(hmpx.HmpxError, match="share memory, and have two dtypes by the recipe"),
+        ):
+            optim.SGD(model["embedding"].parameters(), lr=1e-2)
+    with hmpx.activate("bf16-sr"):
+        teacher, student = nn.Linear(4, 4), nn.Linear(4, 4)
+        teacher.weight.data = student.weight.data
+        optim.SGD([student.weight, teacher.bias], lr=1e-2)
+        assert teacher.weight.data_ptr() == student.weight.data_ptr() and teacher.weight.dtype is BF16
+    assert not caplog.text
 
 
 def test_what_a_cast_would_cut_loose(caplog):

@@ -22,8 +22,8 @@ from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.callers import users_frame
 from hmpx.ops.wrapping.observing import unobserved
+from hmpx.recipes.casting import cast_models
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import Recipe
 
@@ -87,7 +87,7 @@ class Subject:
         with contextlib.ExitStack() as undo:
             if self._recipe is not None:
                 with unobserved():  # it is no cast that the program makes
-                    cast_model(self.model, self._recipe, undo)
+                    cast_models([self.model], self._recipe, undo)
             return self._run(batch, gradients)
 
     def wide(self, batch: tuple, gradients: bool = True) -> tuple[float, list[Tensor]]:

@@ -268,6 +268,6 @@ def _refuse_overlaps(named: list[tuple[str, Parameter]]) -> None:
             if before := int(here.max()):
                 raise HmpxError(
                     f"parameters {views[before - 1][0]!r} and {name!r} share memory, and each update would undo the "
-                    "other: give the optimizer one of them"
+                    "other: give the optimizer one of them, or make them one Parameter (head.weight = embedding.weight)"
                 )
             here.fill_(number)

@@ -1,0 +1,149 @@
+"""Casts the parameters of models in place, as a recipe says.
+
+Parameters stay the same objects. Those that share elements without being one object (``Parameter(embedding.weight)``,
+``a.data = b.data``) share them afterwards too. Each module notes which of its parameters were cast, and
+from which dtype: a copy of the module has this note, and none of them counts as one that came in low precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hmpx.base.dtype_names import dtype_name
+from hmpx.base.module_tree import modules_in, own_parameters
+from hmpx.errors import HmpxError
+from hmpx.recipes.parameter_dtypes import CAST, LOW, parameter_dtypes
+from hmpx.recipes.recipe import Recipe
+from hmpx.rounding.devices import is_lazy
+from hmpx.updates.ranks.ddp import replicas
+from hmpx.updates.ranks.sharding import is_sharded, refuse_shell
+
+logger = logging.getLogger("hmpx")
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+def tell_cast(cast: Sequence[Parameter]) -> None:
+    """Log which parameters a recipe has cast."""
+    if cast:
+        numbers, dtypes = sum(p.numel() for p in cast), " and ".join({dtype_name(p.dtype): None for p in cast})
+        logger.info("hmpx: %d parameters (%s numbers) were cast to %s by the recipe", len(cast), f"{numbers:,}", dtypes)
+
+
+def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: contextlib.ExitStack) -> list[Parameter]:
+    """Cast the floating parameters of models in place, and their buffers where a recipe maps dtypes.
+
+    Returns:
+        The parameters that had another dtype.
+
+    Raises:
+        HmpxError: a parameter must be cast and is replicated or sharded already, or cannot be cast.
+    """
+    named = {p: name for model in reversed(models) for name, p in torch.nn.Module.named_parameters(model)}
+    for p, name in named.items():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise HmpxError(
+                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
+            )
+    dtypes = {p: dtype for model in models for p, dtype in parameter_dtypes(model, recipe).items()}
+    others = {p: name for p, name in named.items() if p.is_floating_point() and p.dtype is not dtypes[p]}
+    reduced = replicas()
+    for p, name in others.items():
+        refuse_shell(p, name)
+        if p in reduced or is_sharded(p):
+            raise HmpxError(
+                f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
+                "model is wrapped"
+            )
+        if p.is_cpu and p.is_shared():
+            raise HmpxError(
+                f"parameter {name!r} is {p.dtype} in memory that processes share: cast it to {dtypes[p]} before "
+                "share_memory(), or the others would not see its updates"
+            )
+    to: dict[Tensor, torch.dtype] = {p: dtypes[p] for p in others}
+    mapped = recipe.mapped()
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    to.update((buffer, mapped[buffer.dtype]) for buffer in buffers if buffer.dtype in mapped)
+    _note(models, others, dtypes)
+    parts: list[Tensor] = []
+    for members in _by_storage([*to], [*named, *buffers]):
+        new = _cast_together(members, to, named) if len(members) > 1 else {}
+        if not new:
+            new = {each: each.data.to(to[each]) for each in members if each in to}
+        parts += [p for p, data in new.items() if p in others and _elements(p) > _elements(data)]
+        for each, data in new.items():
+            grad = each.grad if each in others else None
+            undo.callback(_assign, each, each.data, grad)
+            _assign(each, data, None if grad is None else grad.to(data.dtype))
+    if parts:
+        name = others[parts[0]]
+        logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", name, len(parts) - 1)
+    return [*others]
+
+
+def _note(
+    models: Sequence[torch.nn.Module], others: dict[Parameter, str], dtypes: dict[Parameter, torch.dtype]
+) -> None:
+    for module in (module for model in models for module in modules_in(model)):
+        cast = {name: p.dtype for name, p in own_parameters(module).items() if p in others and dtypes[p] in LOW}
+        if cast:
+            vars(module)[CAST] = vars(module).get(CAST, {}) | cast
+
+
+def _by_storage(cast: Sequence[Tensor], known: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors that are to be cast, each once, with the known tensors in the same memory."""
+    members: dict[int, dict[int, Tensor]] = {_storage(each): {} for each in cast}
+    for each in known:
+        if (key := _storage(each)) in members:
+            members[key][id(each)] = each
+    for found in members.values():
+        yield [*found.values()]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return a number of the memory of a tensor; of a lazy, sharded or quantized one, of the tensor."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        if not is_lazy(tensor):
+            return tensor.untyped_storage()._cdata  # on the meta device, all addresses are 0
+    return id(tensor)
+
+
+def _cast_together(members: Sequence[Tensor], to: dict[Tensor, torch.dtype], names: dict[Any, str]) -> dict:
+    """Cast the memory of tensors of one storage, and return each one's view of it; none if they share no element.
+
+    Raises:
+        HmpxError: two share elements, and not both are cast to one dtype.
+    """
+    places = [(each.storage_offset(), _extent(each)) for each in members]
+    begin, end = min(start for start, _ in places), max(start + extent for start, extent in places)
+    in_order = sorted(zip(places, members, strict=True), key=lambda each: each[0])
+    shared = [(a, b) for ((at, size), a), ((then, _), b) in itertools.pairwise(in_order) if then < at + size]
+    dtypes = {(each.dtype, to.get(each, each.dtype)) for each in members}
+    if shared and len(dtypes) > 1:
+        both = " and ".join(f"{names.get(each, 'a buffer')!r} ({to.get(each, each.dtype)})" for each in shared[0])
+        raise HmpxError(f"{both} share memory, and have two dtypes by the recipe: `module_dtypes` can give them one")
+    if not shared:
+        return {}
+    data = members[0].data.as_strided((end - begin,), (1,), begin).to(to[members[0]])
+    return {m: data.as_strided(m.shape, m.stride(), m.storage_offset() - begin) for m in members}
+
+
+def _elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _extent(tensor: Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+
+
+def _assign(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    p.grad = None
+    p.data = data
+    p.grad = grad
