@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.held import Segment
-from hmpx.updates.holding.state_tensors import check_codes, is_coded
+from hmpx.updates.holding.state_tensors import checked_codes
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
@@ -142,8 +142,7 @@ class Checkpoints:
             values = state.get(i)
             if not isinstance(values, dict):
                 continue
-            if is_coded(values):
-                check_codes(values, p, i)
+            state[i] = checked_codes(values, p, i)
             masters = values.get(MASTER_KEY)
             if masters is not None and masters.shape != p.shape:
                 raise HmpxError(

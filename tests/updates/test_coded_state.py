@@ -302,3 +302,50 @@ def test_a_root_of_a_difference_is_warned_of(caplog):
         hmpx.attach(optimizer, state_dtype="4bit")
         assert caplog.text.count("RMSprop(centered=True) takes the root of a difference") == warned
         assert caplog.text.count("state_dtype='4bit'") == warned
+
+
+CASTS = {
+    torch.float64: "",
+    FP32: "",
+    BF16: "",
+    torch.int64: "scales",
+    torch.float16: "scales",
+    torch.bool: "codes, scales",
+    torch.complex64: "codes, scales",
+    "strided": "",
+    "None": "codes, scales",
+    "list": "codes, scales",
+    "other": "codes, scales",
+}
+
+
+@of_every_code
+@pytest.mark.parametrize("how", ["load", "by hand"])
+def test_codes_and_scales_in_another_dtype_are_cast_back_or_refused(code, how):
+    """What lost nothing takes the same next step; the rest is one error that names the key."""
+    params, optimizer = made(code, steps=3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), {name: p.detach().clone() for name, p in params.items()}
+    step(params, optimizer)
+    for cast, refused in CASTS.items():
+        for what in ("codes", "scales"):
+            key = f"{PREFIXES[code] if what == 'codes' else 'hmpx_scales_'}exp_avg"
+            value = saved["state"][0][key].clone()
+            if isinstance(cast, torch.dtype):
+                value = value.to(cast)
+            elif cast == "strided":
+                value = value.t().contiguous().t()
+            else:
+                value = {"None": None, "list": value.tolist(), "other": value.double() + 2.0**-30}[cast]
+            changed = copy.deepcopy(saved)
+            changed["state"][0][key] = value
+            again, loaded = made(code)
+            with torch.no_grad():
+                for name, p in again.items():
+                    p.copy_(weights[name])
+            error = pytest.raises(hmpx.HmpxError, match=key) if what in refused else contextlib.nullcontext()
+            with error:
+                loaded.load_state_dict(copy.deepcopy(changed if how == "load" else saved))
+                if how == "by hand":
+                    loaded.state[again["a"]].update(changed["state"][0])
+                step(again, loaded)
+            assert what in refused or same(in_fp32(params, optimizer), in_fp32(again, loaded)), (cast, what)

@@ -30,7 +30,7 @@ from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, held_states
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, checked_codes, held_states
 from hmpx.updates.ranks.sharding import box_of, full, is_sharded, local
 
 Tensor = torch.Tensor
@@ -123,6 +123,8 @@ class InCodes(StateForm):
         p, state = segment.param, optimizer.state[segment.param]
         for key in [key for key, value in state.items() if is_bf16(value)]:
             filled_again(optimizer, group, p, key, FP32)
+        if (mended := checked_codes(state, p, segment.name)) is not state:
+            state.update(mended)
         code = self._code_for(p)
         for key, value in held_states(state, p, segment.name).items():
             in_other = isinstance(value, HeldCodes) and value.code is not code

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 
-from hmpx.errors import HmpxError
+from hmpx.base.dtype_names import dtype_name
+from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding import native
 from hmpx.rounding.coding import BLOCK, BlockCodes, Rows, StateCode
-from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, code_of
+from hmpx.rounding.devices import shows_values
+from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local, sizes_and_offsets
 
@@ -232,22 +234,33 @@ class HeldCodes(HeldState):
         return {self.code.prefix + key: self.tensor, SCALES + key: self.scales}
 
 
-def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
-    """Check that state in codes fits its parameter: a load may have brought the state of another one.
+def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> Mapping[str, Any]:
+    """Check that state in codes fits its parameter: a load may have brought another one's, or other dtypes.
 
     name: the name or the position of the parameter, for the error; "" if nobody knows it.
 
+    Returns:
+        The state, with codes and scales in their own dtypes and contiguous, as kernels read them.
+
     Raises:
-        HmpxError: scales are missing, the code or a shape does not fit the parameter, or this rank holds another part.
+        HmpxError: codes or scales are missing, have lost something in another dtype, or are no tensors; the code or a
+            shape does not fit the parameter, or this rank holds another part.
     """
+    of, found = "a parameter" if name == "" else f"parameter {name!r}", state
     for key, codes in state.items():
         code = code_of(key)
         if code is None:
+            own = key.removeprefix(SCALES) if isinstance(key, str) and key.startswith(SCALES) else None
+            if own is not None and not any(each.prefix + own in state for each in STATE_CODES.values()):
+                raise HmpxError(f"{key!r} of {of} are scales without codes of {own!r}")
             continue
         layout, own = StateBlocks.of(param), key.removeprefix(code.prefix)
-        scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
-        if scales is None:
+        if SCALES + own not in state:
             raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
+        scales = state[SCALES + own]
+        for each, value, dtype in ((key, codes, torch.uint8), (SCALES + own, scales, BF16)):
+            if not isinstance(value, Tensor) or value.dtype is not dtype or not local(value).is_contiguous():
+                found = {**found, each: _cast_back(value, dtype, f"{each!r} of {of}").contiguous()}
         kept = tuple(codes.shape), tuple(scales.shape), tuple(local(codes).shape), tuple(local(scales).shape)
         fitting = layout.code_for(code, param.shape, name)
         whole, here = (tuple(layout.of_codes(fitting, each.shape)) for each in (param, local(param)))
@@ -258,24 +271,51 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
                 f"scales {kept[1]}, of which this rank has {kept[2]} with {kept[3]}; the parameter's is "
                 f"{fits[0]} with {fits[1]}, here {fits[2]} with {fits[3]}, in {fitting.bits} bits"
             )
+    return found
+
+
+def _cast_back(value: Any, dtype: torch.dtype, what: str) -> Tensor:
+    """Return codes or scales that somebody has cast in their own dtype.
+
+    Raises:
+        HmpxError: `value` is no tensor, its dtype does not hold all numbers of their own, or it has another number.
+    """
+    if not isinstance(value, Tensor):
+        raise HmpxError(f"{what} is {kind_of(value)}, not a tensor of {dtype_name(dtype)}")
+    if _holds_all(dtype, value.dtype):
+        back, given = value.to(dtype), local(value)
+        again = local(back).to(value.dtype)
+        if not shows_values(given) or bool(((again == given) | (again.isnan() & given.isnan())).all()):
+            return back
+    raise HmpxError(
+        f"{what} is {dtype_name(value.dtype)}, in which numbers of {dtype_name(dtype)} were lost: save and load the "
+        "optimizer's state without a cast of each tensor"
+    )
+
+
+@functools.cache
+def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether another dtype holds all codes, or all scales."""
+    if other.is_complex:
+        return False
+    some = range(256) if dtype is torch.uint8 else (1.0078125, 2.0**-126, 3e38, -1.5)
+    every = torch.tensor(list(some), dtype=dtype, device="cpu")
+    return torch.equal(every.to(other).to(dtype), every)
 
 
 def held_states(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
     """Return a parameter's state by the optimizer's own keys, with tensors of the parameter's shape as `HeldState`.
 
     Raises:
-        HmpxError: as `check_codes`.
+        HmpxError: as `checked_codes`.
     """
-    check_codes(state, param, name)
-    found: dict[str, Any] = {}
+    state, found = checked_codes(state, param, name), dict[str, Any]()
     for key, value in state.items():
         name = key if isinstance(key, str) else ""
         code = code_of(name)
         if code is not None:
-            # A load that hmpx does not see casts the codes to the parameter's dtype, which holds them exactly.
-            codes = value if value.dtype is torch.uint8 else value.to(torch.uint8)
             own = name.removeprefix(code.prefix)
-            found[own] = HeldCodes(code, codes, state[SCALES + own].to(BF16), param)
+            found[own] = HeldCodes(code, value, state[SCALES + own], param)
         elif not name.startswith(SCALES):
             is_held = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
             found[key] = HeldTensor(value) if is_held else value

@@ -43,7 +43,7 @@ def cell_of(step: Any) -> types.CellType | None:
 def own_step(cls: type[Optimizer]) -> Callable:
     """Return the step function of an optimizer class, without the wrappers of torch and hmpx."""
     cell = cell_of(cls.step)
-    own = cls.step if cell is None else cell.cell_contents
+    own: Any = cls.step if cell is None else cell.cell_contents
     return own.__hmpx_original__ if is_watched(own) else own
 
 

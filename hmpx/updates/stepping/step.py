@@ -69,7 +69,7 @@ class WeightUpdates:
         self._members: tuple | None = None  # the result of `membership` when a step was last opened
 
     def __getstate__(self) -> dict[str, Any]:
-        plans = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # which cannot be copied
+        plans: dict[str, Any] = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # which cannot be copied
         return {**vars(self), **plans, "_numbered": []}
 
     def look(self, call: StepCall) -> Gradients | None:
