@@ -179,7 +179,7 @@ class Conversion(Installation):
         ]
         waiting = [f"{name} is not imported yet" for name in self._casts.waiting]
         captured = dict.fromkeys(str(capture) for capture in self._casts.captures if not capture.rebound)
-        return (*unreachable, *waiting, *captured, *(replaced_forwards() if self.active else ()))
+        return (*unreachable, *waiting, *self._casts.foreign, *captured, *(replaced_forwards() if self.active else ()))
 
     def __repr__(self) -> str:
         state = "not in force" if not self.active else "active" if self._enabled else "active in enable_casts() only"

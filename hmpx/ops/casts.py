@@ -8,6 +8,7 @@ wrapper meanwhile.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -66,6 +67,11 @@ class Casts:
     def captures(self) -> list[CapturedName]:
         """Every place outside torch that had captured a function."""
         return [capture for rebinding in self._rebindings for capture in rebinding.captures]
+
+    @property
+    def foreign(self) -> list[str]:
+        """What stands in torch's place and is no function, a sentence each."""
+        return list(self._table.foreign.values())
 
     @property
     def waiting(self) -> list[str]:
@@ -128,6 +134,7 @@ class PatchTable(Patches):
         self.beside = BesideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
+        self.foreign: dict[str, str] = {}  # what stands in torch's place and is no function, in words
         self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
         self._low = mapping is not None  # whether some op is given low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
@@ -167,6 +174,10 @@ class PatchTable(Patches):
             key = id(entry.owner), entry.attribute
             old = self.standing.get(key)
             original = wrapt.resolve_path(entry.owner, entry.attribute)[2] if old is None else old.original
+            if not inspect.isroutine(original):  # it has no name, and attributes that a wrapper would hide
+                kind = type(original).__name__
+                self.foreign[entry.label] = f"{entry.label} is a {kind} that somebody has put there, and stays so"
+                continue
             function = self._functions.get((id(original), entry.in_place))
             if function is None:
                 function = _Function(op, entry, original, self._build, self.switch)

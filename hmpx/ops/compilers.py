@@ -28,6 +28,7 @@ from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
 from hmpx.ops.followed import follow
+from hmpx.ops.forwards import unwrapped
 from hmpx.ops.policies.policy import Rule
 
 _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
@@ -153,6 +154,7 @@ class Compilers:
 
     def _own(self, function: Any) -> Any:
         """Return the function that torch or the user wrote; of a bound method, bound again."""
+        function = unwrapped(function)
         original = self._originals.get(id(getattr(function, "__func__", function)))
         if original is None:
             return function

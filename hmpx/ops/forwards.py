@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -153,6 +153,17 @@ def _is_wrapped(forward: Any) -> bool:
 
 
 _WRAPPER = _placing(Module.forward, 0).__code__
+
+
+def unwrapped(forward: Any) -> Any:
+    """Return the forward of a class or of a module that a wrapper of ours runs, bound as that; others as they are."""
+    function = getattr(forward, "__func__", forward)
+    if isinstance(function, functools.partial) and function.func is _forward_of:
+        return unwrapped(function.args[1])
+    if getattr(function, "__code__", None) is not _WRAPPER:
+        return forward
+    own = function.__wrapped__
+    return own if function is forward else MethodType(own, forward.__self__)
 
 
 def overlay_that_casts(frame: FrameType) -> Overlay | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import types
@@ -265,3 +266,55 @@ def test_a_model_does_not_live_longer_for_what_it_captured():
         alive = weakref.ref(models[0])
         models.clear()
         assert alive() is None
+
+
+def test_what_others_put_in_torchs_place_keeps_its_attributes(monkeypatch):
+    """They are read and written under torch's name, and by the patch itself under its own; calls are cast."""
+    own_linear, own_mul, own_relu = F.linear, torch.Tensor.mul, torch.relu
+
+    def counted(input, weight, bias=None):
+        counted.calls += 1
+        return own_linear(input, weight, bias)
+
+    class Patch:
+        @staticmethod
+        def mul(self, other):
+            Patch.mul.calls += 1
+            return own_mul(self, other)
+
+    class Counter:
+        calls = 0
+
+        def __call__(self, x):
+            self.calls += 1
+            return own_relu(x)
+
+    counted.calls = Patch.mul.calls = 0
+    monkeypatch.setattr(F, "linear", counted)
+    monkeypatch.setattr(torch.Tensor, "mul", Patch.mul)
+    monkeypatch.setattr(torch, "relu", Counter())
+    before = vars(counted).copy()
+    with hmpx.convert() as handle:
+        assert {F.linear(X, X).dtype, X.mul(X).dtype, torch.relu(X).dtype} == {torch.bfloat16}
+        assert (F.linear.calls, counted.calls, torch.Tensor.mul.calls, torch.relu.calls) == (1, 1, 1, 1)
+        F.linear.calls = 5
+        (said,) = [line for line in handle.escaped if "Counter" in line]
+        assert said == "torch.relu is a Counter that somebody has put there, and stays so"
+    assert F.linear is counted and vars(counted) == {**before, "calls": 5}
+
+
+IN_A_NEW_PROCESS = """
+import torch, hmpx
+own = torch.Tensor.mul
+def counted(self, other):
+    counted.calls += 1
+    return own(self, other)
+counted.calls, torch.Tensor.mul = 0, counted
+x = torch.ones(2)
+with hmpx.convert():
+    assert x.mul(x).dtype is torch.bfloat16 and counted.calls == 1
+"""
+
+
+def test_what_others_put_there_before_the_first_conversion_is_cast():
+    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], check=True)

@@ -65,6 +65,28 @@ def test_lists_that_are_new_while_it_is_traced():
         assert [each.dtype for each in function(X)] == [FP32, FP32, BF16, BF16, BF16]
 
 
+class Activated(nn.Module):
+    def forward(self, x):
+        return F.gelu(x)
+
+
+class Inherits(Activated):
+    pass
+
+
+@pytest.mark.parametrize("make", [Activated, Inherits, lambda: nn.Sequential(Activated(), nn.ReLU())])
+def test_a_module_with_a_rule_is_scripted_as_it_is_without(make):
+    """TorchScript reads the source of a forward, and not that of its wrapper."""
+    model, other, expected = make(), make(), torch.jit.script(make())(X)
+    for each in (other, *other.children()):  # a forward of the module's own, as Accelerate puts it there
+        each.forward = each.forward
+    with hmpx.convert():
+        for each in (model, other):
+            hmpx.policy_for(each, bf16=["gelu"])
+            hmpx.policy_for(next(each.children(), each), bf16=["gelu"])
+            assert torch.equal(torch.jit.script(each)(X), expected) and each(X).dtype is BF16
+
+
 def test_lists_that_another_thread_brings_leave_no_moment_without_casts():
     """Ops keep their wrappers while those of new places are put over them."""
     stop, seen = threading.Event(), []

@@ -125,6 +125,12 @@ def namespace_name(holder: Any) -> str:
     return "" if name is None else text(name)
 
 
+def maker(thing: Any) -> str:
+    """Return the module of a function's code; of anything else, that of its class."""
+    is_function = issubclass(type(thing), types.FunctionType)
+    return namespace_name(thing) if is_function else module_of(type(thing))
+
+
 def class_name(cls: type) -> str:
     return text(_qualname(cls))
 

@@ -28,7 +28,7 @@ import torch.overrides
 
 from hmpx.base.garbage import none_collected
 from hmpx.base.torch_private import has, private
-from hmpx.errors import did_you_mean
+from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.composition import COMPOSED, Composition
 from hmpx.ops.policies.signatures import Argument, Signature, all_schemas, is_tensor, read_signature, schemas
@@ -113,12 +113,18 @@ def _builtin(aten: str, places: Iterable[tuple[Any, str, str]]) -> Named:
 
 def _methods() -> Named:
     for attribute in dir(Tensor.__base__):  # which is written in C
-        if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
+        method = getattr(Tensor, attribute)
+        # One that torch has written in Python calls others; one that somebody else has put there stands for torch's.
+        if attribute.startswith("__") or _is_of(torch._tensor, method):
             continue
-        if callable(getattr(Tensor, attribute)) and schemas(attribute):
+        if callable(method) and schemas(attribute):
             signature = functools.partial(read_signature, attribute, "self")
             in_place = attribute.endswith("_")
             yield attribute.removesuffix("_"), Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place)
+
+
+def _is_of(module: types.ModuleType, function: Any) -> bool:
+    return inspect.isfunction(function) and function.__globals__ is vars(module)
 
 
 def _operators() -> Named:
@@ -182,7 +188,13 @@ def _is_view(name: str) -> bool:
 @none_collected()
 def catalog() -> dict[str, Op]:
     """Return every op by its list name. Built once: entries are attributes, so later patches do not make it stale."""
-    torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
+    try:
+        torch.overrides.get_overridable_functions()  # caches functions by identity: fill it while they are torch's own
+    except AttributeError as error:
+        raise HmpxError(
+            f"torch.overrides cannot list torch's functions, as what stands in the place of one is no function "
+            f"({error}): give it a __name__, or put it there after the first convert()"
+        ) from error
     torch.overrides.resolve_name(torch.matmul)
     private("torch.utils._device._device_constructors")()  # the functions that `with torch.device(...)` gives a device
     found: dict[str, dict[tuple[int, str], Entry]] = {}

@@ -24,6 +24,7 @@ from hmpx.base import run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import leave_to_python
 from hmpx.base.region_state import scope
+from hmpx.ops.captured_names import raw
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.policies.scopes import lists_of
@@ -112,12 +113,20 @@ def patch_of(owner: Any, attribute: str, label: str, how: Patching, build: Calla
 
 
 def named_like(wrapper: Callable, label: str, original: Callable) -> Callable:
-    """Give a wrapper the name of the function whose place it takes, for pickling too."""
+    """Give a wrapper the name of the function whose place it takes, for pickling too.
+
+    What somebody has put in the place of torch's function may have attributes, and write to them by its own name: they
+    are the wrapper's, too.
+    """
     module, _, name = label.rpartition(".")
     method = module in ("Tensor", "torch.Tensor")
     wrapper.__module__, wrapper.__qualname__ = ("torch", f"Tensor.{name}") if method else (module, name)
     wrapper.__name__, wrapper.__doc__ = name, original.__doc__
-    vars(wrapper)["__hmpx_original__"] = original
+    attributes = raw.attribute_dict(original)
+    if attributes is not None and raw.maker(original).partition(".")[0] not in ("torch", "hmpx"):
+        wrapper.__dict__ = attributes
+    else:
+        vars(wrapper)["__hmpx_original__"] = original
     return wrapper
 
 
