@@ -226,7 +226,10 @@ def step_list(
     """
     for few, their_grads, held, of_each in _slices_of(weights, grads, states, scalars):
         p, numbers = _Each(few), [list(each) for each in zip(*of_each, strict=True)]
-        x = _Each(their_grads) * numbers[0] + p * numbers[1]
+        x = _Each(their_grads) * numbers[0]
+        if any(numbers[1]):  # 0 times an infinite weight would be NaN
+            both = zip(numbers[1], (x + p * numbers[1]).tensors, x.tensors, strict=True)
+            x = _Each([penalised if l2 else plain for l2, penalised, plain in both])
         p.becomes(_STEPS[kernel](p, x, [None if each is None else _Each(each) for each in held], numbers))
 
 

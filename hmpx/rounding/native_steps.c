@@ -18,8 +18,10 @@ typedef struct { Lain lain; Stored stored[TENSORS]; } Stepped;
             float *restrict B, const uint16_t *restrict half_##B, float *restrict C,                     \
             const uint16_t *restrict half_##C, const float *restrict s, int64_t n, const int halves)
 
-/* A parameter's gradient with its sign (-1 to maximize) and L2 penalty; the first two scalars of every kernel. */
-#define GRADIENT (sign * (halves > 0 ? from_bf16(half_grad[j]) : grad[j]) + l2 * OLD_WEIGHT)
+/* A parameter's gradient with its sign (-1 to maximize) and L2 penalty; the first two scalars of every kernel. Without a
+   penalty the weight has no part in it: 0 times an infinite weight, of a choice that is closed, would be NaN. */
+#define SIGNED (sign * (halves > 0 ? from_bf16(half_grad[j]) : grad[j]))
+#define GRADIENT (l2 != 0.0f ? SIGNED + l2 * OLD_WEIGHT : SIGNED)
 #define OLD_WEIGHT (halves > 1 ? from_bf16(half_p[j]) : p[j])
 #define OLD(X) (halves > 2 ? from_bf16(half_##X[j]) : X[j])
 

@@ -300,7 +300,8 @@ def step_list(
     a = opened(tile, state, A, LIE)
     b = opened(tile, state + STORED, B, LIE)
     c = opened(tile, state + 2 * STORED, C, LIE)
-    grad = tl.load(s) * grad + tl.load(s + 1) * p
+    l2, grad = tl.load(s + 1), tl.load(s) * grad
+    grad = tl.where(l2 != 0, grad + l2 * p, grad)  # 0 times an infinite weight would be NaN
     MOMENTUM: tl.constexpr = (A if KERNEL == SGD else B) != ABSENT
     p, a, b, c = stepped(KERNEL, p, grad, a, b, c, s, MOMENTUM, C != ABSENT)
     closed(tile, weight, p, P, LIE)

@@ -9,6 +9,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn, optim
 
 import hmpx
@@ -224,18 +225,48 @@ def test_options_that_no_kernel_can_read_leave_everything_as_it_was(turns, weigh
     train(named, optimizer, turns, turns + 1)
 
 
-def test_codes_that_lie_otherwise_are_not_read_as_they_lay():
-    named = parameters(sizes=((64, 64),))
-    p = named[0][1]
-    optimizer = optim.AdamW(named, lr=1e-2)
-    hmpx.attach(optimizer, fused=True, state_dtype="8bit")
-    train(named, optimizer, 0, 3)
-    before = p.detach().clone()
-    codes = optimizer.state[p]["hmpx_codes_exp_avg"]
-    codes.data = codes.data.t()
-    with pytest.raises(RuntimeError, match="view size is not compatible"):
-        train(named, optimizer, 3, 4)
-    assert torch.equal(p, before)
+def test_codes_that_lie_otherwise_are_read_as_the_numbers_that_they_are():
+    found = []
+    for laid in (torch.clone, torch.Tensor.contiguous):
+        named = parameters(sizes=((64, 64),))
+        optimizer = optim.AdamW(named, lr=1e-2)
+        hmpx.attach(optimizer, fused=True, state_dtype="8bit")
+        train(named, optimizer, 0, 3)
+        codes = optimizer.state[named[0][1]]["hmpx_codes_exp_avg"]
+        codes.data = laid(codes.data.t())
+        train(named, optimizer, 3, 5)
+        found.append(named[0][1].detach())
+    assert torch.equal(*found)
+
+
+OF_CLOSED = {
+    optim.AdamW: {"weight_decay": 0.01},
+    optim.Adam: {},
+    optim.SGD: {"momentum": 0.9, "nesterov": True},
+    optim.Adagrad: {},
+    optim.RMSprop: {"momentum": 0.9, "centered": True},
+    optim.NAdam: {},
+    Lion: {"weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("settings", [{}, {"weights": "split"}, {"weights": "master", "state_dtype": BF16}])
+def test_an_infinite_weight_of_a_closed_choice_stays(settings, layout):
+    """Without a penalty, and with a gradient of 0, as torch leaves it: by kernels, and by torch's operators."""
+    for cls, options in OF_CLOSED.items():
+        start = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+        start.view(-1)[:5] = torch.tensor([-torch.inf, torch.inf, -torch.inf, -torch.inf, torch.inf])
+        closed = start.isinf()
+        p = nn.Parameter(start.to(memory_format=layout, copy=True))
+        optimizer = cls([p], lr=1e-3, **options)
+        hmpx.attach(optimizer, **settings)
+        for step in range(3):
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            p.grad = grad.masked_fill(closed, 0).to(memory_format=layout)
+            optimizer.step()
+        assert torch.equal(p[closed], start[closed]) and p[~closed].isfinite().all(), cls
+        assert not any(v.float().isnan().any() for v in optimizer.state[p].values()), cls
 
 
 @pytest.mark.parametrize("dtype, state_dtype", [(torch.float64, torch.float32), (torch.float16, "8bit")])
