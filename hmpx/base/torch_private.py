@@ -231,6 +231,7 @@ FSDP_SUMS = Feature(
     Name(f"{_FSDP}._fsdp_state:_fsdp_param_groups", _NEWER, None),
     Name(f"{_FSDP}._fsdp_param_group.FSDPParamGroup().fsdp_params", "the same"),
     Name(f"{_FSDP}._fsdp_param.FSDPParam().[sharded_param|mp_policy]", "the same"),
+    Name(f"{_FSDP}._fsdp_param:_unsharded_param", "the whole copy of a shard, which is no weight of its own", None),
 )
 SHARDS = Feature(
     "updates of sharded parameters",
@@ -248,6 +249,8 @@ AGREEMENT = Feature(
     "ranks that compare their settings",
     "they do not: see that seed, recipe and number of steps are the same on all",
     Name("torch.distributed.distributed_c10d._get_default_store", "what they compare by"),
+    Name("torch.distributed.distributed_c10d:_world", "all groups of ranks", None),
+    Name("torch.distributed.ProcessGroup._get_sequence_number_for_group", "whether ranks have talked", None),
 )
 JOINS = Feature(
     "a refusal of torch.distributed.algorithms.Join",
@@ -287,6 +290,7 @@ DISPATCH = Feature(
     _FUNC,
     Name("torch._C.DisableTorchFunctionSubclass", "reads dtypes of any class", off=contextlib.nullcontext),
     Name("torch.Tensor._base", "the tensor that a view is of", off=property(lambda _: None)),
+    Name("torch._C._RestorePythonTLSSnapshot", "whether torch.autocast casts an op", off=contextlib.nullcontext),
     Name("torch.multiprocessing.reductions.StorageWeakRef.expired", "whether a storage is gone"),
     Name("torch._dynamo.utils.counters", "how often it compiled", collections.defaultdict(collections.Counter)),
 )

@@ -28,7 +28,8 @@ PACKAGES = tuple(
         os.path.dirname(os.path.dirname(torch.__file__)),
     )
 )
-_LIBRARIES = (*PACKAGES, os.path.dirname(os.__file__) + os.sep, "<frozen")
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")  # hmpx, however it is installed
+_LIBRARIES = (*PACKAGES, _OWN, os.path.dirname(os.__file__) + os.sep, "<frozen")
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
 
 

@@ -23,9 +23,10 @@ _item = Tensor.item
 _unseen = private("torch._C._DisableTorchDispatch")
 
 
-def floating(values: Iterable[Any]) -> list[Tensor]:
+def floating(values: Iterable[Any], complex_too: bool = False) -> list[Tensor]:
     """Return the floating tensors in `values`, in order, in lists, tuples and mappings too."""
-    return [tensor for tensor in tensors_in(values) if tensor.dtype.is_floating_point]
+    found = tensors_in(values)
+    return [t for t in found if t.dtype.is_floating_point or (complex_too and t.dtype.is_complex)]
 
 
 def widened(value: Any) -> Any:
@@ -39,10 +40,39 @@ def dtypes(value: object) -> set[torch.dtype]:
 
 
 def sample(tensor: Tensor, most: int = 1024) -> Tensor:
-    """Return at most `most` elements of what this rank holds, evenly spaced, flat."""
-    flat = local(tensor.detach()).reshape(-1)
+    """Return at most `most` elements of what this rank holds, evenly spaced, flat; none where its memory was freed."""
+    part = local(tensor).detach()
+    if not has_numbers(part):
+        return part.new_empty(0)
+    flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
     step = -(-flat.numel() // most)
     return flat[:: step + (step % 2 == 0)] if step > 1 else flat  # an odd step does not stay in one column of a matrix
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor. One that is on its way from other ranks is waited for."""
+    part = local(tensor)
+    return part.trigger_wait() if hasattr(part, "trigger_wait") else part
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether the storage is as large as the tensor. FSDP2 frees that of a whole parameter: to read it is a SIGSEGV."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() > last * tensor.element_size()
+
+
+def memory(tensor: Tensor) -> int:
+    """Return the address at which the storage of a tensor begins; its views have the same one.
+
+    A tensor without an address has a number of its own. Of a sharded tensor it is this rank's part.
+    """
+    part = local(tensor)
+    try:
+        return part.untyped_storage().data_ptr() or -id(part)
+    except RuntimeError:  # it is sparse, or a shell around other tensors
+        return -id(part)
 
 
 def differentiable(dtype: torch.dtype) -> bool:
@@ -63,9 +93,10 @@ def is_finite(tensor: Tensor) -> bool:
 
     No dispatch mode sees what is computed here.
     """
-    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     with _unseen():
         tensor = _detach(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
         return math.isfinite(_item(_sum(tensor, dtype=dtype))) or bool(_item(_all(_isfinite(tensor))))
 
 

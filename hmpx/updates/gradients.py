@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -260,13 +260,25 @@ def _refusing(method: Callable) -> Callable:
 
 def _sums_low(module: Any) -> bool:
     """Whether this module, without modules inside it, adds up gradients of `_summed` parameters in BF16."""
+    held = _shards(module)
+    return any(each.sharded_param in _summed and each.mp_policy.reduce_dtype is not torch.float32 for each in held)
+
+
+def _shards(module: Any) -> Iterator[Any]:
+    """Return what FSDP2 holds of the parameters of a module, without modules inside it."""
     state = module._get_fsdp_state()
     one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
     for group in getattr(state, "_fsdp_param_groups", one):
-        for each in group.fsdp_params:
-            if each.sharded_param in _summed and each.mp_policy.reduce_dtype is not torch.float32:
-                return True
-    return False
+        yield from group.fsdp_params
+
+
+def whole_copies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Return the whole parameters that FSDP2 computes with: copies of shards, which alone are stepped."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    for each in model.modules() if module is not None and FSDP_SUMS.is_on() else ():
+        if isinstance(each, module.FSDPModule):
+            copies = (getattr(held, "_unsharded_param", None) for held in _shards(each))
+            yield from (copy for copy in copies if copy is not None)
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

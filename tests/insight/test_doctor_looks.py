@@ -367,3 +367,53 @@ def test_a_rule_for_a_module_of_one_of_two_models_is_no_key_of_the_recipe():
     )
     norm = only(found, "norm statistics")
     assert "modules" not in norm.recipe and (found.recipe is None or not found.recipe.modules)
+
+
+DECAY = 0.9997
+
+
+def _stacked(rows, held, now):
+    for each, p in zip(rows, now, strict=True):
+        each.lerp_(p, 1 - DECAY)
+
+
+WRITES = {  # ways to write to an average, each `(held, now)`, a matrix and what it is to follow
+    "split by sizes": lambda held, now: _stacked(
+        held.flatten().split([100, 156]), held, now.flatten().split([100, 156])
+    ),
+    "unbind": lambda held, now: _stacked(held.unbind(), held, now),
+    "rows": lambda held, now: _stacked(held, held, now),
+    "diagonal": lambda held, now: held.diagonal().lerp_(now.diagonal(), 1 - DECAY),
+    "out": lambda held, now: torch.lerp(held, now, 1 - DECAY, out=held),
+    "a broadcast": lambda held, now: held.lerp_(now[:1], 1 - DECAY),
+    "addmm_": lambda held, now: held.addmm_(now, now, beta=DECAY, alpha=1e-5),
+    "addr_": lambda held, now: held.addr_(now[0], now[0], beta=DECAY, alpha=1e-4),
+    "_foreach_copy_": lambda held, now: torch._foreach_copy_([held], torch._foreach_lerp([held], [now], 1 - DECAY)),
+    "_foreach_add_": lambda held, now: (
+        torch._foreach_mul_([held], DECAY),
+        torch._foreach_add_([held], [now], alpha=3e-4),
+    ),
+    "scatter_reduce_": lambda held, now: held.scatter_reduce_(0, torch.zeros(1, 16).long(), 1e-4 * now[:1], "sum"),
+    "maximum": lambda held, now: held.copy_(torch.where(now > held, held.lerp(now, 1 - DECAY), held)),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("how", WRITES)
+def test_an_average_that_stands_still_is_found_however_it_is_written(how, dtype):
+    """Judge: the same writes to an average in FP32."""
+    held = {each: torch.ones(16, 16, dtype=each) for each in (dtype, FP32)}
+
+    def after():
+        now = model[0].weight.detach()[:16] + 2
+        for each, average in held.items():
+            WRITES[how](average, now.to(each))
+
+    model = mlp(FP32)
+    found = trained(model, torch.optim.SGD(model.parameters(), 0.1), after=after)
+    exact, real = (held[each].float().flatten() - 1 for each in (FP32, dtype))
+    kept = float(real @ exact) / float(exact @ exact)
+    assert {each.kind for each in found.findings if each.wrong} == ({"average of weights"} if kept < 0.5 else set()), (
+        str(found)
+    )
+    assert (kept < 0.5) == (dtype is BF16)

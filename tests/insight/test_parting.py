@@ -217,6 +217,41 @@ def test_one_rank_and_two_of_fsdp2(tmp_path, monkeypatch):
     assert found.losses is None or math.isclose(*found.losses[1:], rel_tol=1e-6)
 
 
+def of_optimizer(make, momentum=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = make(model.parameters())
+    for step in range(2):
+        if momentum and step == 0:
+            optimizer.state[model.weight]["momentum_buffer"] = torch.ones(4, 8)
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.2, momentum=0.9), "second   SGD, lr 0.2\n"),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.5), "weight_decay 0.5"),
+        (lambda p: torch.optim.Adam(p, 0.1), "second   Adam, lr 0.1, "),
+        (None, "the settings are the same: start both with the same state of the optimizer"),
+    ],
+)
+def test_runs_that_differ_in_the_step_alone_part_there(make, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def base(p):
+        return torch.optim.SGD(p, 0.1, momentum=0.9)
+
+    hashed("a", of_optimizer, base)
+    hashed("b", of_optimizer, make or base, make is None)
+    text = str(parting("a", "b"))
+    assert text.startswith("The step of iteration 1 differs: it leaves other weights in") and said in text, text
+    hashed("b", of_optimizer, base)
+    assert not parting("a", "b")
+
+
 def test_from_the_shell_with_what_says_no(runs, capsys):
     (runs / "train.py").write_text("import torch\nl = torch.nn.Linear(4, 4)\no = torch.optim.SGD(l.parameters())\n")
     with open("train.py", "a") as file:

@@ -53,7 +53,7 @@ class Capture:
         notes: what the ops have told. iterations: which iterations were looked at.
         optimizers: the optimizers that have stepped here. steps: the number of steps, by the identity of an optimizer.
         models: the models of an optimizer, by its identity. names: the names of all their parameters, trained or not.
-        elsewhere: passes and steps of other threads, which no look sees. trouble: the first error of a look.
+        elsewhere: passes and steps of other threads, which no look sees. trouble: the first errors of looks.
     """
 
     def __init__(
@@ -188,8 +188,9 @@ class Capture:
                 with aside(self.trouble):
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
-                        for look in self.looks:
-                            look.loss(self.notes, losses)
+                for look in self.looks if seeded is None else ():
+                    with aside(self.trouble):
+                        look.loss(self.notes, losses)
                 # If no optimizer steps, each backward pass begins an iteration, as updates by hand come before it.
                 self._passes += 1
                 is_first = self._only_at or (self.iterations.first_is_due and self._passes < _FIRST)
@@ -256,15 +257,17 @@ class Capture:
             self.names = {**names_in(model), **self.names}
             self.notes.names.add(model)
         for each in self.looks:
-            each.met(optimizer, self.notes.place(caller).script or "?")
+            with aside(self.trouble):
+                each.met(optimizer, self.notes.place(caller).script or "?")
 
     def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
         """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode while it runs."""
         if hides_step:
             self._watch.suspend()
-        with self._watch.paused(), aside(self.trouble, is_whole=True):
+        with self._watch.paused():
             for each in self.looks:
-                each.begin(optimizer, self.notes.iteration)
+                with aside(self.trouble, is_whole=True):
+                    each.begin(optimizer, self.notes.iteration)
 
     def _evaluated(self, optimizer: Optimizer, closure: Callable) -> Callable:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -286,9 +289,10 @@ class Capture:
             self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
-        with self._watch.paused(), aside(self.trouble, is_whole=True):
+        with self._watch.paused():
             for each in self.looks:
-                each.end(optimizer, self._evaluations)
+                with aside(self.trouble, is_whole=True):
+                    each.end(optimizer, self._evaluations)
         self.steps[id(optimizer)] += 1
         self._since[id(optimizer)] += 1
         if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader no longer steps

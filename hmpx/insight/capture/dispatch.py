@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_map_only
+from hmpx.insight.capture.notes import Notes, OpCall, Schema
 from hmpx.insight.finding import Names, Problem
-from hmpx.insight.tensors import LOW, Tensor, floating, sample
+from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample
 from hmpx.ops.wrapping.observing import unobserved
+from hmpx.ops.wrapping.overriding import PLAIN
 
 _SHARE = 0.05  # the share of the time that looking at ops may take
 _FREE = 1.0  # seconds that looking at ops may take in any case
@@ -81,15 +82,9 @@ class Iterations:
 
 _no_dispatch, _no_function = private("torch._C._DisableTorchDispatch"), private("torch._C.DisableTorchFunctionSubclass")
 FEW = 256  # elements of one tensor that are looked at, at most
-VIEWS = frozenset(
-    "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
-)
-_ARITHMETIC = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
-_WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
-INDEXED = frozenset(("index_add_", "scatter_add_", "index_put_"))
-_WRITES |= INDEXED
-NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
+MOST = 2**22  # elements of a tensor that is copied whole, as what an op writes there hangs on all of it
 ITERATION = 50_000  # ops of one iteration that are looked at, at most
+_TROUBLES = 3  # errors of looks that are told
 STAGES = ("set up", "forward", "backward", "step")
 _INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
 
@@ -111,7 +106,7 @@ class OpWatch(TorchDispatchMode):
         self._see = {stage: [each.see for each in looks if stage in each.stages] for stage in STAGES}
         self._sees = any(self._see.values())
         self.stepping = self.setting_up = False
-        self._names: dict[Any, str] = {}
+        self._schemas: dict[Any, Schema] = {}
         self._left = -1.0
 
     @classmethod
@@ -167,17 +162,20 @@ class OpWatch(TorchDispatchMode):
             called(func, args, kwargs)
         if not self._sees:
             return func(*args, **kwargs)
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
+        schema = self._schemas.get(func)
+        if schema is None:
+            schema = self._schemas[func] = Schema(func)
         before, graphed = None, torch.is_grad_enabled()
-        if (name in _WRITES or name in NORMS) and not self.setting_up and not self.stepping:
+        if schema.updates and not self.setting_up and not self.stepping:
             with aside(self._trouble):
-                targets = args[0] if name.startswith("_foreach_") else [args[4 if name in NORMS else 0]]
-                before = self._before(targets, few if name not in INDEXED else torch.Tensor.detach)
+                before = self._before(schema, args, kwargs)
         result = func(*args, **kwargs)
         with aside(self._trouble):
-            given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
+            whole = floating((*args, *kwargs.values()) if kwargs else args, True)
+            given, results, seen = whole, floating((result,), True), result
+            if not PLAIN.issuperset(map(type, (*whole, *results))):  # this rank's parts stand for what is sharded
+                args, kwargs, seen = tree_map_only(Tensor, held_here, (args, kwargs, result))
+                given, results = [held_here(each) for each in whole], [held_here(each) for each in results]
             odd = next((each for each in (*given, *results) if not _is_plain(each)), None)
             if odd is not None:
                 if not self.stepping and autograd_node() is None and not odd.is_meta:
@@ -188,38 +186,59 @@ class OpWatch(TorchDispatchMode):
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
                 frame = sys._getframe(1)
-                if stage == "forward" and graphed and any(each.requires_grad for each in given):
-                    self._notes.note_node(name, frame)
-                op = OpCall(func, name, args, kwargs, given, results, before, frame, stage, node, graphed, result)
-                self._trace(op)
+                trains = graphed and any(each.requires_grad for each in whole)
+                if stage == "forward" and trains:
+                    self._notes.note_node(schema.name, frame)
+                op = OpCall(
+                    func, schema, args, kwargs, given, results, before, frame, stage, node, graphed, trains, seen
+                )
+                self._trace(op, whole)
                 self._look(op)
         return result
 
-    def _before(self, targets: Sequence[Any], part: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
-        """Copy low-precision tensors that an op is about to write to: in backward, or if older than the iteration."""
-        if not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
-            return None
-        if not targets or (autograd_node() is None and any(memory(t) in self._notes.born for t in targets)):
-            return None
-        return [part(t).clone() for t in targets]
+    def _before(self, schema: Schema, args: tuple, kwargs: dict) -> list[Tensor] | None:
+        """Copy low-precision tensors that an op is about to update: in backward, or if older than the iteration.
 
-    def _trace(self, op: OpCall) -> None:
-        """Note addresses: of memory that this iteration makes, and of weights (leaves that need a gradient)."""
+        Samples tell of an op that treats each element by itself; of another one, whole tensors do.
+        """
+        targets, node = [held_here(t) for t in schema.targets(args, kwargs)], autograd_node()
+        if not targets or not all(t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
+            return None
+        if node is None and any(memory(t) in self._notes.born for t in targets):
+            return None
+        if schema.is_pointwise or schema.is_norm:
+            return [few(t).clone() for t in targets]
+        given = floating((*args, *kwargs.values()))
+        if node is not None or not any(t.numel() > 1 and not any(t is each for each in targets) for t in given):
+            return None  # nothing is added to what was there
+        if (most := max(t.numel() for t in given)) > MOST:
+            self._notes.unseen[f"{schema.name} into a tensor, with {most:,} numbers"] += 1
+            return None
+        return [t.detach().clone() for t in targets]
+
+    def _trace(self, op: OpCall, whole: Sequence[Tensor]) -> None:
+        """Note addresses: of memory that this iteration makes, and of weights (leaves that need a gradient).
+
+        whole: what was given, sharded tensors too.
+        """
         notes = self._notes
-        if op.name not in VIEWS and not (op.name.endswith("_") and op.stage != "backward"):  # writes to gradients
+        if not op.is_view and (not op.schema.written or op.stage == "backward"):  # which writes to gradients
             notes.born.update(memory(t) for t in op.results if t.dtype in LOW)
-        for t in op.given if op.graphed and op.name != "detach" else ():
+        for t in whole if op.graphed and op.name != "detach" else ():
             if t.requires_grad and t.is_leaf:
                 notes.leaves.setdefault(t.dtype, set()).add(memory(t))
                 if t.dtype in LOW:
                     notes.weights.setdefault(id(t), (weakref.ref(t), set()))[1].add(notes.iteration)
 
     def _look(self, op: OpCall) -> None:
-        if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):
+        if op.is_view and (facts := self._notes.facts(op.given[0])):
             for result in op.results:
                 self._notes.add(result, **facts)
         for see in self._see[op.stage]:
-            see(self._notes, op)
+            try:
+                see(self._notes, op)
+            except Exception as error:  # of one look, which hides nothing from the next
+                note_trouble(self._trouble, error)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -232,11 +251,6 @@ def _is_plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def memory(tensor: Tensor) -> int:
-    """Return the address at which the storage of a tensor begins; its views have the same one."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def few(tensor: Tensor) -> Tensor:
@@ -256,15 +270,22 @@ def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
         with torch.no_grad(), hidden, _no_function(), uncast:
             yield
     except Exception as error:  # doctor meets kinds of tensors that it does not know
-        if not trouble:
-            trouble.append(f"{type(error).__name__}: {error}")
+        note_trouble(trouble, error)
 
 
-def in_autocast() -> bool:
-    """Whether an op was called in a region of torch.autocast, which switches itself off before a mode sees the op."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
+def note_trouble(trouble: list[str], error: Exception) -> None:
+    said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if said not in trouble and len(trouble) < _TROUBLES:
+        trouble.append(said)
+
+
+def in_autocast(tensor: Tensor) -> bool:
+    """Whether an op was called where torch.autocast casts on a tensor's device, before a mode has seen it.
+
+    Below the dispatcher autocast is off, and the depth of regions counts those that are off.
+    """
+    with private("torch._C._RestorePythonTLSSnapshot")():
+        return torch.is_autocast_enabled(tensor.device.type)
 
 
 Optimizer = torch.optim.Optimizer

@@ -18,13 +18,48 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.torch_private import LINES, private
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place
-from hmpx.insight.tensors import LOW, Tensor, is_finite
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, memory
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 BACKWARD = "backward"
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _OF_LIBRARY = "the line is a library's, so change what you call it with"
+_OpOverload = private("torch._ops.OpOverload")
+NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
+_COPIES = frozenset(("copy_", "_foreach_copy_"))  # which read nothing of what was there
+
+
+class Schema:
+    """What torch's dispatcher knows of an op.
+
+    Attributes:
+        name: without overload, as in "add_" or "_softmax". written: positions and names of the arguments that it writes
+            to. updates: whether it may compute them of what they were.
+        is_pointwise: whether each element is computed of one of each argument. is_random: whether it draws numbers.
+        is_foreach: whether it takes lists. is_norm: whether it writes running statistics. is_copy: whether it copies.
+    """
+
+    def __init__(self, func: Any) -> None:
+        self.name = str(getattr(func, "overloadpacket", func)).partition(".")[2]
+        tags = getattr(func, "tags", ())
+        arguments = func._schema.arguments if isinstance(func, _OpOverload) else ()
+        self.written = [
+            (i, each.name) for i, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write
+        ]
+        self.is_norm = self.name in NORMS
+        if self.is_norm:  # some forms do not say it
+            self.written = [(3, "running_mean"), (4, "running_var")]
+        self.is_foreach = self.name.startswith("_foreach_")
+        self.is_pointwise = self.is_foreach or torch.Tag.pointwise in tags
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.is_copy = self.name in _COPIES
+        is_other = self.is_random or self.is_copy or torch.Tag.inplace_view in tags
+        self.updates = bool(self.written) and not is_other
+
+    def targets(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors of numbers that a call writes to."""
+        return floating([args[i] if i < len(args) else kwargs.get(name) for i, name in self.written], True)
 
 
 @dataclass
@@ -33,7 +68,8 @@ class Spot:
 
     said: what was found there the first time. mended_by: the op to list in FP32, or "module", which puts it into FP32;
     "" for nothing, or if no check has asked. numbers: sums over the calls. memories: addresses of the memory that the
-    op writes to. made_by: ops that have rounded its input. forward: the op whose backward pass it is part of.
+    op writes to. made_by: ops that have rounded its input. forward: the op whose backward pass it is part of. owner:
+    the name of the buffer or parameter that it writes to, where a module owns it.
     """
 
     kind: str
@@ -46,6 +82,7 @@ class Spot:
     memories: set[int] = field(default_factory=set)
     made_by: set[tuple[str, Place]] = field(default_factory=set)
     forward: str = ""
+    owner: str = ""
 
     @property
     def where(self) -> str:
@@ -71,17 +108,19 @@ class OpCall:
     """One call of an op.
 
     Attributes:
-        func: the op with its overload. name: without overload, as in "add_" or "_softmax".
-        result: what it returned. given, results: the floating tensors among its arguments and its results.
-        before: copies or samples of the low-precision tensors that it writes to in place, as they were before. None if
-            there are none, or if the iteration has made them and no backward pass runs.
+        func: the op with its overload. schema: what is known of it.
+        result: what it returned. given, results: the tensors of numbers among its arguments and its results; of those
+            that are sharded, this rank's parts.
+        before: copies or samples of the low-precision tensors that it updates, as they were before. None if there are
+            none, or if the iteration has made them and no backward pass runs.
         frame: the innermost Python frame below torch's dispatcher.
         stage: "set up" before the first forward pass, "forward", "backward" or "step". node: the node of autograd
-            that runs, in a backward pass. graphed: whether gradients were enabled.
+            that runs, in a backward pass. graphed: whether gradients were enabled. trains: whether one was also
+            needed.
     """
 
     func: Any
-    name: str
+    schema: Schema
     args: tuple
     kwargs: dict[str, Any]
     given: list[Tensor]
@@ -91,7 +130,20 @@ class OpCall:
     stage: str
     node: Any
     graphed: bool
+    trains: bool
     result: Any
+
+    @property
+    def name(self) -> str:
+        """The op without its overload, as in "add_" or "_softmax"."""
+        return self.schema.name
+
+    @cached_property
+    def is_view(self) -> bool:
+        """Whether it returns nothing but memory that it was given, and writes to none."""
+        if self.schema.written or not self.given or not self.results:
+            return False
+        return {*map(memory, self.results)} <= {*map(memory, self.given)}
 
     @property
     def out(self) -> Tensor:
@@ -111,7 +163,7 @@ class OpCall:
     @property
     def is_of_model(self) -> bool:
         """Whether it is part of what autograd differentiates, or of a backward pass."""
-        return self.stage == "backward" or (self.graphed and any(each.requires_grad for each in self.given))
+        return self.stage == "backward" or self.trains
 
     @cached_property
     def scalars(self) -> list[float]:
@@ -153,7 +205,7 @@ class Notes:
         iteration: the number of the current one, from 1. born: addresses of tensors in low precision that it has made,
             or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: those in low
             precision, by identity, and the iterations in which they were read.
-        replaced: the identities of weights that a line has replaced.
+        replaced: the identities of weights that a line has replaced. copies: those of whole copies of sharded weights.
         rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
             that were alive at the end of their iteration, each with the address of an older tensor that was not.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
@@ -171,6 +223,7 @@ class Notes:
         self.leaves: dict[torch.dtype, set[int]] = {}
         self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
         self.replaced: set[int] = set()
+        self.copies: set[int] = set()
         self.rewritten: dict[int, Any] = {}
         self.outlived: list[tuple[Any, int]] = []
         self.skipped: list[bool] = []

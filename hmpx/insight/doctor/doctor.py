@@ -26,7 +26,10 @@ from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
 from hmpx.insight.looks.updates import Updates
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
+from hmpx.insight.tensors import has_numbers
 from hmpx.recipes.recipe import Recipe
+from hmpx.updates.gradients import whole_copies
+from hmpx.updates.stepping.names import parameters
 
 
 @dataclass
@@ -174,7 +177,7 @@ class Examination(Capture):
             self._heard(self)
 
     def so_far(self) -> Diagnosis:
-        """Return what was found by now on this rank."""
+        """Return what was found by now on this rank. It changes nothing of what is found later."""
         found, self.found = self.found, Diagnosis()
         with self.paused():
             self.finish(alone=True)
@@ -183,17 +186,22 @@ class Examination(Capture):
 
     def finish(self, alone: bool = False) -> None:
         """Fill `found` with what was found. alone: leave the other ranks out."""
-        self.close()
+        if not alone:
+            self.close()
         found, trained = self.found, self.trained
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
         problems, unchecked = list[Problem](), [*self._not_checked()]
+        with aside(self.trouble, is_whole=True):
+            models = [model for several in self.models.values() for model in several]
+            self.notes.copies = {id(copy) for model in models for copy in whole_copies(model)}
         for look in self.looks:
             with aside(self.trouble, is_whole=True):
                 problems += [*look.findings(self.notes, names)]
+            with aside(self.trouble, is_whole=True):
                 unchecked += [*look.unchecked(self.notes, names)]
         if not alone:
             with aside(self.trouble, is_whole=True):
-                problems, unchecked = self._replicas.gathered(problems, unchecked, names)
+                problems, unchecked = self._replicas.gathered(problems, unchecked, names, self.optimizers)
         found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
         with aside(self.trouble, is_whole=True):
             script = Script(self)
@@ -201,7 +209,7 @@ class Examination(Capture):
             found.recipe, found.reasons, found.recipe_text = recipe_for(found.findings, script, self._base)
         found.looked[:] = self._looked()
         found.not_checked[:] = dict.fromkeys(unchecked)
-        found.not_checked += [f"what raised when it was looked at: {each}" for each in self.trouble[:1]]
+        found.not_checked += [f"what raised when it was looked at: {each}" for each in self.trouble]
 
     def _looked(self) -> list[str]:
         optimizers, steps = self.optimizers, max(self.steps.values(), default=0)
@@ -225,6 +233,11 @@ class Examination(Capture):
         yield from (f"what another thread did: {each}" for each in self.elsewhere)
         if not self.optimizers and not self.notes.are_steps and not self.elsewhere:
             yield "updates: no torch.optim.Optimizer has stepped"
+        for each in self.optimizers:
+            freed = sum(not has_numbers(p) for p in parameters(each))
+            if freed:
+                said = f"{number(freed, 'parameter')} of {type(each).__name__} have no memory, as FSDP2 has freed whole"
+                yield f"{said} parameters that it was made with: make the optimizer before the first forward pass"
         if self.compiles:
             yield "ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"
         elif not self.iterations.watched:

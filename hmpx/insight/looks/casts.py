@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.dispatch import VIEWS, Look, OpLook, in_autocast
+from hmpx.insight.capture.dispatch import Look, OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
 from hmpx.insight.places import PACKAGES
@@ -34,7 +34,7 @@ def look_at_casts(notes: Notes, op: OpCall) -> None:
         result, spot = notes.last_cast
         spot.numbers["dropped"] += result() is None
         notes.last_cast = None
-    for tensor in op.given if op.name not in VIEWS else ():
+    for tensor in op.given if not op.is_view else ():
         if (cast := notes.facts(tensor).get("cast")) is not None:
             before, spot = cast
             if _is_cast(op) and op.out.dtype is before:
@@ -44,7 +44,7 @@ def look_at_casts(notes: Notes, op: OpCall) -> None:
                 spot.numbers["used"] += 1
     if op.stage == "forward" and _is_cast(op) and op.out.numel() > 1 and not isinstance(op.given[0], Parameter):
         before, kind = op.given[0].dtype, "cast up" if op.out.dtype is _WIDE else "cast down"
-        spot = notes.note(kind, op, dtype_name(before), autocast=in_autocast())
+        spot = notes.note(kind, op, dtype_name(before), autocast=in_autocast(op.out))
         notes.add(op.out, cast=(before, spot))
         notes.last_cast = weakref.ref(op.out), spot
 

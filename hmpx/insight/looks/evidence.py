@@ -22,7 +22,7 @@ def low(op: OpCall, notes: Notes) -> str | None:
 
 def loss(op: OpCall, notes: Notes) -> str | None:
     """A loss function in low precision; `Notes.loss` sees the backward passes that begin with one."""
-    return low(op, notes) if any(each.requires_grad for each in op.given) else None
+    return low(op, notes) if op.trains else None
 
 
 def cumulative(op: OpCall, notes: Notes) -> str | None:

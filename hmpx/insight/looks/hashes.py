@@ -24,16 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
-from hmpx.base.torch_private import private
-from hmpx.insight.capture.dispatch import NORMS, Look, memory
+from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.report import plain
+from hmpx.insight.tensors import has_numbers, memory
 from hmpx.ops.wrapping.callers import frames, users_frame
 from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
-from hmpx.updates.stepping.names import parameters
 
 Tensor = torch.Tensor
-_OpOverload = private("torch._ops.OpOverload")
 SCHEMA = "hashes 1"
 _LANES = 1021  # a prime, so that rows of a matrix do not fall onto one another
 _SAMPLES, _ROWS = 16, 64
@@ -48,9 +46,9 @@ class HashedCall:
     """One call of an op in one iteration.
 
     Attributes:
-        iteration, stage: from 1; "forward" or "backward". What no op has made is a call of the stage "input", the
-            gradient of a parameter in a step one of "gradient". "loss" and "traffic" stand for what reads results: a
-            backward pass that begins, and what goes to other ranks.
+        iteration, stage: from 1; "forward" or "backward". What no op has made is a call of the stage "input". The
+            gradient of a parameter in a step is one of "gradient", what the step leaves one of "weight". "loss" and
+            "traffic" stand for what reads results: a backward pass that begins, and what goes to other ranks.
         op, where, module: its name at torch's dispatcher, or that of the parameter; file:line; the module's name.
         dtypes: of inputs and of results. shapes: of both. settings: other arguments.
         is_random: whether it draws random numbers. offset: where the part of the gradient begins that a rank holds.
@@ -83,14 +81,16 @@ class Hashes(Look):
         self._losses: list[tuple[int, Tensor]] = []
         self._figures: list[Tensor] = []  # of this iteration: the bits of a hash, extremes and samples, as float64
         self._made: dict[int, tuple[StorageWeakRef, int, dict[tuple | None, int]]] = {}  # by address: which figures
-        self._gradients: list[tuple[HashedCall, torch.nn.Parameter]] = []
+        self._named: list[tuple[HashedCall, torch.nn.Parameter]] = []
+        self._iteration = 0  # of this step
         self._weights: dict[torch.device, Tensor] = {}
         self._compiles = False
 
     def see(self, notes: Notes, op: OpCall) -> None:
         if notes.iteration not in self._iterations:
             return
-        given, written, is_traffic = _tensors((op.args, op.kwargs)), _written(op), _is_traffic(op)
+        given, is_traffic = _tensors((op.args, op.kwargs)), _is_traffic(op)
+        written = _tensors(op.schema.targets(op.args, op.kwargs))
         read = [each for each in given if not any(each is one for one in written)]
         made = [*{id(each): each for each in (*_tensors(op.result), *written)}.values()]
         is_on_its_way = any(each.is_cpu for each in made) and not all(each.is_cpu for each in read)
@@ -140,23 +140,33 @@ class Hashes(Look):
             self._calls.append(HashedCall(notes.iteration, "loss", "loss", given=self._known(here)))
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
-        for p in parameters(optimizer) if iteration in self._iterations else ():
-            if p.grad is None or p.grad.layout is not torch.strided:
-                continue
-            held, offset = local(p.grad.detach()), 0
-            if is_sharded(p.grad):
-                sizes, offsets = sizes_and_offsets(p.grad.shape, p.grad.device_mesh, p.grad.placements)
-                if sizes[1:] != p.grad.shape[1:]:
-                    continue  # it is not cut into rows
-                offset = (offsets[0] if offsets else 0) * math.prod(sizes[1:])
-            call = HashedCall(iteration, "gradient", "", dtypes=["", _dtypes([held])], shapes=_shapes([p.grad]))
-            call.offset, call.given = offset, self._known([held])
-            call.results = [self._hash(held, offset, p.grad.numel(), in_words=False)]
-            self._calls.append(call)
-            self._gradients.append((call, p))
+        self._iteration = iteration
+        self._of_step("gradient", optimizer)
 
     def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
+        self._of_step("weight", optimizer)
         self._finish()
+
+    def _of_step(self, stage: str, optimizer: torch.optim.Optimizer) -> None:
+        """Hash the gradient of each parameter, or the parameter."""
+        for group in optimizer.param_groups if self._iteration in self._iterations else ():
+            numbers = (f"{key} {value}" for key, value in group.items() if isinstance(value, int | float | tuple))
+            settings = f"{type(optimizer).__name__}: {'; '.join(numbers)}"
+            for p in group["params"]:
+                whole = p.grad if stage == "gradient" else p
+                if whole is None or whole.layout is not torch.strided or not has_numbers(whole):
+                    continue
+                held, offset = local(whole.detach()), 0
+                if is_sharded(whole):
+                    sizes, offsets = sizes_and_offsets(whole.shape, whole.device_mesh, whole.placements)
+                    if sizes[1:] != whole.shape[1:]:
+                        continue  # it is not cut into rows
+                    offset = (offsets[0] if offsets else 0) * math.prod(sizes[1:])
+                call = HashedCall(self._iteration, stage, "", dtypes=["", _dtypes([held])], shapes=_shapes([whole]))
+                call.offset, call.settings, call.given = offset, settings, self._known([held])
+                call.results = [self._hash(held, offset, whole.numel(), in_words=False)]
+                self._calls.append(call)
+                self._named.append((call, p))
 
     def close(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._finish()
@@ -180,8 +190,9 @@ class Hashes(Look):
     def named(self, names: Mapping[torch.nn.Parameter, str], compiles: bool) -> None:
         """Take the names of the parameters, and whether torch.compile has compiled anything."""
         self._compiles = compiles
-        for number, (call, p) in enumerate(self._gradients):
-            call.op = names.get(p, f"parameter {number}")
+        numbers = {p: number for number, p in enumerate(dict.fromkeys(p for _, p in self._named))}
+        for call, p in self._named:
+            call.op = names.get(p, f"parameter {numbers[p]}")
 
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save the calls, for `report --diff`."""
@@ -270,23 +281,12 @@ def _settings(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _arguments(op: OpCall) -> Iterator[tuple[Any, Any]]:
-    """Return the parameters of an op and what was given for each; none of an op of higher order."""
-    for i, each in enumerate(op.func._schema.arguments if isinstance(op.func, _OpOverload) else ()):
-        yield each, op.args[i] if i < len(op.args) else op.kwargs.get(each.name, each.default_value)
-
-
-def _written(op: OpCall) -> list[Tensor]:
-    """Return the tensors that an op writes to."""
-    if op.name in NORMS:  # the running statistics, of which some forms do not say it
-        return _tensors(op.args[3:5])
-    return _tensors([each for argument, each in _arguments(op) if argument.alias_info and argument.alias_info.is_write])
-
-
 def _is_random(op: OpCall) -> bool:
     """Whether an op draws random numbers: attention does so if it drops some."""
-    is_drawn = torch.Tag.nondeterministic_seeded in getattr(op.func, "tags", ())
-    return is_drawn and all(value for argument, value in _arguments(op) if argument.name == "dropout_p")
+    arguments = op.func._schema.arguments if op.schema.is_random else ()
+    at = next((i for i, each in enumerate(arguments) if each.name == "dropout_p"), None)
+    share = None if at is None else op.args[at] if at < len(op.args) else op.kwargs.get("dropout_p", 0.0)
+    return op.schema.is_random and (share is None or bool(share))
 
 
 def _is_traffic(op: OpCall) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hmpx.base.torch_private import norms_of
-from hmpx.insight.capture.dispatch import VIEWS, Look
+from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.looks.evidence import overflow
@@ -22,7 +22,7 @@ from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
 _SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
-_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split()) | VIEWS
+_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
 
 
 class _Path(NamedTuple):
@@ -60,7 +60,7 @@ class Nonfinite(Look):
         self._looked.add(notes.iteration)
         path = self._paths[op.is_of_model]
         is_known = path.nan is not None and (path.iteration == notes.iteration or path.iteration > self._passed)
-        if op.name in _UNMADE or self._reached is not None or is_known:
+        if op.is_view or op.name in _UNMADE or self._reached is not None or is_known:
             return
         bad = op.nonfinite
         if bad is None or any(map(math.isinf, op.scalars)):

@@ -24,8 +24,7 @@ MATMULS = frozenset(
 
 def look_at_products(notes: Notes, op: OpCall) -> None:
     """Count the FLOPs of matrix products of the forward pass, by precision."""
-    is_trained = op.graphed and any(t.requires_grad for t in op.given)
-    if op.name not in MATMULS or not op.results or not is_trained:
+    if op.name not in MATMULS or not op.results or not op.trains:
         return
     if op.name == "convolution":
         flops = 2 * op.out.numel() * math.prod(op.given[1].shape[1:])  # groups are left out
@@ -34,7 +33,7 @@ def look_at_products(notes: Notes, op: OpCall) -> None:
         flops = 2 * op.out.numel() * (inner.shape[-1] if inner.dim() else 1)
     if op.out.dtype in LOW:
         half = op.out.dtype is torch.float16
-        notes.note("product in low", op, flops=flops, autocast=in_autocast(), half=half)
+        notes.note("product in low", op, flops=flops, autocast=in_autocast(op.out), half=half)
     elif op.out.dtype is _WIDE:
         notes.note("product", op, torch.get_float32_matmul_precision(), flops=flops, gpu=op.out.is_cuda)
 

@@ -175,8 +175,8 @@ class SteppedOptimizer:
     def __init__(self, optimizer: Optimizer, where: str) -> None:
         self.optimizer, self.where = optimizer, where
         self.steps = self.looked = 0
-        self.moves: dict[int, dict[Parameter, Moves]] = {}
-        self.medians: list[float] = []
+        self._moves: dict[int, dict[Parameter, Moves]] = {}  # without those of the window that is open
+        self._medians: list[float] = []
         self.unchecked = ""
         self.asked = self.arrived = self.decay = 0.0
         self.falls: Counter[str] = Counter()
@@ -232,11 +232,20 @@ class SteppedOptimizer:
         self._beside = []
 
     def _add_up(self) -> None:
+        self._moves, self._medians = self.moves, self.medians
+
+    @property
+    def moves(self) -> dict[int, dict[Parameter, Moves]]:
+        found = {window: {**rows} for window, rows in self._moves.items()}
         for each in self._beside:
-            rows = self.moves.setdefault(self._window, {})
+            rows = found.setdefault(self._window, {})
             for p, moves in each.result().items():
                 rows[p] = total([rows.get(p, Moves()), moves])
-            self.medians += each.medians
+        return found
+
+    @property
+    def medians(self) -> list[float]:
+        return self._medians + [median for each in self._beside for median in each.medians]
 
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""

@@ -18,9 +18,10 @@ import torch
 from hmpx.base.torch_private import tree_leaves
 from hmpx.insight.report import size
 from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW, sample, widened
+from hmpx.insight.tensors import LOW, has_numbers, sample, widened
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of
@@ -237,7 +238,7 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
             by = "runs the model several times, by a closure" if each.name == "closure" else f"takes {each.name}"
             raise NotChecked(f"its step {by}")
-    every = [p for p in parameters(optimizer) if p.grad is not None and local(p.detach()).numel()]
+    every = [p for p in parameters(optimizer) if p.grad is not None and local(p).numel() and has_numbers(p)]
     low = [p for p in every if p.dtype in LOW]
     odd = next((p for p in low if type(p) not in PLAIN and not is_sharded(p)), None)
     if odd is not None:
@@ -300,14 +301,16 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Opti
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copied(value, memo, set())
     for value in tree_leaves(list(optimizer.state.values())):
-        if hasattr(value, "__tensor_flatten__"):  # `copy.deepcopy` fails for codes of torchao
+        if hasattr(value, "__tensor_flatten__") and not is_sharded(value):  # `copy.deepcopy` fails for codes of torchao
             names, about = value.__tensor_flatten__()
             parts = {name: getattr(value, name).clone() for name in names}
             memo[id(value)] = type(value).__tensor_unflatten__(parts, about, value.shape, value.stride())
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and isinstance(value, dict):
             vars(twin)[name] = OrderedDict()
-        elif name not in apart and name not in ("step", "grad_scale", "found_inf"):  # schedulers wrap `step`
+        elif name in apart or name in ("step", "grad_scale", "found_inf"):  # schedulers wrap `step`
+            continue
+        elif value is None or value is not own_attachment(optimizer):  # it holds the weights themselves
             try:
                 vars(twin)[name] = copy.deepcopy(value, memo)
             except Exception as error:

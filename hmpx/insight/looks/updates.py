@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.capture.dispatch import Look, memory
+from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
 from hmpx.insight.places import numberless
 from hmpx.insight.report import grouped, number
-from hmpx.insight.tensors import LOW
+from hmpx.insight.tensors import LOW, memory
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.held import Way
 from hmpx.updates.optimizer_hooks import own_attachment
@@ -253,12 +253,14 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
 
 def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
     """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
-    moved = {memory(p.detach()) for p in names if p.layout is torch.strided}
+    moved = {memory(p) for p in names}
     moved |= {place for spot in notes.spots("write") for place in spot.memories}
     left = []
     for ref, iterations in notes.weights.values():
         p = ref()
-        if p is None or not p.requires_grad or p in names or id(p) in notes.replaced or memory(p.detach()) in moved:
+        if p is None or not p.requires_grad or p in names or memory(p) in moved:
+            continue
+        if id(p) in notes.replaced or id(p) in notes.copies:
             continue
         if isinstance(p, Parameter) or len(iterations) > 1:  # it outlives an iteration
             left.append(p)

@@ -13,14 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import tree_map_only
-from hmpx.insight.capture.dispatch import INDEXED, NORMS, OpLook, few, memory
-from hmpx.insight.capture.notes import Notes, OpCall, Place, Spot
+from hmpx.insight.capture.dispatch import OpLook, few
+from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.report import grouped
-from hmpx.insight.tensors import LOW, Tensor, widened
+from hmpx.insight.tensors import LOW, Tensor, floating, memory, widened
 
-_ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
 _LOST = 0.5  # an average that keeps less does not follow
 _LATE = 0.8  # an average that keeps less follows later than it should, as if its decay were nearer to 1
 _HARMLESS = 2e-5  # a factor that differs from 1 by less may be lost
@@ -35,14 +34,52 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
     if op.is_beside or not op.args or not op.given:
         return
     if not op.is_of_model or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
-        _copied_back(notes, op)
-        _derive(notes, op)
+        for row in _rows(op):
+            _copied_back(notes, row)
+            _derive(notes, row)
     if op.name in ("add", "add_", "sub", "sub_"):
         _state(notes, op)
-    if op.name.rstrip("_") in (*_ARITHMETIC, "index", "index_put") and _by_index(notes, op):
+    if _by_index(notes, op):
         return
     if op.before is not None:
-        (_statistics if op.name in NORMS else _in_place)(notes, op, op.before)
+        _statistics(notes, op, op.before[-1]) if op.schema.is_norm else _updated(notes, op, op.before)
+
+
+class _Row(NamedTuple):
+    """One call: an op, or what it does to one tensor of the lists that it takes."""
+
+    op: OpCall
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def out(self) -> Tensor:
+        return self.result[0] if isinstance(self.result, list | tuple) else self.result
+
+    @property
+    def given(self) -> list[Tensor]:
+        return floating((*self.args, *self.kwargs.values()))
+
+    def again(self, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Call it again, with ``of(tensor)`` for each tensor."""
+        result = self.op.func(*tree_map_only(Tensor, of, self.args), **tree_map_only(Tensor, of, self.kwargs))
+        return result[0] if isinstance(result, list | tuple) else result
+
+
+def _rows(op: OpCall) -> Iterator[_Row]:
+    if not op.schema.is_foreach:
+        yield _Row(op, op.args, op.kwargs, op.result)
+        return
+
+    def of_row(value: Any, i: int) -> Any:
+        is_of_rows = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() == 1)
+        return value[i : i + 1] if is_of_rows and len(value) == len(op.args[0]) else value
+
+    results = op.results if len(op.results) == len(op.args[0]) else op.args[0]
+    for i, result in enumerate(results):
+        kwargs = {name: of_row(value, i) for name, value in op.kwargs.items()}
+        yield _Row(op, tuple(of_row(value, i) for value in op.args), kwargs, result)
 
 
 def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
@@ -53,21 +90,23 @@ def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
             _note(notes, made, next(iter(made.older)), memory(weight))
 
 
-def _copied_back(notes: Notes, op: OpCall) -> None:
+def _copied_back(notes: Notes, row: _Row) -> None:
     """Count a copy whose source was derived from its target, as in ``p.copy_(p.lerp(q, d))``."""
-    if op.name == "copy_" and op.given[0].dtype in LOW and len(op.given) > 1:
-        origins, exact = notes.facts(op.given[1]).get("derived", ({}, None))
-        old, _ = origins.get(memory(op.given[0]), (None, None))
-        if old is not None and exact is not None and old.shape == few(op.given[0]).shape:
-            _count(notes, op, op.given[0], old, few(op.given[0]), exact)
+    if row.op.schema.is_copy and len(given := row.given) > 1 and given[0].dtype in LOW:
+        origins, exact = notes.facts(given[1]).get("derived", ({}, None))
+        old, _ = origins.get(memory(given[0]), (None, None))
+        if old is not None and exact is not None and old.shape == few(given[0]).shape:
+            _count(notes, row.op, given[0], old, few(given[0]), exact)
 
 
-def _derive(notes: Notes, op: OpCall) -> None:
+def _derive(notes: Notes, row: _Row) -> None:
     """Note from which older tensors in low precision a result is derived, and what it would be in FP32."""
-    if op.name not in (*_ARITHMETIC, *_MOVING, "addcmul", "addcdiv") or not op.results:
+    op, schema = row.op, row.op.schema
+    if schema.written or schema.is_random or not (schema.is_pointwise or op.name in _MOVING) or not op.results:
         return
-    same = [each for each in op.given if each.shape == op.out.shape]
-    if not same or any(each.numel() > 1 for each in op.given if each.shape != op.out.shape):
+    out, given = row.out, row.given
+    same = [each for each in given if each.shape == out.shape]
+    if not same or any(each.numel() > 1 for each in given if each.shape != out.shape):
         return
     origins: dict[int, tuple[Tensor, StorageWeakRef]] = {}
     for each in same:
@@ -79,14 +118,14 @@ def _derive(notes: Notes, op: OpCall) -> None:
         return
 
     def exact_of(tensor: Tensor) -> Tensor:
-        return notes.facts(tensor).get("derived", (None, few(tensor).float()))[1].clone()
+        return notes.facts(tensor).get("derived", (None, widened(few(tensor))))[1].clone()
 
-    exact = exact_of(same[0]) if op.name in _MOVING else _again(op, exact_of)
-    notes.add(op.out, derived=(origins, exact))
-    if op.out.dtype in LOW and op.name not in ("clone", "detach"):
-        older = {at: (_numbers(op, op.out, old, few(op.out), exact), held) for at, (old, held) in origins.items()}
-        held = StorageWeakRef(op.out.untyped_storage())
-        notes.rewritten[memory(op.out)] = _Rewritten(older, held, op.name, op.out.dtype, notes.place(op.frame))
+    exact = exact_of(same[0]) if op.name in _MOVING else row.again(exact_of)
+    notes.add(out, derived=(origins, exact))
+    if out.dtype in LOW and op.name not in ("clone", "detach"):
+        older = {at: (_numbers(op, out, old, few(out), exact), held) for at, (old, held) in origins.items()}
+        held = StorageWeakRef(out.untyped_storage())
+        notes.rewritten[memory(out)] = _Rewritten(older, held, op.name, out.dtype, notes.place(op.frame))
 
 
 def _state(notes: Notes, op: OpCall) -> None:
@@ -112,49 +151,55 @@ def _state(notes: Notes, op: OpCall) -> None:
 def _by_index(notes: Notes, op: OpCall) -> bool:
     """Follow a read by an index, a change and a write back, as in ``count[i] += 1``; return whether the op is one."""
     first = op.args[0]
-    read, exact = notes.facts(first).get("read", (None, None))
     if op.name == "index" and not first.requires_grad and first.dtype in LOW and memory(first) not in notes.born:
         notes.add(op.out, read=(op.out.clone(), op.out.float()))
     elif op.name == "index_put_" and not (len(op.args) > 3 and op.args[3]):
         read, exact = notes.facts(op.args[2]).get("read", (None, None))
         if read is not None and op.before is not None:
             _count(notes, op, first, read, op.args[2], exact)
-    elif op.name.rstrip("_") in _ARITHMETIC and read is not None:
+    elif op.schema.is_pointwise and not op.schema.is_random and op.results:
+        read, exact = notes.facts(first).get("read", (None, None))
+        if read is None:
+            return False
         if exact.shape == first.shape == op.out.shape:
-            notes.add(op.out, read=(read, _again(op, lambda each: widened(each.detach()), exact)))
+
+            def of(tensor: Tensor) -> Tensor:
+                return exact if tensor is first else widened(tensor.detach())
+
+            notes.add(op.out, read=(read, _Row(op, op.args, op.kwargs, op.result).again(of)))
     else:
         return False
     return True
 
 
-def _statistics(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
+def _statistics(notes: Notes, op: OpCall, before: Tensor) -> None:
     """Look at the running variance of a norm over batches, which moves part of the way to the batch's variance."""
     running, is_training, share, eps = op.args[4:8]
     if is_training and share < _SETTLES * torch.finfo(running.dtype).eps:
         count = op.given[0].numel() / running.numel()
         variance = (few(op.results[2]).float() ** -2 - eps) * count / max(count - 1, 1)
-        _count(notes, op, running, before[0], few(running), before[0].float().lerp(variance, share))
+        _count(notes, op, running, before, few(running), before.float().lerp(variance, share))
 
 
-def _in_place(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
-    """Count an op that writes to tensors, of which `before` has copies or samples."""
-    is_list = isinstance(op.args[0], list | tuple)
-    targets = op.args[0] if is_list else [op.args[0]]
+def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
+    """Count an op that updates tensors, of which `before` has copies or samples."""
+    targets = op.schema.targets(op.args, op.kwargs)
     factor = op.args[1] if len(op.args) > 1 and "mul" in op.name else None
     is_harmless = isinstance(factor, int | float) and abs(1 - factor) < _HARMLESS
     if is_harmless or any(t.grad_fn is not None for t in targets):
         return
-    part = Tensor.detach if op.name in INDEXED else few
-    exact = [each.float() for each in before]
-    _again(op, lambda each: widened(part(each)), exact if is_list else exact[0])
-    for target, old, written in zip(targets, before, exact, strict=True):
-        _count(notes, op, target, old, part(target), written)
+    part = few if op.schema.is_pointwise else Tensor.detach
+    for row, target, old in zip(_rows(op), targets, before, strict=False):
+        exact = old.float()
 
+        def of(tensor: Tensor, target: Tensor = target, exact: Tensor = exact) -> Tensor:
+            if tensor.data_ptr() == target.data_ptr() and tensor.shape == target.shape:
+                return exact  # it is another view of the target, or the target
+            is_one = tensor.numel() == 1 or not op.schema.is_pointwise
+            return widened(part(tensor if is_one else tensor.expand(target.shape)))
 
-def _again(op: OpCall, of: Callable[[Tensor], Tensor], *first: Any) -> Tensor:
-    """Call an op again: with `first` as its first arguments, and with ``of(tensor)`` for each tensor in the others."""
-    args = tree_map_only(Tensor, of, op.args[len(first) :])
-    return op.func(*first, *args, **tree_map_only(Tensor, of, op.kwargs))
+        row.again(of)
+        _count(notes, op, target, old, part(target), exact)
 
 
 def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> dict[str, float]:
@@ -174,6 +219,7 @@ def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, e
     """Count a write at the line of the op. more: addresses of other memory than the target's that it writes to."""
     if numbers := _numbers(op, target, old, new, exact):
         spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
+        spot.owner = spot.owner or notes.names.of_tensor(target, op.frame)
         spot.memories.update((*more, memory(target)))
 
 
@@ -202,7 +248,7 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
     for made, origin in notes.outlived:
         _note(notes, made, origin)
     notes.outlived.clear()
-    stepped = {memory(p.detach()) for p in names if p.layout is torch.strided}
+    stepped = {memory(p) for p in names}
     for spots in grouped(notes.spots("write"), lambda spot: spot.where).values():
         worst = min(spots, key=_kept)
         if notes.are_weights(worst.memories):
@@ -222,31 +268,31 @@ def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Problem]:
     """
     if (kept := _kept(spot)) < (_LOST if is_stepped else LIMIT):
         whose = "an optimizer steps too" if is_stepped else "no torch optimizer steps"
-        said = f"{spot.name} moves weights in {spot.said}, which {whose}, {_way(spot)}"
+        said = f"{spot.name} moves weights in {spot.said}, which {whose}, {_way(spot)}{spot.place.within}"
         do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
         do += "torch.optim.Optimizer, with hmpx.attach(optimizer)"
         weight = 0.5 + 0.45 * (1 - max(kept, 0))
-        yield Problem("lost updates", True, said, do, spot.where, (), (spot.name,), weight)
+        yield Problem("lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), weight)
 
 
 def _of_average(spot: Spot) -> Iterator[Problem]:
     """Judge a line that writes to what is no weight: statistics of a norm, one number, an average or a count."""
     numbers, kept, ops = spot.numbers, _kept(spot), (spot.name,)
+    what = f" ({spot.owner})" if spot.owner else ""
     if kept < _LOST and spot.op in NORMS:
         said = f"the running variance of a norm in {spot.said} moves {_way(spot)}"
         do = f"keep the norm in float32, which takes inputs in {spot.said} as well: norm.float()"
         yield Problem("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
     elif kept < _LOST and numbers["elements"] == numbers["tensors"]:
-        said = f"{spot.name} moves a number in {spot.said} {_way(spot)}: a rate, a scale or a running sum that stands "
-        yield Problem(
-            "running value", True, f"{said}still", "keep it in a Python float, or in float32", spot.where, (), ops, 0.4
-        )
+        said = f"{spot.name} moves a number{what} in {spot.said} {_way(spot)}: a rate, a scale or a running sum that "
+        do = spot.advice("keep it in a Python float, or in float32")
+        yield Problem("running value", True, f"{said}stands still{spot.place.within}", do, spot.where, (), ops, 0.4)
     elif kept < _LATE and (numbers["moves"] >= 8 or not numbers["dot"]):
         of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
-        said = f"{spot.name} moves a tensor in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
-        said += "stands still" if kept < _LOST else "follows late"
+        said = f"{spot.name} moves a tensor{what} in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
+        said += f"{'stands still' if kept < _LOST else 'follows late'}{spot.place.within}"
         do = "make it in float32: average = p.detach().float().clone(), then average.lerp_(p.float(), 1 - decay)"
-        do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else do
+        do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else spot.advice(do)
         recipe = {"weights": "stochastic"} if of_torch else {}
         yield Problem("average of weights", kept < _LOST, said, do, spot.where, (), ops, 0.7, recipe)
 

@@ -65,15 +65,18 @@ class Iteration:
     """The calls of one iteration of a run, sorted by `compare` into four kinds.
 
     Attributes:
-        calls: all but gradients. gradients: by name, those of ranks put together.
+        calls: all but gradients and weights. gradients: by name, those of ranks put together. weights: likewise, those
+            that the step leaves.
         apart: the calls at which the runs part. agree: those with the results of the other run. Both by identity.
         ways: the number of calls that are another way to numbers that agree. follow: the number of calls whose results
             differ because their inputs do.
     """
 
     def __init__(self, calls: Sequence[HashedCall]) -> None:
-        self.calls = [each for each in calls if each.stage != "gradient"]
-        self.gradients = _whole(each for each in calls if each.stage == "gradient")
+        self.calls = [each for each in calls if each.stage not in ("gradient", "weight")]
+        self.gradients, self.weights = (
+            _whole(each for each in calls if each.stage == stage) for stage in ("gradient", "weight")
+        )
         self._values = {value for each in self.calls for value in (*each.given, *hashes(each))}
         made = (each for each in self.calls if each.stage in OPS and not each.given and not each.is_random)
         self._constants = {value for each in made for value in hashes(each)}
@@ -170,6 +173,12 @@ def site(call: HashedCall) -> tuple:
 def hashes(call: HashedCall) -> list[int]:
     """Return the hashes of the results."""
     return [each[0] for each in call.results]
+
+
+def differing(first: dict[str, HashedCall], second: dict[str, HashedCall]) -> list[CallPair]:
+    """Return what both runs have by name, and differs."""
+    pairs = (CallPair(each, second.get(name)) for name, each in first.items())
+    return [each for each in pairs if each.second and hashes(each.call) != hashes(each.second)]
 
 
 def _whole(gradients: Iterable[HashedCall]) -> dict[str, HashedCall]:

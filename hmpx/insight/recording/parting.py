@@ -12,7 +12,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.places import at_place, short_places
-from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, hashes, read, site
+from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read, site
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
 from hmpx.insight.report import Field, Grid, Report, number, short_dtypes
 
@@ -32,7 +32,8 @@ class Parting(Report):
         same: how many calls agree, earlier iterations included. follow, ways: how many differ because their inputs do,
             and how many are another way to numbers that agree. is_another: whether under half of the calls are common.
         losses: the first iteration whose losses differ, and both losses; None if all agree. compared: how many pairs.
-        gradients: those that differ. settings: what differs in torch and the machine, in words.
+        gradients: those that differ. steps: weights that a step has left other than in the other run, where gradients
+            agree. settings: what differs in torch and the machine, in words.
         sites: lines, ops and dtypes that differ.
     """
 
@@ -48,11 +49,12 @@ class Parting(Report):
     losses: tuple[int, float, float] | None = None
     compared: int = 0
     gradients: list[CallPair] = field(default_factory=list)
+    steps: list[CallPair] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     sites: LogDiff = field(default_factory=LogDiff)
 
     def __bool__(self) -> bool:
-        return bool(self.parts or self.gradients or self.losses or self.is_another)
+        return bool(self.parts or self.gradients or self.steps or self.losses or self.is_another)
 
     def _lines(self) -> Iterator[str]:
         if not self:
@@ -85,6 +87,15 @@ class Parting(Report):
             yield f"The two did not run the same program: in {when}, {alike} a like in the second"
             is_compiled = any(each.startswith("torch.compile") for each in self.settings)
             yield f"do       {_DO['compiled' if is_compiled else 'program']}"
+        elif first is None and self.steps:
+            step = self.steps[0]
+            said = f"The step of {when} differs: it leaves other weights in {number(len(self.steps), 'parameter')}"
+            yield f"{said}, {step.call.op} first, where all gradients agree to the bit"
+            a, b = (each.settings.partition(": ")[::2] for each in step.both if each)
+            for name, own, other in (("first", a, b), ("second", b, a)):
+                others = other[1].split("; ") if own[0] == other[0] else ()
+                yield f"{name:8} {', '.join([own[0], *(each for each in own[1].split('; ') if each not in others)])}"
+            yield f"do       {_DO['state' if a == b else 'step']}"
         elif first is None:
             what = "which the first program, run twice, does not repeat" if self.unsteady else "and no call before them"
             yield f"Gradients or losses part in {when}, {what}"
@@ -125,6 +136,8 @@ _DO = {
     "data": "feed both the same batches: one seed, one order",
     "weights": "start both from the same weights: one seed, or one checkpoint",
     "weights later": "the steps before differ: record both with --at 1; or start both from one checkpoint",
+    "step": "give both the same optimizer, with the same settings",
+    "state": "the settings are the same: start both with the same state of the optimizer, and the same kernels",
     "random": "seed both alike (torch.manual_seed at the start), or set dropout to 0",
     "dtypes": "give both one dtype here; `record` says which rule casts there",
     "arguments": "give both the same arguments here",
@@ -268,13 +281,14 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
         mate.compare(own)
         found.same += sum(id(each) in own.agree for each in own.ops)
         found.follow, found.ways = own.follow, own.ways + mate.ways
-        pairs = (CallPair(each, mate.gradients.get(name)) for name, each in own.gradients.items())
-        found.gradients = [each for each in pairs if each.second and hashes(each.call) != hashes(each.second)]
+        found.gradients = differing(own.gradients, mate.gradients)
         found.is_another = min(own.shared(mate), mate.shared(own)) < 0.5
         parts = own.parts(mate)
         begun = next((i for i, each in enumerate(parts) if each.call.stage in OPS), len(parts))
         found.parts = [each for i, each in enumerate(parts) if i < begun or each.call.stage in OPS]
-        if found.parts or found.gradients or found.is_another:
+        if not (found.parts or found.gradients or found.is_another):
+            found.steps = differing(own.weights, mate.weights)
+        if found.parts or found.gradients or found.is_another or found.steps:
             found.sites = difference(_sites(own), _sites(mate))
             break
     return found
