@@ -76,7 +76,8 @@ def attach(
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
-            finishes the step, with the same bits. Accumulation, clipping, GradScaler and skipped steps raise.
+            finishes the step, with the same bits. Accumulation, clipping, GradScaler, skipped steps, and options (a
+            rate) that are set between `backward()` and `step()` raise.
         fused: None: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of
             hmpx's kernels, one call for all parameters; others by their own code, and so do groups with amsgrad,
             differentiable or capturable, and sparse gradients. Results agree with the optimizer's own to rounding and

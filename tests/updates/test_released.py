@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -398,3 +399,45 @@ def test_an_optimizer_dies_in_the_middle_of_a_released_step():
         del optimizer
         gc.collect()
         assert died() is None
+
+
+def test_options_that_are_set_between_backward_and_step_are_refused():
+    """By a loop, a step pre-hook or a closure, a tensor too; what is set before backward, or back again, counts."""
+    for where in ("before", "loop", "tensor", "pre-hook", "closure", "scheduler", "other key"):
+        model = _net()
+        optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if where == "tensor" else 1e-2)
+        group = optimizer.param_groups[0]
+        hmpx.attach(optimizer, release_gradients=True)
+        if where == "scheduler":
+            optim.lr_scheduler.StepLR(optimizer, 1)
+
+        def backward(model=model, where=where, group=group):
+            _backward(model)
+            if where == "closure":
+                group["betas"] = (0.5, 0.999)
+
+        def set_rate(*_, group=group):
+            group["lr"] = 0.5
+
+        if where == "pre-hook":
+            optimizer.register_step_pre_hook(set_rate)
+        if where == "before":
+            set_rate()
+        if where != "closure":
+            backward()
+        if where == "loop":
+            set_rate()
+        if where == "tensor":
+            group["lr"].fill_(0.5)
+        if where == "other key":
+            group["notes"] = 3
+        refused = where in ("loop", "tensor", "pre-hook", "closure")
+        key = "betas" if where == "closure" else "lr"
+        error = pytest.raises(hmpx.HmpxError, match=f"'{key}' of param_groups.0. was .* in backward")
+        with error if refused else contextlib.nullcontext():
+            optimizer.step(*((backward,) if where == "closure" else ()))
+        if where == "loop":
+            group["lr"] = 1e-2
+            optimizer.step()
+        elif where in ("tensor", "pre-hook", "closure"):
+            hmpx.detach(optimizer)

@@ -141,6 +141,8 @@ class WeightUpdates:
                 result = call.closure()
             if self.settings.release_gradients:
                 finish(parameters(optimizer))
+        if self._open is not None:
+            self._open.check(optimizer)
         call = call.without_arguments()
         if not self._step_as_before(call, write_back, found):
             write_back.signals.begin()
@@ -189,7 +191,7 @@ class WeightUpdates:
     def _part_of_step(self, call: StepCall, signals: DeferredSignals, params: list[Parameter]) -> None:
         signals.begin()
         if self._open is None:
-            self._open = _OpenStep(self._write_back(call, signals), set())
+            self._open = _OpenStep(self._write_back(call, signals), set(), _options(call.optimizer))
             before, self._members = self._members, membership(call.optimizer)
             if before != self._members:
                 self._parts.clear()
@@ -336,12 +338,41 @@ class _OpenStep:
 
     Attributes:
         stepped: ids of the parameters that have taken the step.
+        options: those of each group when the first of them took it.
         members: the optimizer's members; None until a part needs a new plan.
     """
 
     write_back: WriteBack
     stepped: set[int]
+    options: list[dict[str, Any]]
     members: Members | None = None
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Check, in `step`, that options are those that the parameters have stepped by.
+
+        Raises:
+            HmpxError: one has changed since.
+        """
+        for i, (then, now) in enumerate(zip(self.options, _options(optimizer), strict=False)):
+            for key, value in then.items():
+                if now.get(key, value) != value:
+                    raise HmpxError(
+                        f"{type(optimizer).__name__}: {key!r} of param_groups[{i}] was {value!r} in backward(), where "
+                        f"parameters have stepped by it (release_gradients=True), and is {now[key]!r} in step(): set "
+                        "options before backward(), or take release_gradients=False"
+                    )
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the values of the options of each group, of tensors the numbers that they hold now."""
+
+    def value_of(option: Any) -> Any:
+        if isinstance(option, torch.Tensor):
+            return option.tolist()
+        return tuple(map(value_of, option)) if isinstance(option, (tuple, list)) else option
+
+    known = optimizer.defaults
+    return [{key: value_of(each) for key, each in group.items() if key in known} for group in optimizer.param_groups]
 
 
 def _tell_of_before(optimizer: Optimizer) -> None:
