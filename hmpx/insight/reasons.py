@@ -27,6 +27,8 @@ def reason(op: Op, policy: Policy) -> str:
     if listed is not None:
         return f"{listed}: {where}"
     in_none = policy.origins.get(op.name, "in no list")  # or in one for a newer torch
+    if op.promotes:
+        return f"promote: {in_none}, and torch refuses mixed dtypes; to round its numbers would go wrong"
     if op.refuses_mixed:
         return f"first input: {in_none}, and torch refuses mixed dtypes, so the others follow the first"
     return f"none: {in_none}; torch's own function, untouched"

@@ -262,7 +262,7 @@ def governs_autocast(policy: Policy) -> bool:
 def _may_refuse_low(op: str, cases: Cases) -> bool:
     """Return whether torch may refuse a BF16 input of this op, which no list names."""
     named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
-    return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
+    return named and all(case.rule in (None, Rule.FIRST_INPUT, Rule.PROMOTE) for case in cases)
 
 
 def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:

@@ -75,6 +75,11 @@ class Op:
     rows: tuple[Composition, ...] = field(default=(), repr=False)
 
     @property
+    def promotes(self) -> bool:
+        """Whether a mixture is promoted in no list: its numbers say where to look, or nothing computes it rounded."""
+        return self.name in op_facts.INDEX_BY_NUMBERS or self.name in op_facts.NO_LOW_KERNEL
+
+    @property
     def is_matrix_product(self) -> bool:
         """Whether hmpx can multiply in its place, as FP8 and "bf16-to-fp32" do."""
         return self.name in op_facts.MATRIX_PRODUCTS or self.follows in op_facts.MATRIX_PRODUCTS

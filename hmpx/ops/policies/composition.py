@@ -252,6 +252,55 @@ SPARSE_GRADIENTS: dict[str, Callable[..., bool]] = {
 }
 
 
+def _is_mixed_on_cpu(*args: Any, **kwargs: Any) -> bool:
+    """Return whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
+    first, *others = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point())
+    narrow = first.is_cpu and first.dtype in (torch.bfloat16, torch.float16)
+    return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
+
+
+def _has_wide_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *rest: Any, **more: Any) -> bool:
+    return query.is_cpu and query.dtype is key.dtype is value.dtype and attn_mask.dtype is torch.float32
+
+
+def _has_wide_cell(input: Tensor, hx: Any, *rest: Any, **more: Any) -> bool:
+    """Return whether only the cell's state is of another dtype."""
+    weights = rest[0] if isinstance(rest[0], (list, tuple)) else (t for t in rest if isinstance(t, Tensor))
+    return input.is_cpu and all(t.dtype is input.dtype for t in (hx[0], *weights))
+
+
+def _asks_for_no_gradient(*args: Any, **kwargs: Any) -> bool:
+    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+# Ops that refuse mixed dtypes (`op_facts.REFUSES_MIXED`), and the calls of them that torch takes. Such a call keeps
+# torch's bits. Measured, as REFUSES_MIXED is.
+TAKES_MIXED: dict[str, Callable[..., bool]] = {
+    "addr": _asks_for_no_gradient,  # their backward refuses
+    "huber_loss": _asks_for_no_gradient,
+    "cross_entropy": lambda *args, **kwargs: not _has_classes_as_targets(*args, **kwargs),
+    "einsum": lambda equation, operands, *, path=None: not _contracts(equation, operands),
+    "inner": lambda input, other: input.dim() == 0 or other.dim() == 0,
+    # on a CPU; elsewhere torch refuses. Norms take BF16 or FP16 beside FP32 weights, as torch.autocast leaves them to
+    **dict.fromkeys("group_norm layer_norm native_group_norm native_layer_norm".split(), _is_mixed_on_cpu),
+    "rms_norm": lambda input, *args, **kwargs: input.is_cpu,
+    "scaled_dot_product_attention": _has_wide_mask,
+    "lstm": _has_wide_cell,
+    "lstm_cell": _has_wide_cell,
+}
+
+
+def accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
+    """Return whether a condition of this file holds for the arguments of a call."""
+    if kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("out", "dtype")}
+    try:
+        return when(*args, **kwargs)
+    except (TypeError, ValueError, AttributeError):  # torch refuses such a call with an error of its own
+        return False
+
+
 @functools.cache
 def callers(part: str) -> tuple[str, ...]:
     """Return the ops that may consist of `part` alone, so that a run of `part` may have been a call of them."""

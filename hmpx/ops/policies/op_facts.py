@@ -97,27 +97,27 @@ STATISTICS = {
 # `torch.nn.functional` always passes its own.
 PYTHON_DEFAULTS = {"reduction": 0}
 
-# Norms that take a BF16 or FP16 input beside FP32 weights on a CPU, as torch.autocast leaves them to; elsewhere torch
-# refuses.
-MIXED_ON_CPU = frozenset("group_norm layer_norm native_group_norm native_layer_norm rms_norm".split())
-
 # Ops that raise when their floating tensor arguments differ in dtype, on some device. Norms are among them because
 # CUDA refuses what CPU takes, huber_loss because its backward does, and flex_attention because it runs in the query's
-# dtype, silently.
+# dtype, silently. `composition.TAKES_MIXED` has the calls of them in which torch takes a mixture.
 REFUSES_MIXED = frozenset(
     """
-    _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul
+    _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul complex
     cholesky_solve conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cross
     cross_entropy dot einsum embedding_bag flex_attention grid_sampler grid_sampler_2d grid_sampler_3d group_norm
-    grouped_mm gru gru_cell heaviside huber_loss inner quantile nanquantile _weight_norm
+    grouped_mm gru gru_cell heaviside histogram histogramdd huber_loss inner quantile nanquantile _weight_norm
     index_add index_copy index_put index_reduce instance_norm layer_norm lerp linalg_cross linalg_householder_product
     linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matmul linalg_multi_dot linalg_solve linalg_solve_ex
     linalg_solve_triangular linalg_tensorsolve linalg_vecdot linear lstm lstm_cell lu_solve masked_scatter matmul mm
-    multi_margin_loss mv native_batch_norm native_group_norm native_layer_norm nll_loss ormqr prelu put rms_norm
-    rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention scatter scatter_add scatter_reduce
-    tensordot triangular_solve vdot
+    multi_margin_loss mv native_batch_norm native_group_norm native_layer_norm nll_loss ormqr polar prelu put
+    rms_norm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention scatter scatter_add
+    scatter_reduce tensordot triangular_solve vdot
     """.split()
 )
+
+# Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element.
+# So do those in NO_LOW_KERNEL.
+INDEX_BY_NUMBERS = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd quantile".split())
 
 # Ops that an FP32 kernel computes sooner than a BF16 one on a CPU without BF16 instructions, rounding of inputs and
 # result included. Measured forward and backward with AVX2: products, convolutions and recurrences take 0.02 to 0.5 of

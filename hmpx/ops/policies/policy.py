@@ -190,7 +190,7 @@ class Policy:
         rule = listed
         if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
             # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
-            rule = Rule.FIRST_INPUT if op.refuses_mixed else None
+            rule = None if not op.refuses_mixed else Rule.PROMOTE if op.promotes else Rule.FIRST_INPUT
         if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
             rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)

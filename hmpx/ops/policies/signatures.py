@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import keyword
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hmpx.base.torch_private import private
 from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.composition import TAKES_MIXED
 
 all_schemas = private("torch._C._jit_get_schemas_for_operator")
 
@@ -35,9 +37,9 @@ class Signature:
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
     statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
-    mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
-    refuses_mixed: torch raises where its tensors differ in dtype. loss: it has a `reduction`, as losses alone have.
+    refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not.
+    loss: it has a `reduction`, as losses alone have.
     """
 
     lead: tuple[Argument, ...] | None = None
@@ -45,9 +47,9 @@ class Signature:
     dtype_positional: bool = True
     statistics: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
-    mixed_on_cpu: bool = False
     python: bool = False
     refuses_mixed: bool = False
+    takes_mixed: Callable[..., bool] | None = None
     loss: bool = False
 
 
@@ -83,6 +85,7 @@ def read_signature(name: str, first: str) -> Signature:
     dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
     statistics: tuple[int, ...]
     statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
+    op = op_facts.RENAMED.get(name, name).removesuffix("_")
     if not statistics and not name.endswith("_"):
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
     return Signature(
@@ -91,8 +94,8 @@ def read_signature(name: str, first: str) -> Signature:
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
         beside=beside,
-        mixed_on_cpu=name in op_facts.MIXED_ON_CPU,
-        refuses_mixed=op_facts.RENAMED.get(name, name).removesuffix("_") in op_facts.REFUSES_MIXED,
+        refuses_mixed=op in op_facts.REFUSES_MIXED,
+        takes_mixed=TAKES_MIXED.get(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
     )
 

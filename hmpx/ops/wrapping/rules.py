@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hmpx.base.containers import ATOMS, leaves, with_items
+from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.overriding import (
@@ -115,7 +116,8 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Cast the arguments by the rule, except tensors that the op may write to (`signature.statistics`)."""
     dtype = target_dtype(rule, args, kwargs)
-    if dtype is None or (rule is Rule.FIRST_INPUT and signature.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
+    takes = signature.takes_mixed if rule is Rule.FIRST_INPUT else None
+    if dtype is None or (takes is not None and accepts(takes, args, kwargs)):
         return args, kwargs
     if not signature.python and any(map(is_sparse, (*args, *kwargs.values()))):
         return args, kwargs  # torch has no mixture of layouts and dtypes
@@ -131,13 +133,6 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
         return value if key in written else cast(value, beside if key in follow else dtype)
 
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
-
-
-def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
-    """Return whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
-    first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
-    narrow = first.is_cpu and first.dtype in LOW_RULES
-    return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
 
 
 def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> Any:

@@ -41,6 +41,7 @@ from hmpx.base.module_tree import modules_in, own_parameters, parameters_in
 from hmpx.base.run_in_region import Opener
 from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import methods
@@ -158,7 +159,10 @@ def is_in_model(frame: types.FrameType) -> bool:
 def _is_refused(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Return whether torch would raise because the tensors of a call differ in dtype."""
     values = (*args, *kwargs.values())
-    return signature.refuses_mixed and _has_other(values, _first_dtype(values))
+    if not signature.refuses_mixed or not _has_other(values, _first_dtype(values)):
+        return False
+    takes = signature.takes_mixed
+    return takes is None or not accepts(takes, args, dict(kwargs))
 
 
 def _first_dtype(values: Any) -> torch.dtype | None:  # this and the next make no list: one would be a side effect to

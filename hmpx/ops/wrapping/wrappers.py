@@ -26,6 +26,7 @@ from hmpx.base.compiling import leave_to_python
 from hmpx.base.region_state import scope
 from hmpx.ops.captured_names import raw
 from hmpx.ops.policies.catalog import Entry
+from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.policies.scopes import lists_of
 from hmpx.ops.wrapping.callers import calling, pass_over, register
@@ -162,22 +163,13 @@ def build_choice(
     signature, widened = entry.signature, widening(original, entry.signature)
 
     def choice(*args, **kwargs):
-        rule, run = next(((rule, run) for when, rule, run in choices if _accepts(when, args, kwargs)), otherwise)
+        rule, run = next(((rule, run) for when, rule, run in choices if accepts(when, args, kwargs)), otherwise)
         left = observer is None and switch.casts_off(signature, args, kwargs, rule)
         if left or called_by_torch(args, kwargs, 1):
             return widened(*args, **kwargs) if left == WIDEN else call(original, args, kwargs)
         return run(*args, **kwargs)
 
     return named_like(choice, entry.label, original)
-
-
-def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
-    if kwargs:
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("out", "dtype")}
-    try:
-        return when(*args, **kwargs)
-    except (TypeError, ValueError, AttributeError):  # torch refuses such a call with an error of its own
-        return False
 
 
 def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable], outside: Callable) -> Callable:
