@@ -25,3 +25,4 @@ void add_one(const uint64_t *list, int64_t count) {
 #include "native_codes.c"
 #include "native_stored.c"
 #include "native_steps.c"
+#include "native_bits.c"

@@ -121,6 +121,31 @@ def raise_counts(addresses: array[int]) -> None:
     _kernels().add_one(addresses.buffer_info()[0], len(addresses))
 
 
+class Places(NamedTuple):
+    """Where tensors lie in one block of memory: the byte at which each begins there, and how many it has."""
+
+    offsets: array[int]
+    sizes: array[int]
+
+    def fill(self, base: int, addresses: array[int]) -> None:
+        """Copy the bytes at these addresses to their places. Needs `library()`, as the next."""
+        _kernels().copy_bytes(base, *self._arguments(addresses))
+
+    def differing(self, base: int, addresses: array[int], *, widened: bool = False) -> list[int]:
+        """Return the indices of the places that hold other bytes than their addresses.
+
+        widened: FP32 numbers lie in the places, and BF16 ones, which have the `sizes`, at the addresses.
+        """
+        differ = array("B", bytes(len(addresses)))
+        compare = _kernels().compare_widened if widened else _kernels().compare_bytes
+        compare(base, *self._arguments(addresses), differ.buffer_info()[0])
+        return [i for i, one in enumerate(differ) if one] if any(differ) else []
+
+    def _arguments(self, addresses: array[int]) -> tuple[int, ...]:
+        arrays = self.offsets, addresses, self.sizes
+        return *[each.buffer_info()[0] for each in arrays], len(addresses), torch.get_num_threads()
+
+
 def _kernels() -> ctypes.CDLL:
     """Return `library()` for callers that have checked that it exists."""
     found = library()

@@ -22,7 +22,8 @@ from pathlib import Path
 
 logger = logging.getLogger("hmpx")
 
-_FILES = ("native.c", "native.h", "native_masters.c", "native_codes.c", "native_stored.c", "native_steps.c")
+_PARTS = ("masters", "codes", "stored", "steps", "bits")
+_FILES = ("native.c", "native.h", *(f"native_{part}.c" for part in _PARTS))
 _SOURCES = [Path(__file__).with_name(name) for name in _FILES]  # the first includes the others
 _FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
@@ -37,6 +38,9 @@ _SIGNATURES = {
     "put_keys": (*(_POINTER,) * 3, _INT64, _UINT64),
     "read_floats": (_POINTER, _INT64, _POINTER),
     "add_one": (_POINTER, _INT64),
+    "copy_bytes": (_UINT64, *(_POINTER,) * 3, _INT64, _INT),
+    "compare_bytes": (_UINT64, *(_POINTER,) * 3, _INT64, _INT, _POINTER),
+    "compare_widened": (_UINT64, *(_POINTER,) * 3, _INT64, _INT, _POINTER),
 }
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import textwrap
+from array import array
 
 import pytest
 import torch
@@ -329,3 +330,24 @@ def test_reading_masters_is_the_same_in_c_and_torch():
     kept = (weights == masters.to(torch.bfloat16)) & ~masters.isnan()
     assert kept[204:208].all() and torch.equal(found[kept].view(torch.int32), masters[kept].view(torch.int32))
     assert (found[105::7][:100] == 0.25).all()
+
+
+@needs_compiler
+def test_places_tell_which_tensors_have_other_bits_than_they_had(threads):
+    """NaN is equal to itself, and -0.0 is not 0.0: bits are compared. So are BF16 numbers with FP32 copies of them."""
+    held = [torch.randn(n).bfloat16() for n in (1, 300, 80_000)] + [torch.tensor([0.0, float("nan")]).bfloat16()]
+    for dtype, widened in ((torch.bfloat16, False), (torch.float32, True)):
+        ends = list(itertools.accumulate(each.numel() * dtype.itemsize for each in held))
+        places = native.Places(array("Q", [0, *ends[:-1]]), array("Q", [each.nbytes for each in held]))
+        room, at = torch.empty(ends[-1], dtype=torch.uint8), array("Q", [each.data_ptr() for each in held])
+        if widened:
+            room.view(dtype).copy_(torch.cat(held))
+            room.view(torch.int32)[-1] = int(held[3].view(torch.int16)[1]) << 16  # casts give NaN other bits
+        else:
+            places.fill(room.data_ptr(), at)
+        assert places.differing(room.data_ptr(), at, widened=widened) == []
+        before = [held[2][-1].clone(), held[3][0].clone()]
+        held[2][-1] += 1
+        held[3][0] = -0.0
+        assert places.differing(room.data_ptr(), at, widened=widened) == [2, 3]
+        held[2][-1], held[3][0] = before
