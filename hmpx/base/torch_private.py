@@ -31,6 +31,10 @@ _QUEUE = Name("torch.autograd.Variable._execution_engine.queue_callback", "runs 
 _LEAVES = Name("torch.utils._pytree.tree_leaves", "finds the tensors of a call")
 _FUNC = Name("torch._C._functorch.peek_interpreter_stack", "whether torch.func runs", off=lambda: True)
 _DISPATCH = Name("torch._C._len_torch_dispatch_stack", "whether a dispatch mode looks on", off=lambda: 1)
+_USES = (
+    Name("torch._C._storage_Use_Count", "whether something else holds the storage of a tensor that is kept"),
+    Name("torch.UntypedStorage._cdata", "what that takes"),
+)
 _WRITTEN = property(lambda _: object())  # each look finds a write
 
 # Op lists
@@ -111,8 +115,7 @@ KEPT_CASTS = Feature(
     "cached_weights()",
     "it keeps no casts",
     Name("torch.Tensor._version", "whether a weight is as it was", off=_WRITTEN),
-    Name("torch._C._storage_Use_Count", "a weight whose storage something else holds is not kept"),
-    Name("torch.UntypedStorage._cdata", "what that takes"),
+    *_USES,
     _DISPATCH,
     _FUNC,
 )
@@ -190,6 +193,12 @@ KEPT_STEPS = Feature(
     "kept steps",
     "each step looks at every parameter anew",
     Name("torch._C._dynamo.guards.TensorGuards", "whether all tensors are as in the last step"),
+)
+KEPT_SHADOWS = Feature(
+    "kept steps of optimizers without a formula",
+    "each step makes FP32 copies of all parameters anew",
+    *_USES,
+    Name("torch.Tensor._use_count", "whether an optimizer keeps a copy that it was shown", off=lambda _: 0),
 )
 LOADS = Feature(
     "FP32 state of BF16 parameters in load_state_dict",

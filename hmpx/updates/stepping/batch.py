@@ -6,7 +6,7 @@ room of the step. A transfer fills the copies before the call, and writes them b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from operator import is_
 from types import ModuleType
@@ -207,8 +207,7 @@ class ShownParameters:
 
     def are_as_shown(self) -> bool:
         """Whether the lists hold what they were shown with."""
-        pairs = zip(self._lists, self._shown, strict=True)
-        return all([len(now) == len(shown) and all(map(is_, now, shown)) for now, shown in pairs])
+        return all(map(are_same, self._lists, self._shown))
 
     def __enter__(self) -> None:
         self.show()
@@ -250,6 +249,11 @@ def can_be_written(grad: Tensor) -> bool:
 
 def _versions(grads: list[Any]) -> list[int]:
     return [0 if grad is None else version_of(grad) for grad in grads]
+
+
+def are_same(now: Collection[Any], before: Collection[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def values_of(states: Iterable[dict[str, Any]]) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.torch_private import KEPT_CASTS, private
+from hmpx.base.torch_private import KEPT_SHADOWS, private
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment
@@ -113,7 +113,7 @@ def references(tensors: Iterable[Tensor], known: Iterable[Any]) -> list[tuple[in
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    if not KEPT_CASTS.is_on() or not shows_values(tensor):
+    if not KEPT_SHADOWS.is_on() or not shows_values(tensor):
         return 0, 0
     address = tensor.untyped_storage()._cdata
     return address, _use_count(address)

@@ -8,7 +8,7 @@ whether it still fits.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
 from hmpx.updates.holding.held import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
-from hmpx.updates.stepping.batch import Batch, values_of
+from hmpx.updates.stepping.batch import Batch, are_same, values_of
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.fused_batch import fused_batches
@@ -51,6 +51,18 @@ class Gradients(NamedTuple):
     addresses: array[int]
 
 
+class Guards:
+    """What torch's guards see of tensors: class, dtype, device, shape, strides."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        options = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+        self._all = [TensorGuards(*some, **options) for some in _together(tensors)]
+
+    def hold(self, tensors: list[Tensor]) -> bool:
+        """Whether these are as those that the guards were made of."""
+        return all([guards.check(*some) for guards, some in zip(self._all, _together(tensors), strict=True)])
+
+
 class Fingerprint:
     """An optimizer as a step left it. If `look` returns gradients, nothing else has changed but options.
 
@@ -60,10 +72,7 @@ class Fingerprint:
     """
 
     def __init__(self, optimizer: Optimizer, params: list[Parameter], *, is_part: bool) -> None:
-        self._params, self._is_part = params, is_part
-        self._all, self._shared = params if is_part else parameters(optimizer), shared_names(optimizer)
-        self._groups = self._look_at_groups(optimizer.param_groups)
-        self._states = optimizer.state
+        self._look_at_members(optimizer, params, is_part=is_part)
         self._keys_of_states, self._own = map(list, self._look_at_states())
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         keys, self._values = list(chain(*self._dicts)), [*values_of(self._dicts), *_END]
@@ -71,17 +80,25 @@ class Fingerprint:
         # Scales are hmpx's own, so comparing objects is enough. Nothing exchanges masters while a plan is kept.
         named = zip(keys, self._values, strict=False)
         of_states = [value for key, value in named if not str(key).startswith(SCALES)]
+        self._look_at_memory(of_states)
+
+    def _look_at_members(self, optimizer: Optimizer, params: list[Parameter], *, is_part: bool) -> None:
+        self._params, self._is_part = params, is_part
+        self._all, self._shared = params if is_part else parameters(optimizer), shared_names(optimizer)
+        self._groups = self._look_at_groups(optimizer.param_groups)
+        self._states: dict[Any, Any] = optimizer.state
+
+    def _look_at_memory(self, of_states: list[Tensor], moving: Sequence[Tensor] = ()) -> None:
+        """Look at parameters, gradients and tensors of state, which stay where they are; `moving` ones need not."""
         tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
+        grads = self._found()
         self._sharded = [each for each in tensors if is_sharded(each)]
-        self._parts, self._grad_types = list(map(_PARTS, self._sharded)), [type(p.grad) for p in params]
+        self._parts, self._grad_types = list(map(_PARTS, self._sharded)), list(map(type, grads))
         self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         flat = {id(value) for value in of_states if value.dim() < 2}  # one layout is possible, so guards need not look
-        self._laid = [each for each in self._tensors if id(each) not in flat]
-        self._guards = [
-            TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            for tensors in _together([*self._laid, *(local(p.grad) for p in params if p.grad is not None)])
-        ]
+        self._laid, self._moving = [each for each in self._tensors if id(each) not in flat], moving
+        self._guards = Guards([*self._laid, *moving, *map(local, grads)])
 
     def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
         """Return each group's number of parameters and their names, and how many names an outer ZeRO has given."""
@@ -101,16 +118,16 @@ class Fingerprint:
         False after a step whose gradients a GradScaler has left scaled.
         """
         every = parameters(optimizer)
-        if is_scaled(optimizer) or not KEPT_STEPS.is_on() or not all(map(_is_parameter, every)):
+        if is_scaled(optimizer) or not KEPT_STEPS.is_on() or not all(map(is_parameter, every)):
             return False
         if any(map(is_sharded, every)) and not KEPT_SHARDS.is_on():
             return False
         for p in params:
             grad = p.grad
-            if grad is None or not _is_seen(grad) or grad.dtype not in native.KINDS:
+            if grad is None or not is_seen(grad) or grad.dtype not in native.KINDS:
                 return False
             for value in (optimizer.state.get(p) or {}).values():
-                if not isinstance(value, Tensor) or not value.numel() or not _is_seen(value):
+                if not isinstance(value, Tensor) or not value.numel() or not is_seen(value):
                     return False
         return True
 
@@ -126,17 +143,18 @@ class Fingerprint:
         grads = self._gradients()
         if grads is None:
             return None
-        looks = zip(self._guards, _together([*self._laid, *grads]), strict=True)
-        if not all([guards.check(*tensors) for guards, tensors in looks]):
+        if not self._guards.hold([*self._laid, *self._moving, *grads]):
             return None
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return None
         addresses = array("Q", list(map(Tensor.data_ptr, grads)))
         if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):
             return None  # somebody has freed the memory of a gradient
-        if len(self._all) != len(grads) and sum([p.grad is not None for p in self._all]) != len(grads):
-            return None
-        return Gradients(grads, addresses)
+        return Gradients(grads, addresses) if self._has_these(grads) else None
+
+    def _has_these(self, grads: list[Tensor]) -> bool:
+        """Whether no other parameter has a gradient."""
+        return len(self._all) == len(grads) or sum([p.grad is not None for p in self._all]) == len(grads)
 
     def _has_members(self, groups: list[dict]) -> bool:
         """Whether the groups hold the same parameters, with the same names."""
@@ -148,19 +166,22 @@ class Fingerprint:
     def _has_state(self) -> bool:
         """Whether the state is the same dicts, with the same objects in the same order, and no new keys."""
         params, own = self._look_at_states()
-        if not _are(params, self._keys_of_states) or not _are(own, self._own):
+        if not are_same(params, self._keys_of_states) or not are_same(own, self._own):
             return False
         values = chain(chain.from_iterable(map(dict.values, self._dicts)), _END)
         return frozenset().union(*self._dicts) == self._keys and all(map(is_, values, self._values))
 
+    def _found(self) -> list[Any]:
+        return list(map(_GRAD, self._params))
+
     def _gradients(self) -> list[Any] | None:
         """Return this rank's part of each gradient; None if the sharding of a tensor has changed."""
-        grads: list[Any] = list(map(_GRAD, self._params))
+        grads = self._found()
         if not self._sharded:
             return grads  # the guards see a gradient that is None or of another class
         if list(map(type, grads)) != self._grad_types:
             return None
-        if not all([_are(*each) for each in zip(map(_PARTS, self._sharded), self._parts, strict=True)]):
+        if not all([are_same(*each) for each in zip(map(_PARTS, self._sharded), self._parts, strict=True)]):
             return None
         for i, (grad, p) in enumerate(zip(grads, self._params, strict=True)):
             if is_sharded(grad):
@@ -170,23 +191,18 @@ class Fingerprint:
         return grads
 
 
-def _is_seen(tensor: Tensor) -> bool:
+def is_seen(tensor: Tensor) -> bool:
     tensor = _PARTS(tensor)[0] if is_sharded(tensor) else tensor
     return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
-def _is_parameter(p: Parameter) -> bool:
+def is_parameter(p: Parameter) -> bool:
     held = _PARTS(p)[0] if is_sharded(p) else p
     return type(held) in PLAIN and (held.is_cpu or held.is_cuda)
 
 
 def _together(tensors: list[Tensor]) -> list[list[Tensor]]:
     return [tensors[i : i + _TOGETHER] for i in range(0, len(tensors), _TOGETHER)]
-
-
-def _are(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 class Plan:

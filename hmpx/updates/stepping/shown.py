@@ -67,10 +67,9 @@ class ShownState:
         keeps_left: whether the very object that the step leaves becomes the parameter's state.
     """
 
-    def __init__(self, optimizer: Optimizer, segment: Segment) -> None:
+    def __init__(self, states: dict[Any, Any], segment: Segment, own: Any) -> None:
         self.segment, self.form = segment, form_of(segment)
-        self._states: dict[Any, Any] = optimizer.state  # kept batches hold this, and may not hold the optimizer
-        self.own = self._states.get(segment.param)
+        self._states, self.own = states, own  # kept batches hold the optimizer's state, and may not hold the optimizer
         items = self.own.items() if isinstance(self.own, dict) else ()
         self.content = {key: value[:] if type(value) is list else value for key, value in items}
         self.shown: dict[str, Any] | None = None
@@ -136,7 +135,7 @@ class ShownState:
             self._states[self.segment.param] = self.own
 
 
-class _Gradient(Held):
+class Gradient(Held):
     """The gradient of a parameter, which is not held between steps: the parameter stands in for `tensor`."""
 
     kind = native.BF16
@@ -163,7 +162,7 @@ class Shown:
         self.segment, self.index, self.group, self.end = segment, context.indices[p], context.group[p], begin
         self.counts: list[CountClone] = []
         self._by_memory, self._is_part = by_memory(optimizer), segment.start is not None
-        self._state = state = ShownState(optimizer, segment)
+        self._state = state = ShownState(optimizer.state, segment, optimizer.state.get(p))
         self._late = context.late if self._is_part else None
         store, gradient = context.stores.of(segment), context.gradients[self.index]
         # Only torch's steps may work on the masters themselves. Other classes may write to ``p.data``, as Lion does.
@@ -171,7 +170,7 @@ class Shown:
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and state.form.as_left and bool(state.own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
-        self.grad = None if self._is_ready(gradient) else self._piece(_Gradient(p), "", itself=False)
+        self.grad = None if self._is_ready(gradient) else self._piece(Gradient(p), "", itself=False)
         self._gradient_kernels = self._kernels_of(gradient)
         self._pieces: dict[str, Piece] = {}
         self._is_cast = False  # whether some shown tensor is neither a piece nor the parameter's own

@@ -28,6 +28,7 @@ from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter
 from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
+from hmpx.updates.stepping.standing import Standing, standing_or_none
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.whole_batch import WholeBatch
@@ -60,7 +61,8 @@ class WeightUpdates:
         self.waited: list[Parameter] = []
         self._parameters = BF16Parameters(settings, self.names)
         self._number, self._numbered = [0], list[Parameter]()  # of the next step, and the parameters that have it
-        self._kept: Plan | None = None
+        self._kept: Plan | Standing | None = None
+        self._misses = 0  # how many steps of the scope "whole" in a row have used no plan
         self._stepped: list[int] | None = None  # ids of the parameters of the last new plan
         self._open: _OpenStep | None = None
         # With released gradients, a step is taken in parts. Each part has a plan; the key is the ids of its parameters.
@@ -132,9 +134,7 @@ class WeightUpdates:
         """Step by the plan of the step before, by a new plan, or whole; return what the optimizer's step returns."""
         optimizer = call.optimizer
         if scope_of(optimizer, call.method) == "whole":
-            write_back.signals.begin()
-            segments = self.members(optimizer, write_back.rounding_key).whole.values()
-            return WholeBatch(list(segments)).step(call, write_back, [])
+            return self._step_whole(call, write_back, found)
         result = None
         if call.closure is not None:  # classes of other scopes call it before anything else
             with torch.enable_grad():
@@ -150,10 +150,30 @@ class WeightUpdates:
                 self._step_anew(call, write_back)
         return result
 
+    def _step_whole(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
+        """Step all parameters at once, by the shadows of the step before if they fit."""
+        optimizer, plan, self._kept = call.optimizer, self._kept, None
+        write_back.signals.begin()
+        if isinstance(plan, Standing):
+            if found := found or plan.fits(optimizer):
+                result = plan.run(call, write_back, found)
+                if plan.rest():
+                    self._kept, self._misses = plan, 0
+                    self.kept_steps += 1
+                return result
+            plan.refuse_lookups(optimizer)
+        segments = list(self.members(optimizer, write_back.rounding_key).whole.values())
+        result = WholeBatch(segments).step(call, write_back, [])
+        # To make a plan that is never used takes as long as a step: one is made after 1, 2, 4 ... 64 steps
+        self._misses += 1
+        if not self._misses & (self._misses - 1) or not self._misses % 64:
+            self._kept = standing_or_none(optimizer, segments, self.stores)
+        return result
+
     def _step_as_before(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
         """Step by the plan of the step before, if it fits. Otherwise step nothing, and return False."""
         plan, self._kept = self._kept, None
-        if plan is None or self._open is not None:
+        if not isinstance(plan, Plan) or self._open is not None:
             return False
         found = found or plan.fits(call.optimizer)
         if found is None:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from hmpx.base.torch_private import copy_all
+from hmpx.rounding import native
 from hmpx.rounding.calls import row_of_move
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
@@ -110,6 +111,14 @@ def _row(piece: Piece, grad: int | None = None, gradient: Tensor | None = None, 
     held = held if gradient is None else held._replace(tensor=gradient)
     room = None if piece.at is None else piece.at * FP32.itemsize
     return row_of_move(held, segment.offset, piece.x, segment.first or 0, is_read=is_read, grad=grad, room=room)
+
+
+def row_back(piece: Piece, index: int, gradient: Tensor) -> TableRow:
+    """Return the row that rounds the copy of a gradient to the gradient itself. index: among all gradients."""
+    assert piece.at is not None
+    room = piece.at * FP32.itemsize
+    row = row_of_move(native.StoredTensor(gradient, native.NEAREST), 0, piece.x, is_read=False, room=room)
+    return row._replace(grad=(1, index, 0))
 
 
 def kernels_that_move(piece: Piece) -> ModuleType | None:

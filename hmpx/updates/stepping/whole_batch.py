@@ -29,7 +29,7 @@ from hmpx.updates.holding.state_forms import StateForm
 from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
-from hmpx.updates.stepping.batch import Batch, ShownParameters, can_be_written, hand_back
+from hmpx.updates.stepping.batch import Batch, ShownParameters, are_same, can_be_written, hand_back
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.shown import ShownState
@@ -52,6 +52,7 @@ class WholeBatch(Batch):
         self._shadows: list[Shadow] = []  # type: ignore[assignment]
         self._shown_states: list[tuple[Shadow, ShownState]] = []
         self._versioned: list[tuple[Tensor, str]] = []
+        self._of_members: list[dict[Any, Any]] = []  # the state of each optimizer
         self._groups: list[tuple[Optimizer, list[dict], list[list]]] = []  # of each optimizer: groups, lists in them
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> Any:
@@ -63,24 +64,25 @@ class WholeBatch(Batch):
         return result
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
-        members = list(_nested(optimizer))
+        members = list(nested(optimizer))
         one_layout = by_memory(*members)
         for segment in self.segments:
             shadow = Shadow(segment, write_back.stores.of(segment), one_layout=one_layout, gathers=self._gathers)
+            shadow.show()
             self._shadows.append(shadow)
         for member in members:
             for shadow in self._shadows:
-                state = ShownState(member, shadow.segment)
+                state = ShownState(member.state, shadow.segment, member.state.get(shadow.p))
                 state.shown = seen_state(shadow, state.form, state.own)
                 state.keeps_left &= not self._gathers
                 self._shown_states.append((shadow, state))
                 if not self._gathers:
                     self._watch(state)
                 state.move_to(shadow.q)
-        self._groups = [(each, groups := each.param_groups[:], _lists(groups)) for each in members]
+        self._groups = [(each, groups := each.param_groups[:], lists_of(groups)) for each in members]
         lists = list({id(params): params for *_, of_one in self._groups for params in of_one}.values())
         shown = self._in_place_of(lists)
-        self._states = [each.state for each in members]
+        self._of_members = [each.state for each in members]
         self._referred = self._references()
         return ShownParameters(lists, shown)
 
@@ -90,7 +92,7 @@ class WholeBatch(Batch):
 
     def _references(self) -> list[tuple[int, int, int]]:
         """Return how many references there are to each shadow, beside those that hmpx and `state` hold."""
-        return references([shadow.q for shadow in self._shadows], chain(*self._states))
+        return references([shadow.q for shadow in self._shadows], chain(*self._of_members))
 
     def _watch(self, state: ShownState) -> None:
         """Remember the versions of the parameter's own state tensors: `_written` sees by them what a step writes."""
@@ -118,7 +120,8 @@ class WholeBatch(Batch):
     def _refuse_other_lists(self, optimizer: Optimizer, lists: ShownParameters) -> None:
         """Refuse a step that has changed groups or their lists, in which the shadows stood."""
         kept = [
-            _are(each.param_groups, groups) and _are(_lists(groups), of_one) for each, groups, of_one in self._groups
+            are_same(each.param_groups, groups) and are_same(lists_of(groups), of_one)
+            for each, groups, of_one in self._groups
         ]
         if not all(kept) or not lists.are_as_shown():
             raise HmpxError(
@@ -136,8 +139,7 @@ class WholeBatch(Batch):
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
-                for shadow in self._shadows:
-                    shadow.show_trial_point()
+                self._show_trial_point()
             lists.hide()
             try:
                 with torch.enable_grad():
@@ -147,10 +149,19 @@ class WholeBatch(Batch):
             finally:
                 lists.show()
                 with torch.no_grad():
-                    for shadow in self._shadows:
-                        shadow.take_evaluation()
+                    self._take_evaluation()
 
         return evaluate
+
+    def _show_trial_point(self) -> None:
+        """Before a closure: give the parameters the weights of the shadows, rounded to nearest, and their gradients."""
+        for shadow in self._shadows:
+            shadow.show_trial_point()
+
+    def _take_evaluation(self) -> None:
+        """After a closure: show the optimizer the new gradients, and accept it if the closure has changed weights."""
+        for shadow in self._shadows:
+            shadow.take_evaluation()
 
     def _hand_back(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> None:
         for shadow in self._shadows:
@@ -202,15 +213,11 @@ class WholeBatch(Batch):
             shadow.undo()
 
 
-def _are(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _lists(groups: list[dict]) -> list[list]:
+def lists_of(groups: list[dict]) -> list[list]:
     return [group["params"] for group in groups]
 
 
-def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield `optimizer` and every optimizer that it holds in an attribute, directly, in a list or in a dict."""
     found = [optimizer]
     for member in found:
@@ -227,28 +234,41 @@ class Shadow:
     Args:
         one_layout: whether the optimizer wants gradient and moments to lie in memory as the shadow does.
         gathers: whether the shadow is the whole of a sharded parameter.
-
-    Attributes:
-        q: the shadow. An optimizer finds the attributes of `p` on it, such as a weight-decay flag.
+        q: the shadow, if it stands already. It has the attributes of `p`, such as a weight-decay flag.
     """
 
-    def __init__(self, segment: Segment, store: Store, *, one_layout: bool, gathers: bool) -> None:
+    def __init__(
+        self, segment: Segment, store: Store, q: Parameter | None = None, *, one_layout: bool, gathers: bool = False
+    ) -> None:
         self.segment, self.p, self.store = segment, segment.param, store
         self.one_layout, self.gathers = one_layout, gathers
-        store.begin()
-        self.q = Parameter(self._whole(self._read()), requires_grad=self.p.requires_grad)
-        self._own = frozenset(vars(self.q))  # if `q` is a DTensor, it keeps the attributes of one
-        self._show_marks()
+        if q is None:
+            store.begin()
+            q = Parameter(self._whole(self._read()), requires_grad=self.p.requires_grad)
+        self.q, self._own = q, frozenset(vars(q))  # if `q` is a DTensor, it keeps the attributes of one
+        self._marks: dict[str, Any] = {}
         self._weight_before: Tensor | None = None  # the weights that `undo` restores, once they are overwritten
         self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # for `undo`: object, and values
+
+    def show(self) -> None:
+        """Show attributes and gradient, and look at the real weights."""
+        self.show_marks()
         self.show_gradient()
         self.look()
+
+    def resume(self, weights: tuple[int, Tensor], shown: tuple[Any, int], gradient: tuple[Any, int]) -> None:
+        """Take it that these were seen when the step began: the real weights, the shown gradient and the real one."""
+        self._seen, self._shown, self._real_gradient = weights, shown, gradient
+        self._weight_before = self._gradient_before = None
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if self.gathers and is_sharded(tensor) else tensor
 
-    def _show_marks(self) -> None:
+    def show_marks(self) -> None:
+        """Bind to the shadow what is bound to the parameter, and nothing else."""
         self._marks = {} if self.gathers else {k: v for k, v in vars(self.p).items() if k not in self._own}
+        for key in vars(self.q).keys() - self._own - self._marks.keys():
+            delattr(self.q, key)
         vars(self.q).update(self._marks)
 
     def take_marks(self) -> None:
@@ -320,7 +340,6 @@ class Shadow:
             self._gradient_before = grad, None if grad is None else grad.detach().clone()
 
     def show_trial_point(self) -> None:
-        """Before a closure: give the parameter the weights of the shadow, rounded to nearest, and its gradient."""
         self.hand_back()
         self._keep_gradient()
         if self._weight_before is None and self._is_moved():
@@ -329,14 +348,14 @@ class Shadow:
             self.p.copy_(self.q)  # the shadow keeps the exact values
 
     def take_evaluation(self) -> None:
-        """After a closure: show the optimizer the new gradient, and accept it if the closure has changed weights."""
         self.show_gradient()
         if self._has_changed():
             self.look()
 
     def _is_moved(self) -> bool:
         """Whether the step has changed the weights of the shadow so far."""
-        return not shows_values(self.q) or not torch.equal(local(self._read()), local(self.q.detach()))
+        both = self._read(), self.q.detach()
+        return not shows_values(self.q) or not torch.equal(*(local(each).view(torch.int32) for each in both))
 
     def undo(self) -> None:
         """After the step raised, restore the weights, and the gradient: the object and its values."""

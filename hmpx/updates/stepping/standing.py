@@ -1,0 +1,429 @@
+"""A kept plan for classes that hmpx does not know: the shadows of all parameters stand from one step to the next.
+
+The FP32 copies of weights, gradients and state lie in one room, whose memory is released between two steps. The kernels
+move all of them in a few launches. For each tensor a step only compares, by functions in C. As soon as a step does more
+than that (it replaces a gradient, makes state, raises), it goes on as a `WholeBatch`, with the same shadows.
+
+Nothing of the room may stay in other hands when its memory goes: an optimizer may keep ``p.grad`` in its state. So the
+references to the room and to all that stands are counted after each step.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, chain, compress
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from hmpx.base.torch_private import KEPT_SHADOWS, KEPT_STEPS, copy_all, private, version_of
+from hmpx.rounding import native
+from hmpx.rounding.devices import kernels_for
+from hmpx.rounding.keys import step_key
+from hmpx.rounding.native import PLAIN, Places
+from hmpx.rounding.table import Table, run_all
+from hmpx.updates.holding.held import Held, RoundingKey, Segment
+from hmpx.updates.holding.stores import Stores
+from hmpx.updates.stepping.batch import ShownParameters, are_same
+from hmpx.updates.stepping.known_elsewhere import refuse_lookups
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.optimizer_classes import by_memory, is_scaled
+from hmpx.updates.stepping.plan import Gradients, Guards, is_parameter, is_seen
+from hmpx.updates.stepping.shown import Gradient, ShownState
+from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
+from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.transfers import Launches, Piece, kernels_that_move, row_back
+from hmpx.updates.stepping.whole_batch import Shadow, WholeBatch, lists_of, nested
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+BF16, FP32 = torch.bfloat16, torch.float32
+_uses_of, _references_of = private("torch._C._storage_Use_Count"), private("torch.Tensor._use_count")
+_GRAD = attrgetter("grad")
+_TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
+
+
+class Standing(WholeBatch):
+    """The plan. It is made after a step of `WholeBatch`, and steps the same parameters while `fits` says so.
+
+    Raises:
+        Unfit: these parameters, gradients or states cannot be stepped so.
+    """
+
+    def __init__(self, optimizer: Optimizer, segments: list[Segment], stores: Stores) -> None:
+        super().__init__(segments)
+        need(KEPT_STEPS.is_on() and KEPT_SHADOWS.is_on() and segments and not is_scaled(optimizer))
+        need(type(optimizer.state) is defaultdict and len(list(nested(optimizer))) == 1)
+        self._state, self._params = optimizer.state, [segment.param for segment in segments]
+        self._kernels = kernels_for(self._params[0])
+        self._look_at_parameters(optimizer)
+        self._size, self._pieces = 0, list[tuple[Piece, Tensor]]()
+        made = [stores.of(segment) for segment in segments]
+        weights = [self._piece(store, segment, segment.name) for store, segment in zip(made, segments, strict=True)]
+        grads = [self._piece(Gradient(segment.param), segment, "") for segment in segments]
+        self._of_states = StandingStates(self._state, segments, self._piece)
+        moved = [*weights, *self._of_states.pieces]
+        need(all([kernels_that_move(piece) is self._kernels for piece in moved]))
+        held = [*self._of_states.held, *chain.from_iterable(store.beside for store in made)]
+        self._fingerprint = StandingFingerprint(optimizer, self._params, held, bool(self._of_states.copies))
+        room = torch.empty(self._size, dtype=FP32, device=self._params[0].device)
+        self._room, self._size = room, room.nbytes
+        for piece, like in self._pieces:
+            piece.show(room, like)
+        self._stand([piece.x for piece in weights], [piece.x for piece in grads])
+        self._has_masters = any(store.beside for store in made)
+        self._make_table(grads, moved)
+        one_layout = by_memory(optimizer)
+        stores_and_shadows = zip(segments, made, self._qs, strict=True)
+        self._all = [Shadow(segment, store, q, one_layout=one_layout) for segment, store, q in stores_and_shadows]
+
+    # What is there
+
+    def _look_at_parameters(self, optimizer: Optimizer) -> None:
+        params, device, dtypes = self._params, self._params[0].device, set[torch.dtype]()
+        need(self._kernels is not None and all(map(is_parameter, parameters(optimizer))))
+        for p, segment in zip(params, self.segments, strict=True):
+            need(type(p) in PLAIN and p.device == device and p.is_contiguous() and segment.box is None)
+            need(0 < p.numel() < 2**32 and p.data_ptr())
+            grad = p.grad
+            if grad is not None:
+                need(is_seen(grad) and grad.is_contiguous() and not grad.is_inference())
+            dtypes.add((getattr(p, "grad_dtype", None) or BF16) if grad is None else grad.dtype)
+        need(dtypes in ({BF16}, {FP32}))
+        self._is_wide = FP32 in dtypes
+        need(not self._is_wide or all([p.grad is not None for p in params]))
+
+    def _piece(self, held: Held, segment: Segment, name: str) -> Piece:
+        piece = Piece(held, segment, name, self._size)
+        self._size += piece.takes
+        self._pieces.append((piece, segment.param))
+        return piece
+
+    # What stands
+
+    def _stand(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Make the shadows, and the dicts of their state."""
+        pairs = zip(self._params, weights, strict=True)
+        self._qs = [Parameter(x, requires_grad=p.requires_grad) for p, x in pairs]
+        self._xs = grads
+        for q, x in zip(self._qs, grads, strict=True):
+            q.grad = x
+        self._of_states.stand(dict(zip(self._params, self._qs, strict=True)))
+        self._has_own = [p in self._of_states.own for p in self._params]
+
+    def _make_table(self, grads: list[Piece], moved: list[Piece]) -> None:
+        kernels, found = self._kernels, self._fingerprint._found()
+        assert kernels is not None
+        self._table = Table(self._params[0].device, kernels)
+        # FP32 gradients are copied by torch: the kernels read what is to be widened
+        narrow = [] if self._is_wide else grads
+        self._reads = Launches(narrow, range(len(narrow)), found, [], self._table)
+        self._backs = self._table.add("move_list", [row_back(piece, i, found[i]) for i, piece in enumerate(narrow)])
+        self._moves = Launches([], [], [], moved, self._table)
+        self._weights_at = array("Q", list(map(Tensor.data_ptr, self._params)))
+        self._in_c = kernels is native
+        sizes = array("Q", [p.nbytes for p in self._params])
+        self._of_weights = Places(_after_each_other(sizes), sizes)
+        sizes = array("Q", [x.numel() * (4 if self._is_wide else 2) for x in self._xs])
+        at = self._room.data_ptr()
+        self._of_grads = Places(array("Q", [x.data_ptr() - at for x in self._xs]), sizes)
+        self._of_shadows = Places(array("Q", [q.data_ptr() - at for q in self._qs]), self._of_weights.sizes)
+
+    def settle(self) -> None:
+        """Release the memory of the room, after the plan was made and the memory for making it is gone."""
+        self._standing = [*self._qs, *self._xs, *self._of_states.moved]
+        self._guards = Guards(self._standing)
+        at = self._room.data_ptr()
+        self._offsets, self._placed, self._at = [each.data_ptr() - at for each in self._standing], list[int](), 0
+        self._before: Tensor | None = None
+        self._grads_before: tuple[list[Any], list[Tensor], Tensor] | None = None
+        self._is_kept = self._is_quick = True
+        del self._pieces
+        self._counts = self._count()
+        self._room.untyped_storage().resize_(0)
+
+    def _count(self) -> tuple[int, list[int], list[int]]:
+        """Return how many references there are, in Python and in C++, to the room and to what stands in it."""
+        uses = _uses_of(self._room.untyped_storage()._cdata)
+        counted = list(map(sys.getrefcount, chain(self._standing, self._of_states.copies)))
+        return uses, counted, list(map(_references_of, self._standing))
+
+    # Whether it fits
+
+    def fits(self, optimizer: Optimizer) -> Gradients | None:
+        """Return the gradients of the next step if only they, options and values have changed; else None."""
+        found = self._fingerprint.look(optimizer)
+        return found if found is not None and self._table.takes(found.addresses) else None
+
+    def refuse_lookups(self, optimizer: Optimizer) -> None:
+        """Before the shadows go for good, refuse an optimizer that knows them by their ids."""
+        refuse_lookups(optimizer, self._qs)
+
+    # The step
+
+    def run(self, call: StepCall, write_back: WriteBack, found: Gradients) -> Any:
+        """Take the step. found: what `fits` has returned."""
+        self._found = found
+        try:
+            return self.step(call, write_back, found.tensors)
+        finally:
+            del self._found
+
+    def rest(self) -> bool:
+        """After a step, release the memory of the room; return whether the plan may be used again."""
+        self._of_states.rest()
+        self._versions, self._real = [], list[Any]()
+        self._before = self._grads_before = None
+        self._put_gradients_back()
+        if not self._is_kept or self._count() != self._counts:
+            return False
+        self._room.untyped_storage().resize_(0)
+        return True
+
+    def _put_gradients_back(self) -> None:
+        for q, x in zip(self._qs, self._xs, strict=True):
+            if q.grad is not x:
+                q.grad = x
+
+    def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
+        key = write_back.rounding_key
+        self._key, self._is_shown = step_key(key.seed, key.step), False
+        self._room.untyped_storage().resize_(self._size)
+        self._read_gradients()
+        self._moves.read(())
+        if any(map(vars, self._qs)) or any(map(vars, self._params)):
+            for shadow in self._all:
+                shadow.show_marks()
+        self._look()
+        self._content = self._of_states.content()
+        self._versions = list(map(version_of, self._of_states.worked_on()))
+        self._is_shown = True
+        self._of_states.show()
+        self._groups = [(optimizer, groups := optimizer.param_groups[:], lists := lists_of(groups))]
+        self._of_members = [self._state]
+        shown = ShownParameters(lists, self._in_place_of(lists))
+        self._counted = list(map(sys.getrefcount, self._qs))
+        return shown
+
+    def _in_place_of(self, lists: list[list]) -> list[list]:
+        new = dict(zip(map(id, self._params), self._qs, strict=True))
+        return [[new.get(id(p), p) for p in params] for params in lists]
+
+    def _read_gradients(self) -> None:
+        """Show the gradients that the parameters have now."""
+        found, real = self._found, list(map(_GRAD, self._params))
+        self._table.send(self._key, found.addresses, self._room.data_ptr())
+        self._reads.read(())
+        if self._is_wide:
+            copy_all(self._xs, found.tensors)
+        for i in compress(range(len(real)), are_none := [grad is None for grad in real]):
+            self._qs[i].grad = None
+        self._real, self._are_none = real, are_none
+        self._grad_versions = list(map(version_of, self._xs)), list(map(version_of, found.tensors))
+
+    def _look(self) -> None:
+        """Remember the real weights."""
+        if self._in_c:
+            self._before = torch.empty(sum(self._of_weights.sizes), dtype=torch.uint8, device="cpu")
+            self._of_weights.fill(self._before.data_ptr(), self._weights_at)
+        else:
+            self._before = torch.cat([p.detach().view(-1) for p in self._params]).view(torch.uint8)
+        self._weight_versions = list(map(version_of, self._params))
+
+    def _are_weights_as_seen(self) -> bool:
+        before = self._before
+        assert before is not None
+        if list(map(version_of, self._params)) != self._weight_versions:
+            return False
+        if self._in_c:
+            return not self._of_weights.differing(before.data_ptr(), self._weights_at)
+        return _are_equal(self._params, before.view(BF16).split([p.numel() for p in self._params]))
+
+    def _are_grads_as_shown(self) -> bool:
+        """Whether the shown gradients have their values still: `.data` writes without a new version."""
+        if list(map(version_of, self._xs)) != self._grad_versions[0]:
+            return False
+        if not self._in_c:
+            return _are_equal(self._xs, [grad.float() for grad in self._found.tensors])
+        differing = self._of_grads.differing(self._room.data_ptr(), self._found.addresses, widened=not self._is_wide)
+        return not differing
+
+    def _has_grads_as_shown(self) -> bool:
+        """Whether the shadows have the very gradients that they were shown, whatever their values are."""
+        pairs = zip(map(_GRAD, self._qs), self._xs, self._are_none, strict=True)
+        return all([left is (None if is_none else x) for left, x, is_none in pairs])
+
+    def _wake(self) -> None:
+        """Take the step from here on as `WholeBatch` does, parameter by parameter."""
+        if self._shadows:
+            return
+        before = torch.cat([p.detach().view(-1) for p in self._params]) if self._before is None else self._before
+        weights = before.view(BF16).split([p.numel() for p in self._params])
+        pairs = zip(self._weight_versions, weights, strict=True)
+        seen = [(version, part.view(p.shape)) for (version, part), p in zip(pairs, self._params, strict=True)]
+        shown = [(None, 0) if is_none else (x, v) for x, v, is_none in self._of_grads_now()]
+        real = [(g, 0 if g is None else v) for g, v in zip(self._real, self._grad_versions[1], strict=True)]
+        self._shadows = self._all[:]
+        for shadow, weights_of, shown_of, gradient in zip(self._shadows, seen, shown, real, strict=True):
+            shadow.resume(weights_of, shown_of, gradient)
+        states, own_by_p = self._of_states, self._of_states.own
+        content = dict(zip(own_by_p, zip(self._content, states.given, strict=True), strict=True))
+        for shadow in self._shadows:
+            state = ShownState(self._state, shadow.segment, own := own_by_p.get(shadow.p))
+            if own is not None:
+                state.content, given = content[shadow.p]
+                state.shown = None if given is own else given
+            self._shown_states.append((shadow, state))
+        pairs = zip(self._counted, self._has_own, strict=True)
+        self._referred = [(count - has_own, 0, 0) for count, has_own in pairs]
+
+    def _of_grads_now(self) -> Any:
+        return zip(self._xs, self._grad_versions[0], self._are_none, strict=True)
+
+    def _references(self) -> list[tuple[int, int, int]]:
+        here = Counter(map(id, self._state))
+        counted = list(map(sys.getrefcount, self._qs))
+        return [(count - here[id(q)], 0, 0) for count, q in zip(counted, self._qs, strict=True)]
+
+    def _show_trial_point(self) -> None:
+        if not self._shadows and self._in_c and not self._has_masters and self._has_grads_as_shown():
+            at = self._room.data_ptr()
+            if self._are_grads_as_shown() and not self._of_shadows.differing(at, self._weights_at, widened=True):
+                self._keep_gradients()
+                return
+        self._wake()
+        super()._show_trial_point()
+
+    def _take_evaluation(self) -> None:
+        if not self._shadows:
+            found = self._fingerprint.gradients_like(self._found.tensors)
+            if found is not None and self._table.takes(found.addresses):
+                self._put_gradients_back()
+                self._found = found
+                self._read_gradients()
+                if not self._are_weights_as_seen():
+                    self._look()
+                return
+            self._wake()
+        super()._take_evaluation()
+
+    def _hand_back(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> None:
+        if self._shadows or not self._is_as_seen():
+            self._wake()
+            super()._hand_back(optimizer, write_back, gradients)
+        elif not self._has_grads_as_shown():
+            self._wake()
+            for shadow in self._shadows:
+                shadow.hand_back()
+        elif not self._are_grads_as_shown():
+            self._copy_gradients()
+        self._is_quick = self._is_as_made() and self._of_states.are_as_shown(self._room)
+        if self._is_quick:
+            self._before = None  # the rounding needs memory, too
+
+    def _is_as_seen(self) -> bool:
+        """Whether the step has left real weights and gradients alone, and nobody else refers to a shadow."""
+        if not self._are_weights_as_seen() or not are_same(list(map(_GRAD, self._params)), self._real):
+            return False
+        is_same = list(map(version_of, self._found.tensors)) == self._grad_versions[1]
+        return is_same and list(map(sys.getrefcount, self._qs)) == self._counted
+
+    def _copy_gradients(self) -> None:
+        """Copy what the step has written to the shadows' gradients to the real ones: in one call, if it is all."""
+        now, (shown, _) = list(map(version_of, self._xs)), self._grad_versions
+        if self._in_c and self._backs and not any(self._are_none) and not any(map(int.__eq__, now, shown)):
+            self._keep_gradients()
+            run_all(self._backs)
+            torch.autograd.graph.increment_version(self._found.tensors)
+            return
+        self._wake()
+        for shadow in self._shadows:
+            shadow.hand_back()
+
+    def _keep_gradients(self) -> None:
+        """Keep the real gradients for `_undo`."""
+        if self._grads_before is None:
+            before = torch.empty(sum(self._of_grads.sizes), dtype=torch.uint8, device="cpu")
+            Places(_after_each_other(self._of_grads.sizes), self._of_grads.sizes).fill(
+                before.data_ptr(), self._found.addresses
+            )
+            self._grads_before = self._real, self._found.tensors, before
+
+    def _is_as_made(self) -> bool:
+        at = self._room.data_ptr()
+        if at != self._at:
+            self._at, self._placed = at, [at + offset for offset in self._offsets]
+        return list(map(Tensor.data_ptr, self._standing)) == self._placed and self._guards.hold(self._standing)
+
+    def _write(self, key: RoundingKey) -> None:
+        if self._is_quick:
+            self._moves.write(key)
+        else:
+            self._wake()
+            super()._write(key)
+
+    def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
+        if not self._is_quick:
+            self._is_kept = False
+            super()._take(optimizer, key)
+            return
+        self._of_states.take()
+        self._is_kept = self._fingerprint.take()
+        if any(map(vars, self._qs)) or any(map(vars, self._params)):
+            for shadow in self._all:
+                shadow.take_marks()
+
+    def _undo(self) -> None:
+        self._is_kept = False
+        if not self._is_shown:
+            return
+        self._of_states.show_others()
+        self._wake()
+        super()._undo()
+        if self._grads_before is not None:
+            real, tensors, before = self._grads_before
+            parts = before.view(tensors[0].dtype).split([p.numel() for p in self._params])
+            for p, grad, values in zip(self._params, real, parts, strict=True):
+                p.grad = grad
+                if grad is not None:
+                    grad.copy_(values.view(grad.shape))
+
+    def _written(self, optimizer: Optimizer) -> list[str]:
+        if not self._is_shown:
+            return []
+        self._versioned = self._of_states.versioned()
+        return super()._written(optimizer)
+
+
+def _after_each_other(sizes: array[int]) -> array[int]:
+    return array("Q", [0, *accumulate(sizes[:-1])])
+
+
+def _are_equal(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether these have the same bits, by few launches."""
+    number = {2: torch.int16, 4: torch.int32}[tensors[0].element_size()]
+    begin, size = 0, 0
+    for end, each in enumerate(tensors, 1):
+        size += each.numel()
+        if size >= _TOGETHER or end == len(tensors):
+            both = [torch.cat([x.detach().reshape(-1) for x in of[begin:end]]).view(number) for of in (tensors, before)]
+            if not torch.equal(*both):
+                return False
+            begin, size = end, 0
+    return True
+
+
+def standing_or_none(optimizer: Optimizer, segments: list[Segment], stores: Stores) -> Standing | None:
+    """Return the plan of the next step; None if there can be none."""
+    try:
+        with torch.no_grad():
+            made = Standing(optimizer, segments, stores)
+            made.settle()
+            return made
+    except Unfit:
+        return None

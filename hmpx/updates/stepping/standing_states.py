@@ -1,0 +1,289 @@
+"""The state of the parameters that a kept plan for unknown classes steps: what the optimizer sees, and what it leaves.
+
+State that is held as a step leaves it is shown in the parameters' own dicts. Of other state, dicts with FP32 copies in
+the room stand from one step to the next.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, islice
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from hmpx.base.torch_private import copy_all
+from hmpx.updates.holding.held import Held, Segment
+from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
+from hmpx.updates.holding.state_forms import InCodes, form_of
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states, is_coded
+from hmpx.updates.stepping.batch import are_same, values_of
+from hmpx.updates.stepping.optimizer_classes import by_memory
+from hmpx.updates.stepping.plan import Fingerprint, Gradients, is_seen
+from hmpx.updates.stepping.transfers import Piece
+from hmpx.updates.stepping.whole_batch import nested
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+FP32 = torch.float32
+_GRAD = attrgetter("grad")
+_PLAIN_VALUES = frozenset({int, float, bool, str, type(None)})
+
+
+class Unfit(Exception):
+    """An optimizer that cannot have such a plan as it is now."""
+
+
+def need(condition: object) -> None:
+    if not condition:
+        raise Unfit
+
+
+def chosen(of: Sequence[bool]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes some items out of a list, in one call in C."""
+    indices = [i for i, one in enumerate(of) if one]
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())
+
+
+class StandingFingerprint(Fingerprint):
+    """The optimizer between two steps. Gradients may come and go, and numbers in state may change.
+
+    Args:
+        params: those that have shadows.
+        held: tensors whose memory the table of the kernels has.
+        has_copies: whether some state is shown as copies, so that its objects may not change either.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: list[Parameter], held: list[Tensor], has_copies: bool) -> None:
+        self._look_at_members(optimizer, params, is_part=False)
+        self._one_layout, self._has_copies = by_memory(optimizer), has_copies
+        self._keys_of_states = list(self._states)
+        self._dicts = [self._states[p] for p in params if p in self._states]
+        self._own_keys = list(chain(*self._dicts))
+        values = values_of(self._dicts)
+        tensors = [isinstance(value, Tensor) for value in values]
+        self._tensors_of, self._rest_of = chosen(tensors), chosen([not each for each in tensors])
+        self.of_states, self.rest = self._tensors_of(values), self._rest_of(values)
+        self._types = list(map(type, self.rest))
+        self._look_at_memory(held, () if has_copies else self.of_states)
+
+    def look(self, optimizer: Optimizer) -> Gradients | None:
+        if by_memory(optimizer) != self._one_layout or len(list(nested(optimizer))) != 1:
+            return None
+        return super().look(optimizer)
+
+    def _has_state(self) -> bool:
+        states, count = self._states, len(self._dicts)
+        if not are_same(states, self._keys_of_states):
+            return False
+        if not all(map(is_, islice(states.values(), len(states) - count, None), self._dicts)):
+            return False
+        if list(chain.from_iterable(self._dicts)) != self._own_keys:
+            return False
+        values = values_of(self._dicts)
+        tensors, rest = self._tensors_of(values), self._rest_of(values)
+        if list(map(type, rest)) != self._types:
+            return False
+        if not all(map(is_, tensors, self.of_states)):
+            if self._has_copies or not all([isinstance(each, Tensor) for each in tensors]):
+                return False
+            self.of_states = self._moving = tensors
+        return not self._has_copies or all(map(is_, rest, self.rest))
+
+    def take(self) -> bool:
+        """After a step, take its state for granted; return whether it has the keys that it had."""
+        values = values_of(self._dicts)
+        if list(chain.from_iterable(self._dicts)) != self._own_keys:
+            return False
+        self.of_states, self.rest = self._tensors_of(values), self._rest_of(values)
+        self._moving = () if self._has_copies else self.of_states
+        return True
+
+    def gradients_like(self, before: list[Tensor]) -> Gradients | None:
+        """Return the gradients, if they are such tensors as those before; else None."""
+        grads = self._found()
+        for now, was in zip(grads, before, strict=True):
+            is_plain = type(now) is Tensor and now.layout is torch.strided and now.is_contiguous()
+            if not is_plain or now.dtype is not was.dtype or now.shape != was.shape or now.device != was.device:
+                return None
+            if now.requires_grad or now.is_inference() or not now.data_ptr():
+                return None
+        return Gradients(grads, array("Q", list(map(Tensor.data_ptr, grads))))
+
+    def _found(self) -> list[Any]:
+        """Return the gradients. Where there is none, the weights stand for it: these have its size."""
+        return [
+            p.detach() if grad is None else grad for p, grad in zip(self._params, map(_GRAD, self._params), strict=True)
+        ]
+
+    def _has_these(self, grads: list[Tensor]) -> bool:
+        return True
+
+
+class StandingStates:
+    """The state of parameters, between steps and in them.
+
+    Args:
+        states: of the optimizer.
+        place: makes a piece: a copy in the room.
+
+    Attributes:
+        own: of each parameter that has state, its dict.
+        pieces: the tensors of which copies are shown.
+        held: their memory.
+        copies: the dicts with copies.
+
+    Raises:
+        Unfit: some state cannot be shown so.
+    """
+
+    def __init__(
+        self, states: dict[Any, Any], segments: list[Segment], place: Callable[[Held, Segment, str], Piece]
+    ) -> None:
+        self._states, self._place = states, place
+        self.own = {each.param: state for each in segments if (state := states.get(each.param)) is not None}
+        self._others = len(states) - len(self.own)
+        need(are_same(list(states)[self._others :], self.own))
+        self.pieces, self.held = list[Piece](), list[Tensor]()
+        self.given, is_copy, names = list[dict[str, Any]](), list[bool](), list[str]()
+        for segment in segments:
+            if (own := self.own.get(segment.param)) is not None:
+                is_copy.append(not form_of(segment).as_left)
+                self.given.append(self._copies_of(own, segment) if is_copy[-1] else self._itself(own, segment))
+                names += [segment.name] * len(own)
+        self.copies = list(compress(self.given, is_copy))
+        self._own_of_copies = list(compress(self.own.values(), is_copy))
+        # What the optimizer works on itself, of all values in the parameters' own dicts
+        held, values = set(map(id, self.held)), values_of(self.own.values())
+        are_own = [isinstance(value, Tensor) and id(value) not in held for value in values]
+        self._worked_on, self._names = chosen(are_own), list(compress(names, are_own))
+
+    def _itself(self, own: Any, segment: Segment) -> dict[str, Any]:
+        _refuse_odd(own)
+        laid = [v for v in own.values() if isinstance(v, Tensor) and v.shape == segment.param.shape]
+        need(not any(map(is_bf16, own.values())) and not is_coded(own) and all([v.is_contiguous() for v in laid]))
+        return own
+
+    def _copies_of(self, own: Any, segment: Segment) -> dict[str, Any]:
+        _refuse_odd(own)
+        shown, in_codes = dict[str, Any](), isinstance(form_of(segment), InCodes)
+        for key, held in held_states(own, segment.param).items():
+            is_held, name = isinstance(held, HeldState), f"{segment.name}.{key}"
+            shown[key] = value = held.tensor if is_held else held
+            need(not is_held or type(held) in (HeldTensor, HeldCodes))
+            if isinstance(held, HeldCodes):
+                need(held.code.is_stable)  # others are compared with what was held, before they are rounded again
+                self.held += held.tensor, held.scales
+            elif is_bf16(value):
+                need(value.dim() and value.is_contiguous() and not in_codes)
+                self.held.append(value)
+            else:
+                need(not is_moment(value) or (in_codes and not is_held))
+                continue
+            # Factored moments are pieces of their own shape
+            lain = segment if is_held else Segment(value, name)
+            shown[key] = self._place(held if is_held else HeldTensor(value), lain, name)
+            self.pieces.append(shown[key])
+        return shown
+
+    def stand(self, shadow_of: dict[Parameter, Parameter]) -> None:
+        """Put the copies into the dicts, once the room is there. shadow_of: the shadow of each parameter."""
+        in_room = {id(piece.x) for piece in self.pieces}
+        for shown in self.copies:
+            shown.update({key: value.x for key, value in shown.items() if isinstance(value, Piece)})
+        self._keys, values = list(chain(*self.copies)), values_of(self.copies)
+        are_pieces = [id(value) in in_room for value in values]
+        self._moved_of, self._rest_of = chosen(are_pieces), chosen([not each for each in are_pieces])
+        self.moved, self._rest = self._moved_of(values), self._rest_of(values)
+        pairs = zip(self._own_of_copies, self.copies, strict=True)
+        self._places_of_rest = self._rest_of([(own, shown, key) for own, shown in pairs for key in shown])
+        self._new = {shadow_of[p]: given for p, given in zip(self.own, self.given, strict=True)}
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return copies of the parameters' dicts, and remember them."""
+        self._before = list(map(dict.copy, self.own.values()))
+        return self._before
+
+    def worked_on(self) -> Sequence[Tensor]:
+        """Return the tensors that the optimizer is shown themselves."""
+        return self._worked_on(values_of(self._before))
+
+    def versioned(self) -> list[tuple[Tensor, str]]:
+        """Return the same, each with the name of its parameter."""
+        return list(zip(self.worked_on(), self._names, strict=True))
+
+    def show(self) -> None:
+        """Put what is shown under the keys of the shadows. A class may go over its state, so nothing else is there."""
+        states = self._states
+        self._others_before = dict(islice(states.items(), self._others))
+        states.clear()
+        states.update(self._others_before)
+        states.update(self._new)  # a dict knows the hashes of its keys, which tensors compute in Python
+
+    def show_others(self) -> None:
+        """After an error, put back what is not the parameters' state."""
+        for key, state in self._others_before.items():
+            self._states.setdefault(key, state)
+
+    def are_as_shown(self, room: Tensor) -> bool:
+        """Whether the kernels can write the state as it was left. Replaced tensors are copied to their places."""
+        states = self._states
+        if not are_same(states, [*self._others_before, *self._new]):
+            return False
+        if not all(map(is_, islice(states.values(), self._others, None), self.given)):
+            return False
+        if list(chain(*self.copies)) != self._keys:
+            return False
+        values = values_of(self.copies)
+        moved = self._moved_of(values)
+        if not all(map(is_, moved, self.moved)):
+            pairs = [(shown, now) for shown, now in zip(self.moved, moved, strict=True) if shown is not now]
+            if not all([_fits(now, shown, room) for shown, now in pairs]):
+                return False
+            copy_all([shown for shown, _ in pairs], [now for _, now in pairs])
+            standing = {id(now): shown for shown, now in pairs}
+            for state in self.copies:
+                state.update({key: standing[id(value)] for key, value in state.items() if id(value) in standing})
+        return all(map(_may_stand_for, self._rest_of(values), self._rest))
+
+    def take(self) -> None:
+        """Put the parameters' state back under their keys, with the numbers that the step has left."""
+        others = dict(islice(self._states.items(), self._others))
+        self._states.clear()
+        self._states.update(others)
+        self._states.update(self.own)
+        for (own, shown, key), before in zip(self._places_of_rest, self._rest, strict=True):
+            if shown[key] is not before:
+                own[key] = shown[key]
+        self._rest = self._rest_of(values_of(self.copies))
+
+    def rest(self) -> None:
+        """Forget the content of the step."""
+        self._before = []
+
+
+def _refuse_odd(own: Any) -> None:
+    need(type(own) is dict and all([type(key) is str for key in own]))
+    for value in own.values():
+        is_tensor = isinstance(value, Tensor)
+        need(is_seen(value) and not value.requires_grad if is_tensor else type(value) in _PLAIN_VALUES)
+
+
+def _fits(now: Any, shown: Tensor, room: Tensor) -> bool:
+    """Whether a tensor that a step has put in the place of a copy can be copied there."""
+    if type(now) is not Tensor or now.dtype is not FP32 or now.shape != shown.shape or now.layout is not torch.strided:
+        return False
+    return now.untyped_storage().data_ptr() != room.untyped_storage().data_ptr()
+
+
+def _may_stand_for(now: Any, before: Any) -> bool:
+    """Whether a value may take the place of another one that is held as a step leaves it."""
+    if now is before or type(now) is not type(before) or not isinstance(now, Tensor):
+        return type(now) is type(before)
+    is_like = now.dtype is before.dtype and now.device == before.device and not now.requires_grad
+    return is_like and not now.dim() and not before.dim()
