@@ -50,6 +50,7 @@ from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 logger = logging.getLogger("hmpx")
 _set_enabled = private("torch._C.set_autocast_enabled")
 _is_on = torch.is_autocast_enabled  # torch's own answer
+_devices = private("torch._C._autocast_supported_devices")
 _SUBCLASSES = frozenset({"torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"})  # they subclass torch.autocast
 # The modules of torch that ask about autocast, or open a region, for a model. The others ask in order to restore the
 # state later. hmpx need not answer them: a checkpointed function carries the region of its forward.
@@ -63,6 +64,7 @@ _TWICE = (
     "torch's own autocast is on, by torch.set_autocast_enabled or around convert(): it casts after the op lists, by "
     "lists of its own, and so decides for the ops in these; leave it out"
 )
+_OURS = f"torch.set_autocast_enabled(True) changes nothing here: the op lists cast, and {_NOTHING}"
 _NOT_HEARD = (
     "torch.set_autocast_enabled(False) does not turn the op lists off; torch.autocast(..., enabled=False) and "
     "hmpx.disable_casts() do"
@@ -71,10 +73,10 @@ _IN_A_METHOD = (
     "torch.autocast(enabled=False) in {}.{}, which is no forward, is the switch of a script: models that are called in "
     "it are cast; hmpx.disable_casts() leaves them alone"
 )
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _IS_ENABLED = ("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_xla_enabled", "is_autocast_ipu_enabled")
 _GET_DTYPE = ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype", "get_autocast_xla_dtype")
-_SET = ("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_xla_enabled", "set_autocast_ipu_enabled")
+_SET = tuple(f"set_{name.removeprefix('is_')}" for name in _IS_ENABLED)
+_SET_DTYPE = tuple(f"set_{name.removeprefix('get_')}" for name in _GET_DTYPE)
 
 
 def _governs() -> bool:
@@ -105,7 +107,7 @@ class AutocastRegions:
 
     def apply(self, changes: Changes) -> None:
         """Let hmpx run regions until `changes` are undone. Regions that are open at that time become torch's."""
-        if any(map(_is_on, _DEVICES)):
+        if any(map(_is_on, _devices())):
             say_once(logging.WARNING, _TWICE, sys._getframe())
         with_dynamo(_fold, changes)
         if not AUTOCAST.is_on():
@@ -308,26 +310,34 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
 
         return answer
 
-    def telling(original: Callable) -> Callable:
+    def telling(is_dtype: bool, original: Callable) -> Callable:
         @functools.wraps(original)
-        def set_enabled(*args, **kwargs):
+        def setting(*args, **kwargs):
             frame = None if is_dynamo_compiling() or switch.retired else sys._getframe(1)
             if frame is None or frame.f_globals.get("__name__", "").startswith("torch.") or not _governs():
                 original(*args, **kwargs)
                 return
-            was_on = any(map(_is_on, _DEVICES))
+            given, dtype = (*args, *kwargs.values()), low(region_state.scope()) if _casts_here() else None
+            if dtype is not None and any(value is (dtype if is_dtype else True) for value in given):
+                if not is_dtype:  # code that has asked before writes our own answer back
+                    say_once(logging.INFO, _OURS, frame)
+                return
+            was_on = any(map(_is_on, _devices()))
             original(*args, **kwargs)
-            if True in (*args, *kwargs.values()):
+            if is_dtype:
+                return
+            if True in given:
                 say_once(logging.WARNING, _TWICE, frame)
             elif not was_on and is_in_model(frame) and _casts_here():
                 say_once(logging.WARNING, _NOT_HEARD, frame)
 
-        return set_enabled
+        return setting
 
     builds: dict[tuple[str, ...], Callable[[Any], Any]] = {
         _IS_ENABLED: functools.partial(answering, False),
         _GET_DTYPE: functools.partial(answering, True),
-        _SET: telling,
+        _SET: functools.partial(telling, False),
+        _SET_DTYPE: functools.partial(telling, True),
     }
     for names, build in builds.items():
         for name in names:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
+from tests.support import python
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.blocks import same
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
@@ -443,12 +444,50 @@ def test_regions_of_a_script_are_told_once(caplog):
         "to bfloat16 and not to float16": (lambda: torch.autocast("cpu", FP16), {}, BF16, "WARNING"),
         "to float16 and not to bfloat16": (lambda: torch.autocast("cpu", BF16), fp16, FP16, "WARNING"),
         "torch's own lists do nothing": (lambda: torch.autocast("cpu"), linear_in_fp32, FP32, "INFO"),
-        "set_autocast_enabled": (by_hand, {}, BF16, "WARNING"),
+        "torch.set_autocast_enabled(True) changes nothing here": (by_hand, {}, BF16, "INFO"),
+        "by torch.set_autocast_enabled or around": (by_hand, {"where": "model"}, BF16, "WARNING"),
     }
     for words, (around, lists, dtype, level) in cases.items():
         found, said = told(around, **lists)
         assert found is dtype and len(said) == 1 and said[0][0] == level and words in said[0][1], (words, said)
         assert "test_islands.py:" in said[0][1], words
+
+
+@pytest.mark.parametrize("where", ["model", "everywhere"])
+def test_what_a_model_has_asked_and_writes_back_changes_nothing_in_torch(where):
+    """A layer saves whether autocast is on, and in which dtype, sets it off, and writes back what it was told."""
+
+    def forward(net, x):
+        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_enabled(device_type="cpu", enabled=before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+        torch.set_autocast_gpu_dtype(before[1])
+        return (*before, net.linear(x).dtype)
+
+    def of_torch():
+        return torch._C.is_autocast_enabled("cpu"), torch._C.get_autocast_dtype("cuda")
+
+    before = of_torch()
+    with hmpx.convert(where=where, **LISTS):
+        assert Net(forward)(X) == (True, BF16, BF16) and of_torch() == before
+    assert of_torch() == before == (False, FP16)
+
+
+def test_torchs_own_autocast_is_noticed_on_devices_that_torch_does_not_ship():
+    """A device that a package has registered, and those that torch names."""
+    program = """
+import logging, torch
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
+torch.utils.rename_privateuse1_backend("mine")
+import hmpx
+for device in ("mine", "hpu", "xla"):
+    torch.set_autocast_enabled(device, True)
+    with hmpx.convert(bf16=["linear"]):
+        torch.set_autocast_enabled(device, False)
+"""
+    said = python.run("-c", program, check=True)
+    assert said.stderr.count("torch's own autocast is on") == 3, said.stderr
 
 
 def test_autocast_that_a_model_sets_off_by_hand_is_told(caplog):
