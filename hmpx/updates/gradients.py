@@ -275,8 +275,8 @@ def _shards(module: Any) -> Iterator[Any]:
 def whole_copies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Return the whole parameters that FSDP2 computes with: copies of shards, which alone are stepped."""
     module = sys.modules.get("torch.distributed.fsdp")
-    for each in model.modules() if module is not None and FSDP_SUMS.is_on() else ():
-        if isinstance(each, module.FSDPModule):
+    for each in model.modules() if FSDP_SUMS.is_on() else ():
+        if module is not None and isinstance(each, module.FSDPModule):
             copies = (getattr(held, "_unsharded_param", None) for held in _shards(each))
             yield from (copy for copy in copies if copy is not None)
 

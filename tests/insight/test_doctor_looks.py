@@ -369,6 +369,43 @@ def test_a_rule_for_a_module_of_one_of_two_models_is_no_key_of_the_recipe():
     assert "modules" not in norm.recipe and (found.recipe is None or not found.recipe.modules)
 
 
+class Positions(nn.Module):
+    """Reads a table of positions by sines; `made` makes it, of positions in a dtype."""
+
+    def __init__(self, dtype, made, read=lambda table: table, late=True):
+        super().__init__()
+        self.dtype, self.made, self.read, self.late = dtype, made, read, late
+        self.table = None
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = self.made(torch.arange(1024, dtype=self.dtype)).float()
+        return self.out(self.read(self.table)[: len(x)] * x)
+
+
+RATES = torch.logspace(0, -3, 16)
+TABLES = {
+    "scaled": (lambda p: (p.float() / 8)[:, None] * RATES, lambda table: table[torch.arange(1023, 0, -8)]),
+    "rotary": (lambda p: (p[:, None] * RATES.to(p.dtype)).cos(), lambda table: table[500:900]),
+    "from 2": (
+        lambda p: p[2:, None].expand(-1, 16),
+        lambda table: nn.functional.embedding(torch.arange(999), table),
+    ),
+    "short": (lambda p: (p[:, None] * RATES.to(p.dtype)).cos(), lambda table: table[:200]),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("how", TABLES)
+def test_a_table_of_rounded_positions_is_found_whenever_it_was_made(how, dtype):
+    model = Positions(dtype, *TABLES[how])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = trained(model, optimizer, loss_of=lambda model, x, step: model(x).square().mean())
+    assert [each.kind for each in found.findings] == ["integers"] * (dtype is BF16 and how != "short"), str(found)
+    assert found.wrong == bool(found.findings)
+
+
 DECAY = 0.9997
 
 

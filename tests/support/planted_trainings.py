@@ -574,6 +574,8 @@ planted_by(
     distances_a_b_product=lambda a, b, z, c: a + b - 2 * (z @ c),
     distances_a_b_doubled=lambda a, b, z, c: a + b - 2 * z @ c,
     distances_product_a_b=lambda a, b, z, c: -2 * (z @ c) + (a + b),
+    distances_negated=lambda a, b, z, c: -(-a - -2 * (z @ c) - b),
+    distances_by_baddbmm=lambda a, b, z, c: torch.baddbmm(b[None].expand(1, 16, 16), z[None], c[None], alpha=-2)[0] + a,
 )
 
 

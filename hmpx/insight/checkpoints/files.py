@@ -43,6 +43,13 @@ def way_of(told: Sequence[FileTensor]) -> float:
     return ways[len(ways) // 2] if ways else 0.0
 
 
+def low_of(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Return the tensors that were in low precision: by dtype or numbers, and FP32 beside matrices that all were."""
+    wide = [each for each in tensors if each.dtypes[-1] is torch.float32 and len(each.shape) > 1]
+    are_all = bool(wide) and all(each.numbers.dtype in LOW for each in wide)
+    return [each for each in tensors if each.dtypes[-1] in LOW or each.numbers.dtype in LOW or are_all]
+
+
 def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Problem]:
     """Return what the numbers of a checkpoint say. is_alone: whether there is no other one."""
     whole = sum(each.count for each in tensors) or 1
@@ -60,8 +67,7 @@ def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Problem]:
         names = " and ".join(sorted({dtype_name(each.numbers.dtype) for each in padded}))
         said = f"{len(padded)} of {len(wide)} float32 tensors hold only numbers of {names}: they come from such weights"
         yield problem("float32 in name", False, padded, said, "save them in that dtype, in half the bytes")
-    in_low = [each for each in tensors if each.dtypes[-1] in LOW or padded]
-    if is_alone and (ones := [each for each in in_low if each.is_vector and each.numbers.one == 1]):
+    if is_alone and (ones := [each for each in low_of(tensors) if each.is_vector and each.numbers.one == 1]):
         stand = "norm stands" if len(ones) == 1 else "norms stand"
         said = f"{len(ones)} {stand} at 1.0 in every element ({some(tuple(each.name for each in ones))})"
         yield problem("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
@@ -117,7 +123,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], 
         said = f"{len(still)} of {len(weights)} weight matrices did not move at all ({some(still)})"
         found.append(Problem("not trained", False, said, "if they should be, give them to the optimizer", names=still))
     unclear = [*_unclear(weights, kept)]
-    vectors = [each for each in both if each.is_vector and each.numbers.one != 0]
+    vectors = [each for each in low_of(both) if each.is_vector and each.numbers.one != 0]
     shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
     if kept >= _LEAST and len(vectors) > 1 and all(each.is_same for each in vectors) and (still or shown):
         unclear.append(_MERGED)
@@ -153,7 +159,7 @@ def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Problem]:
 
 def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
     """Say which movement is not judged, and why."""
-    moved = [(each, each.moved) for each in weights if each.moved]
+    moved = [(each, each.moved) for each in weights if each.moved and each.numbers.dtype in LOW]
     whole = sum(each.count for each, _ in moved) or 1
     reasons: dict[str, list[FileTensor]] = {}
     for each, movement in moved:

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from hmpx.insight.checkpoints.opened import Stored
-from hmpx.insight.tensors import exponents_of, ulp
+from hmpx.insight.tensors import LOW, exponents_of, ulp
 
 Tensor = torch.Tensor
 
@@ -99,22 +99,27 @@ class Numbers:
 
     Attributes:
         is_finite: whether none is inf or NaN. dtype: the narrowest that holds them all. one: their value, if all have
-            one; else None.
+            one; else None. Multiples of one number (masks, bins, codes) are in the dtype that they are stored in.
     """
 
     def __init__(self, stored: Stored) -> None:
         self.is_finite, self._low = True, [torch.bfloat16, torch.float16] if stored.dtype is torch.float32 else []
         self._stored, self._least, self._most = stored.dtype, float("inf"), -float("inf")
+        self._are_multiples = True
 
     def see(self, part: Tensor) -> None:
         least, most = (each.item() for each in part.aminmax())
         self.is_finite &= abs(least) < float("inf") and abs(most) < float("inf")  # not so for NaN either
         self._least, self._most = min(self._least, least), max(self._most, most)
         self._low = [each for each in self._low if torch.equal(part.to(each).float(), part)]
+        if self._low and self._are_multiples:
+            sizes = part[part != 0].abs()
+            counts = sizes / sizes.amin() if len(sizes) else sizes
+            self._are_multiples = torch.equal(counts, counts.round())
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._low[0] if self._low and self._least < self._most else self._stored
+        return self._low[0] if self._low and not self._are_multiples else self._stored
 
     @property
     def one(self) -> float | None:
@@ -168,8 +173,8 @@ class FileTensor:
 
     @property
     def tells(self) -> bool:
-        """Whether its movement tells whether updates were lost."""
-        return not self.why_not
+        """Whether its movement tells whether updates were lost. FP32 loses none."""
+        return not self.why_not and self.numbers.dtype in LOW
 
 
 class Bar:

@@ -24,6 +24,7 @@ from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
+from hmpx.insight.looks.tables import Tables
 from hmpx.insight.looks.updates import Updates
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
@@ -163,7 +164,7 @@ class Examination(Capture):
         self.found, self.is_ending, self._heard = found, False, heard
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._updates, self._replicas = Updates(), Replicas()
-        looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES]
+        looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, Tables()]
         super().__init__([*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], at)
 
     def is_enough(self, steps: int) -> None:

@@ -76,7 +76,8 @@ CHECKS = [
     ),
     Check(
         "distances", True, "distances are differences of large numbers, and the product was in low precision",
-        "torch.cdist, or the product in float32 outside of autocast", 0.5, ("add", "sub", "rsub"), evidence.distances,
+        "torch.cdist, or the product in float32 outside of autocast", 0.5,
+        ("add", "sub", "rsub", "add_", "sub_", "baddbmm"), evidence.distances,
     ),
     Check(
         "BCE", True,

@@ -15,6 +15,8 @@ _MANY = 64  # so many integers are not all even by accident
 _HUGE = 1e4  # a larger constant stands for infinity
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 
+_SUMS, _FACTORS = ("add", "sub", "rsub"), ("mul", "div", "neg", "_to_copy")
+
 
 def low(op: OpCall, notes: Notes) -> str | None:
     return "" if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
@@ -42,7 +44,7 @@ def difference(op: OpCall, notes: Notes) -> str | None:
 
 def distances(op: OpCall, notes: Notes) -> str | None:
     """Squared distances as a^2 + b^2 - 2ab: the product's last digit beside those to the nearest neighbours."""
-    known = _product(op, notes)
+    known = notes.facts(op.out).get("product")
     if known is None or known[0] != 2 or op.out.dim() < 2 or op.out.shape[-1] < 3:
         return None
     rows = op.out.detach().reshape(-1, op.out.shape[-1])[:64].float().abs().sort(-1).values
@@ -144,19 +146,25 @@ def _moment(op: OpCall, before: str) -> str:
 def _product(op: OpCall, notes: Notes) -> tuple[int, float] | None:
     """Return how many squares were added to a product in low precision, and its size; None for anything else."""
     if op.name in ("mm", "bmm", "addmm", "baddbmm"):
-        return (0, float(op.out.float().square().mean().sqrt())) if op.out.dtype in LOW else None
+        squares = _squares(op, notes)
+        return (squares, float(op.out.float().square().mean().sqrt())) if op.out.dtype in LOW else None
     known = [notes.facts(each).get("product") for each in op.given[:2]]
     which = next((each for each in known if each is not None), None)
-    if which is None or op.name in ("mul", "neg", "_to_copy"):
-        factor = abs(op.scalars[0]) if op.name == "mul" and op.scalars else 1.0
+    if which is None or op.name.rstrip("_") in _FACTORS:
+        factor = abs(op.scalars[0]) if op.name.startswith(("mul", "div")) and op.scalars else 1.0
+        factor = 1 / factor if op.name.startswith("div") and factor else factor
         return which and (which[0], which[1] * factor)
     squares = _squares(op, notes)
-    return (which[0] + squares, which[1]) if squares and op.name in ("add", "sub", "rsub") else None
+    return (which[0] + squares, which[1]) if squares and op.name.rstrip("_") in _SUMS else None
 
 
 def _squares(op: OpCall, notes: Notes) -> int:
     """Return how many sums of squares an op adds up: a^2 + b^2 are two, in any order beside a product."""
-    facts = [notes.facts(each) for each in op.given[:2]] if op.name in ("add", "sub", "rsub") else []
+    name = op.name.rstrip("_")
+    terms = (
+        2 if name in _SUMS else 1 if name in ("addmm", "baddbmm") or (name in _FACTORS and len(op.given) == 1) else 0
+    )
+    facts = [notes.facts(each) for each in op.given[:terms]]
     return sum(each.get("squares", int(each.get("moment") == "mean of square")) for each in facts)
 
 
