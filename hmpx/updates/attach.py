@@ -24,6 +24,7 @@ from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, name
 from hmpx.updates.stepping.optimizer_classes import FUSED, SCOPES, formula_of, scope_of
 from hmpx.updates.stepping.own_code import is_own, replaced_step
 from hmpx.updates.stepping.step import WeightUpdates
+from hmpx.updates.stepping.step_call import refuse_graphs
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -201,6 +202,7 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
         )
     if settings.release_gradients:
         RELEASED.require()
+    refuse_graphs(optimizer)
     # Raises where a parameter is of a kind that cannot be updated.
     WeightUpdates(settings, given).segments(optimizer)
     is_replaced = replaced_step(optimizer) is not None or (type(optimizer) in SCOPES and not is_own(type(optimizer)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -47,6 +47,7 @@ class Checkpoints:
         self._is_present, self._loses = True, False  # is the loaded state the present one? does it lack masters?
         self._alone: dict[torch.nn.Parameter, torch.Tensor] = {}  # masters that were loaded without other state
         self._loading_handle: RemovableHandle | None = None
+        self._in_load, self._has_loaded = False, False  # while a class's own `load_state_dict` runs, and torch's in it
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
         """Install the hooks; `undo` removes them.
@@ -149,7 +150,7 @@ class Checkpoints:
                     f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "
                     f"the parameter {tuple(p.shape)}; nothing was loaded"
                 )
-            if masters is not None and len(values) == 1:  # torch would take it for full state
+            if masters is not None and len(values) == 1 and not self._in_load:  # torch would take it for full state
                 self._alone[p] = state.pop(i)[MASTER_KEY]
         return {
             **state_dict,
@@ -161,7 +162,22 @@ class Checkpoints:
         step_count.forget(optimizer)
         if self._settings.seed is not None:
             step_count.keep(optimizer, **{SEED_KEY: self._settings.seed})
-        self.take(optimizer)
+        self._has_loaded = True
+        if not self._in_load:
+            self.take(optimizer)
+
+    def load(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Call the `load_state_dict` of a class that has one of its own, and take the masters after it.
+
+        It may go over the checkpoint after torch's, and look each key up in the loaded state.
+        """
+        self._in_load, self._has_loaded = True, False
+        try:
+            type(optimizer).load_state_dict(optimizer, *args, **kwargs)
+        finally:
+            self._in_load = False
+            if self._has_loaded:
+                self.take(optimizer)
 
     def watch_loads(self, outer: Optimizer, undo: contextlib.ExitStack) -> None:
         """After each load of a ZeroRedundancyOptimizer, take the masters out of its inner optimizer's state.
@@ -183,6 +199,8 @@ class Checkpoints:
         """Move masters that torch has loaded from the optimizer's state to the stores: after a load, or in `attach`."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         found = {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
+        for p in [p for p in found if not optimizer.state[p]]:
+            del optimizer.state[p]
         found, self._alone = {**found, **self._alone}, {}
         if not found and self._is_present:
             return  # a wrapper has loaded what it has just saved, and the masters here still belong to that

@@ -207,7 +207,11 @@ def replaced_methods(
 ) -> dict[str, Callable]:
     """Return the methods of an attached optimizer, by name. `reference` returns the optimizer while it is alive."""
     known = [name for name in _KNOWN if callable(getattr(type(optimizer), name, None))]
-    writing = {name: functools.partial(_other_step, reference, name) for name in (*known, *methods)}
+    writing: dict[str, Callable] = {
+        name: functools.partial(_other_step, reference, name) for name in (*known, *methods)
+    }
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        writing["load_state_dict"] = functools.partial(_own_load, reference)
     return {"__reduce_ex__": functools.partial(_reduce, reference), **writing}
 
 
@@ -215,6 +219,11 @@ def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: A
     """Call a method that rewrites weights as a step of the attached optimizer."""
     optimizer = reference()
     return _as_step(optimizer, getattr(type(optimizer), name), args, kwargs)
+
+
+def _own_load(reference: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
+    optimizer = reference()
+    own_attachment(optimizer)._checkpoints.load(optimizer, *args, **kwargs)
 
 
 def watch_step(optimizer: Optimizer, reference: Callable[[], Any], added: dict[str, tuple]) -> None:

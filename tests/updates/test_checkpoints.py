@@ -359,3 +359,43 @@ def test_a_checkpoint_of_an_earlier_version_says_what_has_changed(caplog):
     del saved["param_groups"][0]["hmpx_version"]
     optimizer.load_state_dict(saved)
     assert "SGD: this checkpoint is of hmpx 0.2 or before" in caplog.text
+
+
+class GoesOver(optim.SGD):
+    """Goes over the checkpoint after torch's load, as the optimizers of pytorch_optimizer 4.1 do."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for p, i in zip(self.param_groups[0]["params"], state_dict["param_groups"][0]["params"], strict=True):
+            for key in state_dict["state"].get(i, {}):
+                self.state[p][key] = self.state[p][key]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("way", ["master", "split", "split8"])
+def test_a_class_that_goes_over_its_state_after_a_load_resumes_with_masters(way, momentum):
+    """With and without other state; a load that is refused before it begins leaves the masters that are there."""
+
+    def fresh():
+        named = parameters()
+        optimizer = GoesOver(named, lr=1e-4, momentum=momentum)
+        hmpx.attach(optimizer, way, use_master_weights_in_ckpt=True)
+        return named, optimizer
+
+    named, optimizer = fresh()
+    train(named, optimizer, 0, 3)
+    held, saved = [p.detach().clone() for _, p in named], copy.deepcopy(optimizer.state_dict())
+    again, loaded = fresh()
+    train(again, loaded, 7, 9)
+    with torch.no_grad():
+        for (_, p), weight in zip(again, held, strict=True):
+            p.copy_(weight)
+    loaded.load_state_dict(copy.deepcopy(saved))
+    assert not any("hmpx_master" in state for state in loaded.state.values())
+    wrong = copy.deepcopy(saved)
+    wrong["param_groups"][0]["hmpx_step"] = -1
+    with pytest.raises(hmpx.HmpxError):
+        loaded.load_state_dict(wrong)
+    for one, other in ((named, optimizer), (again, loaded)):
+        train(one, other, 3, 6)
+    assert same(weights(named), weights(again))

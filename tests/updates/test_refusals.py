@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,3 +148,22 @@ def test_optimizers_that_cannot_be_stepped_in_fp32_are_refused():
 def test_only_optimizers_are_detached(thing):
     with pytest.raises(hmpx.HmpxError, match=r"detach needs a torch.optim.Optimizer"):
         hmpx.detach(thing)
+
+
+@pytest.mark.parametrize("how", ["attach", "region", "activate"])
+def test_steps_that_are_to_be_differentiated_are_refused(how):
+    """By the weights, the gradient or the rate. On leaves alone, `differentiable` takes the optimizer's own step."""
+    for graph in ("weights", "gradient", "rate", None):
+        weight = nn.Parameter(torch.ones(3, dtype=BF16))
+        step = weight.clone() if graph == "weights" else weight
+        rate = torch.tensor(0.1, requires_grad=graph == "rate")
+        said = pytest.raises(hmpx.HmpxError, match=r"differentiable=True. has BF16 parameters or a rate with a graph")
+        with hmpx.activate({"opt_level": None}) if how == "activate" else contextlib.nullcontext():
+            with said if graph is not None else contextlib.nullcontext():
+                optimizer = optim.SGD([step], lr=rate, differentiable=True)
+                step.grad = (weight if graph == "gradient" else weight.detach()) * 1.0
+                if how == "attach":
+                    hmpx.attach(optimizer)
+                with hmpx.disable_casts() if how == "region" else contextlib.nullcontext():
+                    optimizer.step()
+            assert graph is not None or weight[0].item() < 1

@@ -29,7 +29,7 @@ from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.standing import Standing, standing_or_none
-from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete, refuse_graphs
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
@@ -243,6 +243,7 @@ class WeightUpdates:
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
         """Look at every parameter, and bring all state to the form in which the settings hold it."""
+        refuse_graphs(optimizer)
         has_stepped = bool(step_count.stored(optimizer).get(STEP_KEY))
         if has_stepped and self.settings.fused is None and chosen(optimizer, None) is not None:
             _tell_of_before(optimizer)

@@ -12,6 +12,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` without its enums, 
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
 from types import FrameType, MappingProxyType
@@ -94,6 +95,27 @@ def hides_writes(optimizer: Optimizer) -> bool:
     if dispatch_modes():
         return True
     return type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups)
+
+
+def refuse_graphs(optimizer: Optimizer) -> None:
+    """Refuse a step that is to be differentiated: the FP32 copies that it sees have no graph.
+
+    Raises:
+        HmpxError: a group says ``differentiable=True``, and a BF16 parameter, its gradient or the rate has a graph.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("differentiable"):
+            continue
+        params = [p for p in group["params"] if p.dtype is torch.bfloat16]
+        options = [each for each in group.values() if isinstance(each, torch.Tensor)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of gradients of tensors that are no leaves
+            grads = [p.grad for p in params if p.grad is not None]
+        if params and any([*(not p.is_leaf for p in params), *(each.requires_grad for each in (*grads, *options))]):
+            raise HmpxError(
+                f"{type(optimizer).__name__}(differentiable=True) has BF16 parameters or a rate with a graph, and "
+                "the FP32 copies that hmpx steps have none: let it step FP32 tensors there (`weight.float()`)"
+            )
 
 
 class DeferredSignals:
