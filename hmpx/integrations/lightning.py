@@ -43,9 +43,8 @@ class HmpxPrecision(Precision):
     stay attached, for `trainer.save_checkpoint`.
 
     Args:
-        recipe: as for `hmpx.prepare`. None with the next four, which are those of HMP.
-        opt_level, bf16_file_path, fp32_file_path: see `hmpx.convert`. Weights stay FP32.
-        verbose: log each distinct decision once.
+        recipe, keys: as for `hmpx.prepare`: ``HmpxPrecision("bf16-sr", state_dtype="8bit")``. Without a recipe,
+            `opt_level`, `bf16_file_path` and `fp32_file_path` are HMP's, and weights stay FP32.
 
     Attributes:
         recipe: what is in force; ``print(plugin.recipe)`` writes it as a file.
@@ -64,30 +63,20 @@ class HmpxPrecision(Precision):
         (torch.bfloat16, 8)
     """
 
-    def __init__(
-        self,
-        recipe: Stated = None,
-        *,
-        opt_level: str | None = None,
-        bf16_file_path: str | os.PathLike[str] | None = None,
-        fp32_file_path: str | os.PathLike[str] | None = None,
-        verbose: bool = False,
-    ) -> None:
-        of_hmp = any((opt_level, bf16_file_path, fp32_file_path))
-        if recipe is None and not of_hmp:
-            raise HmpxError("HmpxPrecision needs a recipe, or HMP's opt_level and lists")
-        if recipe is not None and of_hmp:
-            raise HmpxError("HmpxPrecision takes a recipe or HMP's opt_level and lists, not both")
+    def __init__(self, recipe: Stated = None, **keys: Any) -> None:
         if recipe is None:
-            level, lists = hmp.lenient(opt_level or "O1", bf16_file_path, fp32_file_path)
+            said = [keys.pop(key, None) for key in ("opt_level", "bf16_file_path", "fp32_file_path")]
+            if not any(said):
+                raise HmpxError("HmpxPrecision needs a recipe, or HMP's opt_level and lists")
+            level, lists = hmp.lenient(said[0] or "O1", *said[1:])
             paths: Any = {key: os.fspath(path or "") for key, path in lists.items()}
             recipe = Recipe(opt_level=level, parameter_dtype="float32", **paths)
-        self._set_up(recipe, verbose)
+        self._set_up(recipe, **keys)
 
-    def _set_up(self, recipe: Stated, verbose: bool = False) -> None:
+    def _set_up(self, recipe: Stated, **keys: Any) -> None:
         given = os.fspath(recipe) if isinstance(recipe, str | os.PathLike) else as_recipe(recipe)
-        self._words = f"{type(self).__name__}({given!r})"
-        self.recipe = recipe_of_trainer(recipe, verbose)
+        self._words = f"{type(self).__name__}({', '.join([repr(given), *(f'{k}={v!r}' for k, v in keys.items())])})"
+        self.recipe = recipe_of_trainer(recipe, **keys)
         self._activation: Activation | None = None
         self._undo = contextlib.ExitStack()  # until the optimizers are attached
         narrow = self.recipe.parameter_dtype == "bfloat16"

@@ -31,8 +31,7 @@ class HmpxCallback(TrainerCallback):
     resumed run has the same bits.
 
     Args:
-        recipe: as for `hmpx.prepare`.
-        verbose: log each distinct decision once.
+        recipe, keys: as for `hmpx.prepare`: ``HmpxCallback("bf16-sr", state_dtype="8bit", verbose=True)``.
 
     Attributes:
         recipe: what is in force; ``print(callback.recipe)`` writes it as a file.
@@ -50,8 +49,8 @@ class HmpxCallback(TrainerCallback):
         (torch.bfloat16, 2)
     """
 
-    def __init__(self, recipe: Stated, *, verbose: bool = False) -> None:
-        self.recipe = recipe_of_trainer(recipe, verbose)
+    def __init__(self, recipe: Stated, **keys: Any) -> None:
+        self.recipe = recipe_of_trainer(recipe, **keys)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Module, **more: Any

@@ -23,7 +23,7 @@ from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
-from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.optimizer_hooks import takes_hooks
 from hmpx.updates.ranks.checks import compare
@@ -152,7 +152,7 @@ def cast_models_of(
     return models
 
 
-def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
+def activate(recipe: Stated = None, *, process_group: Any = None, **keys: Any) -> Activation:
     """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
 
     Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are
@@ -164,6 +164,7 @@ def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
             PyTorch/XLA in the environment stand for, which the log says; else the default lists, FP32 weights.
         process_group: in a distributed job, the ranks whose optimizers hold the same parameters: those of one stage of
             a pipeline, say. None: all ranks.
+        keys: of a recipe, over those of `recipe`: ``activate("bf16-sr", state_dtype="8bit")``.
 
     Returns:
         A handle: `recipe`, `restore()`, and ``with activate(...):``. `hmpx.restore()` ends it too.
@@ -181,18 +182,18 @@ def activate(recipe: Stated = None, *, process_group: Any = None) -> Activation:
     if recipe is None and (found := recipe_of_environment()) is not None:
         recipe, said = found
         logger.warning("hmpx: %s", said)
-    activation = Activation(as_recipe(recipe), process_group)
+    activation = Activation(as_recipe(recipe, **keys), process_group)
     activation._install()
     return activation
 
 
-def recipe_of_trainer(stated: Stated, verbose: bool) -> Recipe:
+def recipe_of_trainer(stated: Stated, **keys: Any) -> Recipe:
     """Return the recipe that a trainer's plugin is given, with its lists read now: a script may change its folder."""
-    recipe = as_recipe(stated).inlined()
+    recipe = as_recipe(stated, **keys).inlined()
     for each in (recipe, recipe.under_zero()):
         with each.naming_lines():
             check_torch(each.settings())
-    return changed(recipe, verbose=True) if verbose else recipe
+    return recipe
 
 
 def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Activation:

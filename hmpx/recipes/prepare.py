@@ -33,7 +33,7 @@ Optimizers = TypeVar("Optimizers", torch.optim.Optimizer, Sequence[torch.optim.O
 
 
 def prepare(
-    model: torch.nn.Module, optimizer: Optimizers, recipe: Stated, *, process_group: Any = None
+    model: torch.nn.Module, optimizer: Optimizers, recipe: Stated, *, process_group: Any = None, **keys: Any
 ) -> tuple[torch.nn.Module, Optimizers]:
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 
@@ -55,6 +55,7 @@ def prepare(
             with FP32 weights.
         process_group: in a distributed job, the ranks that hold the same parameters: those of one stage of a pipeline,
             say. None: all ranks.
+        keys: of a recipe, over those of `recipe`: ``prepare(model, optimizer, "bf16-sr", state_dtype="8bit")``.
 
     Returns:
         The model and the optimizer, the same objects.
@@ -81,7 +82,7 @@ def prepare(
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
     stepping: list[torch.optim.Optimizer] = [unwrapped(each) for each in optimizers]
-    stated = as_recipe(recipe)
+    stated = as_recipe(recipe, **keys)
     recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
     policy = whole.policy()

@@ -47,8 +47,15 @@ logger = logging.getLogger("hmpx")
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 
 
-def as_recipe(recipe: Stated) -> Recipe:
-    """Return the recipe that a name, a path, keys or NxD's configuration state; None: default lists, FP32 weights."""
+def as_recipe(recipe: Stated, **keys: Any) -> Recipe:
+    """Return the recipe that a name, a path, keys or NxD's configuration state; None: default lists, FP32 weights.
+
+    keys: those of a recipe that lie over it, as over one that `extends` names.
+    """
+    if EXTENDS in keys:
+        raise HmpxError(f"{EXTENDS} goes into a file or a dict; the recipe is given already")
+    if keys:
+        return laid_over(as_recipe(recipe), checked(keys))
     if recipe is None:
         return DEFAULT
     if isinstance(recipe, Recipe):

@@ -219,8 +219,8 @@ def test_another_recipe_in_force_is_refused():
 def test_a_wrong_recipe_raises_when_the_plugin_is_made(monkeypatch):
     with pytest.raises(hmpx.HmpxError, match="did you mean 'neuron-bf16-sr'"):
         HmpxPrecision("neuron-bf16-st")
-    with pytest.raises(hmpx.HmpxError, match="not both"):
-        HmpxPrecision("hmp-o1", opt_level="O2")
+    with pytest.raises(hmpx.HmpxError, match="did you mean 'state_dtype'"):
+        HmpxPrecision("bf16-sr", state_dtyp="8bit")
     with pytest.raises(hmpx.HmpxError, match="needs a recipe"):
         HmpxPrecision()
     monkeypatch.setattr("hmpx.updates.attach.torch", SimpleNamespace(Tensor=object, __version__="2.12"))

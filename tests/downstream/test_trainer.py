@@ -147,6 +147,24 @@ def test_a_trainer_without_a_recipe_keeps_its_weights_and_its_optimizer(tmp_path
     assert bits(trainers[1].model) == plain
 
 
+def test_state_in_8_bits_with_the_clipping_that_a_trainer_has(tmp_path):
+    """By the recipe, and by its key over another: the loss is that of FP32, which lean8 names where it cannot go."""
+
+    def loss(recipe, **keys):
+        callbacks = [HmpxCallback(recipe, **keys)] if recipe else []
+        trainer = trained(gpt2(**NO_DROPOUT), None, tmp_path, callbacks=callbacks, max_steps=24)
+        coded = any(values.dtype is torch.uint8 for values in trainer.optimizer.state_dict()["state"][0].values())
+        assert coded == bool(recipe)
+        hmpx.restore()
+        return trainer.model.float()(input_ids=whole, labels=whole).loss.item()
+
+    whole = torch.stack([text["input_ids"] for text in texts()])
+    expected, found = loss(None), loss("bf16-sr-8bit")
+    assert found == loss("bf16-sr", state_dtype="8bit") == pytest.approx(expected, rel=0.01)
+    with pytest.raises(hmpx.HmpxError, match="bf16-sr-8bit has 8-bit state, as lean8"):
+        trained(gpt2(**NO_DROPOUT), "lean8", tmp_path, max_grad_norm=0)
+
+
 def test_two_recipes_are_refused(tmp_path):
     both = [HmpxCallback("hmp-o1"), HmpxCallback("hmp-o2")]
     with pytest.raises(hmpx.HmpxError, match="another recipe is in force, of a second plugin or of a trainer that was"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.insight.check import check_files
+from hmpx.recipes.activate import recipe_of_trainer
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 from hmpx.shell.options import add_recipe_options, recipe_asked
@@ -152,6 +155,30 @@ def test_a_long_chain_is_refused(tmp_path):
     with pytest.raises(hmpx.HmpxError, match="more than 32 recipes that ext"):
         read_recipe(tmp_path / "a.yaml")
     assert "more than 32 recipes that ext" in "\n".join(map(str, check_files([str(tmp_path / "a.yaml")])))
+
+
+def test_keys_lie_over_a_recipe_wherever_one_is_taken(tmp_path):
+    """As `extends` has it; what is no key, and what cannot act, is refused before anything is changed."""
+    (tmp_path / "mine.yaml").write_text("extends: bf16-sr\nseed: 3\n")
+    for base in ("bf16-sr", tmp_path / "mine.yaml", {"extends": "bf16-sr", "seed": 3}, read_recipe("bf16-sr")):
+        wanted = as_recipe({"extends": as_recipe(base), "state_dtype": "8bit"})
+        assert recipe_of_trainer(base, state_dtype="8bit") == wanted.inlined()
+        with hmpx.activate(base, state_dtype="8bit") as handle:
+            assert handle.recipe == wanted.inlined()
+        model = nn.Linear(4, 4)
+        hmpx.prepare(model, optimizer := optim.AdamW(model.parameters()), base, state_dtype="8bit")
+        assert hmpx.updates.attach.attached(optimizer).settings == wanted.settings()
+        hmpx.restore(optimizer)
+    prepare = functools.partial(hmpx.prepare, model := nn.Linear(4, 4), optim.SGD(model.parameters()))
+    for keys, said in (
+        ({"state_dtyp": "8bit"}, "did you mean 'state_dtype'"),
+        ({"extends": "lean"}, "the recipe is given already"),
+        ({"parameter_dtype": "float32", "state_dtype": "8bit"}, "state_dtype: 8bit would do nothing"),
+    ):
+        for take in (recipe_of_trainer, hmpx.activate, prepare):
+            with pytest.raises(hmpx.HmpxError, match=said):
+                take("bf16-sr", **keys)
+    assert model.weight.dtype is torch.float32 and not isinstance(torch.matmul, types.FunctionType)
 
 
 SETTINGS = [

@@ -156,7 +156,7 @@ def test_a_model_that_is_made_after_activate_has_its_rules_when_its_optimizer_is
 
 def test_a_trainers_plugin_has_the_rules_too():
     """Lightning and transformers hand the model over first, perhaps several times."""
-    recipe = recipe_of_trainer({"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}}, False)
+    recipe = recipe_of_trainer({"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}})
     with contextlib.ExitStack() as undo:
         activation, model = activate_for("HmpxCallback", recipe, undo), Net()
         for _ in range(2):

@@ -71,7 +71,7 @@ DTYPES = {  # of the weights, the loss and the state
     **dict.fromkeys(("bf16-sr", "fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
-    **dict.fromkeys(("lean8", "lean4", "flash"), "bfloat16 float32 uint8 "),
+    **dict.fromkeys(("bf16-sr-8bit", "lean8", "lean4", "flash"), "bfloat16 float32 uint8 "),
     **dict.fromkeys(("torchao-bf16-sr", "xla-use-bf16", "xla-downcast-bf16"), "bfloat16 " * 3),
 }
 

@@ -59,7 +59,8 @@ def _error(what: str, gradient: Released) -> HmpxError:
         f"{what}: this gradient is gone: {gradient.optimizer} is attached with release_gradients=True, so each "
         "parameter steps in backward(), with its gradient as it is, and frees it. For clipping, norms, GradScaler, "
         "accumulation, skipped steps or a second optimizer of a parameter set release_gradients=False, or take a "
-        "recipe without it (bf16-sr; torchao-bf16-sr has BF16 state, as lean). To end this step, call "
+        "recipe without it (bf16-sr-8bit has 8-bit state, as lean8; torchao-bf16-sr BF16 state, as lean; bf16-sr). "
+        "transformers' Trainer always measures the norm of gradients. To end this step, call "
         "optimizer.step(). For gradients of inputs alone there is torch.autograd.grad"
     )
 
