@@ -80,6 +80,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
+        self._log = VerboseLog()
         self._rounded: dict[str, int] = {}
         self._said: set[str] = set()
         self._first_step = FirstStep(policy.low_precision)
@@ -191,9 +192,13 @@ class Conversion(Installation):
 
     @none_collected()
     def put_in_force_again(self) -> None:
-        """Build every wrapper again, from torch and the observers as they are now."""
-        self._changes.close()
-        self._apply()
+        """Build every wrapper again, from torch and the observers as they are now. The log of decisions goes on."""
+        self._log.goes_on = True
+        try:
+            self._changes.close()
+            self._apply()
+        finally:
+            self._log.goes_on = False
 
     def _change(self, changes: Changes) -> None:
         """Make every change of this conversion, from torch as it is now."""
@@ -211,14 +216,14 @@ class Conversion(Installation):
             changes.callback(modules.clear)
         changes.callback(step_hooks.uninstall)
         step_hooks.install()  # first: the patch table wraps what it finds
-        log = VerboseLog() if self._verbose else None
-        observers = [*([log] if log else ()), *process_state.observers]
+        observers = [*([self._log] if self._verbose else ()), *process_state.observers]
         observer = Several(observers) if observers else None
         everywhere = self.where == "everywhere"
         self._casts = Casts(PatchTable(self._policies, observer, self.dtype_map, self.kernels, everywhere))
-        if log:
-            log.apply(changes)
-        self._announce()
+        if self._verbose:
+            self._log.apply(changes)
+        if not self._log.goes_on:
+            self._announce()
         if self.policy.bf16:
             self._first_step.apply(changes)
         if governs_autocast(self.policy):

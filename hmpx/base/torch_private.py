@@ -259,6 +259,7 @@ AGREEMENT = Feature(
     "ranks that compare their settings",
     "they do not: see that seed, recipe and number of steps are the same on all",
     Name("torch.distributed.distributed_c10d._get_default_store", "what they compare by"),
+    Name("torch.distributed.distributed_c10d._get_default_group", "the group of all ranks"),
     Name("torch.distributed.distributed_c10d:_world", "all groups of ranks", None),
     Name("torch.distributed.ProcessGroup._get_sequence_number_for_group", "whether ranks have talked", None),
 )

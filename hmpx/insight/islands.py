@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import os
@@ -65,13 +66,23 @@ def _in_function(function: FunctionType) -> Iterator[str]:
 def _is_off(call: ast.Call, names: dict[str, Any]) -> bool:
     """Return whether a call makes a region that is not enabled, or the forward of a function that casts its inputs."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    given = {each.arg: each.value for each in call.keywords}
+    given = {each.arg: each.value for each in call.keywords if each.arg}
     if name == "custom_fwd":
-        return "cast_inputs" in given
-    if name not in _REGIONS and names.get(name) is not torch.autocast:
+        return "cast_inputs" in given and not _is(given["cast_inputs"], None)
+    function = names.get(name, torch.autocast)
+    if name not in _REGIONS and function is not torch.autocast:
         return False
-    values = [*given.values(), *call.args]
-    off = [given["enabled"]] if "enabled" in given else [each for each in values if isinstance(each, ast.Constant)]
-    return any(isinstance(each, ast.Constant) and each.value is False for each in off) or any(
-        isinstance(each, ast.Attribute) and each.attr in ("float32", "float64") for each in values
-    )
+    if isinstance(call.func, ast.Attribute) and ast.unparse(call.func) in _OF_DEVICES:
+        function = _OF_DEVICES[ast.unparse(call.func)]
+    with contextlib.suppress(TypeError, ValueError):  # it is called otherwise, or has no signature
+        given = inspect.signature(function).bind_partial(*call.args, **given).arguments
+    dtype = given.get("dtype")
+    is_wide = isinstance(dtype, ast.Attribute) and dtype.attr in ("float32", "float64")
+    return is_wide or ("enabled" in given and _is(given["enabled"], False))
+
+
+_OF_DEVICES = {"torch.cuda.amp.autocast": torch.cuda.amp.autocast, "torch.cpu.amp.autocast": torch.cpu.amp.autocast}
+
+
+def _is(node: Any, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value

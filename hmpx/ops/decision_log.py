@@ -58,6 +58,7 @@ class VerboseLog:
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
+        self.goes_on = False  # whether the next `apply` counts on
 
     def leaves(self, caller: types.CodeType) -> bool:
         return False
@@ -93,8 +94,11 @@ class VerboseLog:
 
     def _close(self) -> None:
         atexit.unregister(self._close)
+        if self.goes_on:
+            return
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
+        self._seen.clear()
 
 
 def _dtypes(values: Any) -> str:

@@ -38,6 +38,10 @@ class Several(nn.Module):
         with torch.autocast("cpu"), torch.autocast("cpu", dtype=torch.float32):
             return summed(x)
 
+    def cast(self, x):
+        with torch.autocast("cpu", cache_enabled=False), torch.autocast("cpu", torch.bfloat16, True, False):
+            return torch.amp.custom_fwd(summed, device_type="cpu", cast_inputs=None)(x)
+
 
 def test_explain_of_a_recipe_with_a_model_names_the_lines_that_are_left_alone(capsys):
     hmpx.explain("autocast-cuda", Several())

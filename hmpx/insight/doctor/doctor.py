@@ -75,8 +75,8 @@ class Diagnosis(Report):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
             for figure in each.evidence:
                 lines += textwrap.wrap(figure, width, initial_indent=" " * 7, subsequent_indent=" " * 7)
-            after = self.findings[i + 1 : i + 2]
-            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in after]:  # unless the next repeats it
+            before = self.findings[i - 1 : i] if i else []
+            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in before]:  # unless it repeats the last
                 lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
         for reason in self.not_checked:
             lines += textwrap.wrap(f"not checked: {reason}", width, subsequent_indent=" " * 7)

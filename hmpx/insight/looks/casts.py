@@ -64,7 +64,8 @@ def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
         elif up and numbers["autocast"]:
             said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
             wrong = not spot.place.where.startswith(PACKAGES)  # a library casts to the dtype of its weights
-            do = "leave autocast there: with torch.autocast(device, enabled=False)"
+            device = next((p.device.type for p in names), "cuda")
+            do = f'leave autocast there: with torch.autocast("{device}", enabled=False)'
             yield Problem("upcast", wrong, said, do, spot.where, weight=0.3)
         elif numbers["same_line"]:
             does = "changes nothing and costs two casts" if up else "rounds it to low precision and gains nothing"

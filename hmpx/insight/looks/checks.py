@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import OpLook
 from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
@@ -22,6 +23,7 @@ from hmpx.ops.wrapping.callers import rule_of
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
 _FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[(=,]\s*dtype\s*[,)]")
+_OpOverload = private("torch._ops.OpOverload")
 _IN_FP32 = "compute it in float32 (x.float())"
 
 
@@ -157,6 +159,8 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
         return "module"
     if check.evidence is evidence.probabilities and notes.facts(op.given[0]).get("cast") is not None:
         return ""  # the program itself has rounded the probabilities
+    if any(frame.f_globals.get("__name__") == _OpOverload.__module__ for frame in op.inner_frames()):
+        return ""  # torch.ops, which no list reaches
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
     for frame in op.inner_frames():

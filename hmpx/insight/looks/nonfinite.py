@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,14 +11,13 @@ import torch
 from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
-from hmpx.insight.finding import Names, Problem
+from hmpx.insight.finding import Names, Problem, asked
 from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked, sample
 from hmpx.ops.policies.catalog import catalog
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
-_SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
 
 
@@ -53,7 +49,6 @@ class Nonfinite(Look):
         self._reached: tuple[str, int, str] | None = None  # weights or gradients, the iteration, the line of the step
         self._lines: dict[int, str] = {}
         self._looked: set[int] = set()
-        self._script = ""  # what is run, for a command line
         self._now = self._passed = 0  # the iteration of this step, and of the last whose gradients were finite
 
     def see(self, notes: Notes, op: OpCall) -> None:
@@ -97,7 +92,7 @@ class Nonfinite(Look):
         return spot
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
-        self._lines[id(optimizer)], self._script = where, _script()
+        self._lines[id(optimizer)] = where
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         if not bool(getattr(optimizer, "found_inf", None)):
@@ -146,8 +141,8 @@ class Nonfinite(Look):
             yield Problem("inf or NaN", True, said, do, where, weight=0.9)
         elif self._reached is not None:
             said = when if what == "gradients" else f"weights are inf or NaN from step {iteration} on"
-            command = f"python -m hmpx doctor --at {iteration} {self._script}"
-            do = f"{command} looks at every op of that step and names the first"
+            do = asked(f"--at {iteration}", f"hmpx.doctor(at=[{iteration}])")
+            do += " looks at every op of that step and names the first"
             yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
             yield _made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
@@ -168,16 +163,6 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
     return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight, recipe)
-
-
-def _script() -> str:
-    """Return the command line of a script that a command of hmpx runs, without that of hmpx."""
-    main, name = sys.modules.get("__main__"), Path(sys.argv[0]).stem
-    if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
-        return "train.py"
-    if (package := getattr(main, "__package__", None)) is None:
-        return shlex.join(sys.argv)
-    return shlex.join(["-m", package if name == "__main__" else f"{package}.{name}".lstrip("."), *sys.argv[1:]])
 
 
 def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -9,7 +9,7 @@ import torch
 
 from hmpx.insight.capture.dispatch import FEW, OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.finding import Names, Problem, asked, percent, some
 from hmpx.insight.places import short_place
 from hmpx.insight.tensors import LOW, sample
 
@@ -35,7 +35,19 @@ def look_at_products(notes: Notes, op: OpCall) -> None:
         half = op.out.dtype is torch.float16
         notes.note("product in low", op, flops=flops, autocast=in_autocast(op.out), half=half)
     elif op.out.dtype is _WIDE:
-        notes.note("product", op, torch.get_float32_matmul_precision(), flops=flops, gpu=op.out.is_cuda)
+        notes.note("product", op, _precision(op.out), flops=flops, gpu=op.out.is_cuda)
+
+
+def _precision(out: torch.Tensor) -> str:
+    """Return which of "highest", "high" and "medium" holds on a device: torch has a switch for all, and newer ones."""
+    backend = torch.backends.cuda if out.is_cuda else torch.backends.mkldnn
+    own = getattr(getattr(backend, "matmul", None), "fp32_precision", "none")
+    if (known := {"ieee": "highest", "tf32": "high", "bf16": "medium"}.get(own)) is not None:
+        return known
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer switches say something else of another device
+        return "highest"
 
 
 def are_low_by_hand(notes: Notes) -> bool:
@@ -84,12 +96,14 @@ def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
     if nonzero and not notes.skipped:
         share = sum(spot.numbers["tiny"] for spot in spots) / nonzero
         said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
-        do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
+        device = next((p.device.type for p in names), "cuda")
+        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * share
         yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
     if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
         said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
         said += "gradients are inf or NaN at any scale"
-        do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
+        do = f"look for the first op that makes them ({asked('--at 3', 'hmpx.doctor(at=[3])')}), or use BF16, which "
+        do += "needs no scale"
         yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
 
 

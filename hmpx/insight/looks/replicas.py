@@ -51,7 +51,8 @@ class Replicas(Look):
         distributed = torch.distributed
         if not self._groups and distributed.is_available() and distributed.is_initialized():
             world = getattr(distributed.distributed_c10d, "_world", None)
-            self._groups = [distributed.group.WORLD, *getattr(world, "pg_map", ())]
+            default = private("torch.distributed.distributed_c10d._get_default_group")()
+            self._groups = [default, *getattr(world, "pg_map", ())]
         try:
             return [each._get_sequence_number_for_group() for each in self._groups]
         except (AttributeError, RuntimeError):  # the backend does not count, or the group is gone
