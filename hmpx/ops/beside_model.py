@@ -10,7 +10,7 @@ that nobody has patched `Module.__call__`.
   in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
 - A layer's check of its input's dtype accepts an input that will be cast.
 - Activation checkpointing runs a stored function in the region in which it was stored.
-- A function in `op_facts.NO_LOW_FUNCTIONS` says why torch refuses BF16.
+- A function in `op_facts.NO_LOW_FUNCTIONS` takes mixed dtypes, and says why torch refuses BF16.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
-from hmpx.ops.wrapping.overriding import call, called_by_torch
+from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.overriding import call, called_by_torch, stand_in
 from hmpx.ops.wrapping.refusals import build_explaining
-from hmpx.ops.wrapping.rules import cast
+from hmpx.ops.wrapping.rules import call_cast, cast, is_explicit
 from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
 
@@ -43,6 +45,7 @@ _BACKWARD = "torch.autograd._engine_run_backward"  # `backward` and `grad` call 
 _BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "torch.autograd.grad")
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _CALL = "torch.nn.Module.__call__"
+_REFUSING = Signature(refuses_mixed=True)
 _WAYS = tuple(f"torch.nn.Module.{name}" for name in ("_wrapped_call_impl", "_compiled_call_impl", "_call_impl"))
 _HOOKS = "BackwardHookFunctionBackward"  # the node in which a module's own backward hooks run, and nothing else
 _DYNAMO_CALL = "unpatched_nn_module_call"  # if `Module.__call__` equals it, Dynamo goes straight to `forward`
@@ -69,7 +72,7 @@ class BesideModel:
             if module in sys.modules:
                 yield from self._uncast_in(module)
         for path in op_facts.NO_LOW_FUNCTIONS:
-            yield patch_at(path, Patching.EXPLAINED, functools.partial(_explaining, path))
+            yield patch_at(path, Patching.EXPLAINED, functools.partial(_mixing, path, switch))
         for path, weights in op_facts.INPUT_CHECKS.items() if RECURRENT.is_on() else ():
             yield patch_at(path, Patching.CHECK, functools.partial(_checking, weights, switch))
         for path, position in op_facts.CALLED_LATER.items() if CHECKPOINTING.is_on() else ():
@@ -203,8 +206,16 @@ def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
     return named_like(uncast, path, original)
 
 
-def _explaining(path: str, function: Callable) -> Callable:
-    return build_explaining(path, path, function, function)
+def _mixing(path: str, switch: Switch, function: Callable) -> Callable:
+    """Return a function in no catalogue that takes tensors of several dtypes in that of the first dense one."""
+
+    @stand_in(function)
+    def mixing(*args, **kwargs):
+        if switch.casts_off(_REFUSING, args, kwargs, Rule.FIRST_INPUT) or is_explicit(args, kwargs):
+            return call(function, args, kwargs)
+        return call_cast(function, Rule.FIRST_INPUT, _REFUSING, args, kwargs)
+
+    return build_explaining(path, path, function, mixing)
 
 
 def _checking(weights: str, switch: Switch, original: Callable) -> Callable:

@@ -164,6 +164,23 @@ def test_a_mixture_that_torch_takes_keeps_torchs_bits(how):
             assert refused[name] is None and _made(call)[0].dtype is torch.bfloat16, name
 
 
+@pytest.mark.parametrize("where", ["everywhere", "model"])
+def test_ops_with_lists_of_tensors_mix_as_the_op_without(where):
+    """Each tensor is cast to its partner's dtype, in lists of several dtypes too; FP64 stays torch's matter."""
+    held = [torch.zeros(3), torch.zeros(2).bfloat16(), torch.zeros(2)]
+    new = [torch.ones(3).bfloat16(), torch.ones(2), torch.ones(2)]
+    rates = [torch.full_like(each, 0.25) for each in new]
+    with hmpx.convert(bf16=["linear"], where=where), torch.no_grad():
+        for weight in (0.25, rates, [0.25] * 3):
+            given = [each.clone() for each in held]
+            torch._foreach_lerp_(given, new, weight)
+            made = torch._foreach_lerp(held, new, weight)
+            assert [each.dtype for each in given] == [each.dtype for each in made] == [each.dtype for each in held]
+            assert all((each == 0.25).all() for each in (*given, *made))
+        with pytest.raises(RuntimeError):
+            torch._foreach_lerp([torch.zeros(3)], [torch.zeros(3).double()], 0.5)
+
+
 def test_numbers_that_say_where_to_look_are_not_rounded():
     """Beside BF16, which torch refuses, they are computed in FP32, with the bits of FP32."""
     grid, steps = torch.rand(1, 3, 3, 2) * 2 - 1, torch.linspace(0.001, 0.999, 7)

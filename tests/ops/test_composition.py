@@ -412,6 +412,67 @@ def test_fp32_kernels_compute_an_lstm_whose_products_are_listed(grad):
         assert same(_outcome(*JOINED[name], hmpx.convert(**lists), grad=grad), _by_torch(name, grad=grad)), name
 
 
+def test_a_constant_sparse_matrix_multiplies_features_as_under_autocast():
+    """In each spelling that autocast runs; one that is given FP32 features stays in FP32."""
+    links, x = (
+        (torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) > 0.6).float().to_sparse(),
+        torch.ones(12, 4),
+    )
+    calls = {
+        "A @ h": lambda h: links @ h,
+        "A @ v": lambda h: links @ h[:, 0],
+        "mm": lambda h: torch.mm(links, h),
+        "spmm": lambda h: torch.spmm(links, h),
+        "sparse.mm": lambda h: torch.sparse.mm(links, h),
+        "A.mm": lambda h: links.mm(h),
+        "matmul": lambda h: torch.matmul(links, h),
+        "addmm": lambda h: torch.addmm(x, links, h),
+        "sparse softmax": lambda h: torch.sparse.softmax(links, 1) @ h,
+    }
+    layer = nn.Linear(4, 4)
+
+    def features():
+        return layer(x)
+
+    for name, call in calls.items():
+        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+            wanted = call(features())
+        for recipe in ("autocast-cpu", "autocast-cuda", "hmp-o1", "bf16-sr"):
+            with hmpx.activate({"extends": recipe, "where": "everywhere"}):
+                found = call(features())
+                assert found.dtype is BF16 and torch.equal(found, wanted), (name, recipe)
+                assert torch.sparse.mm(links, x).dtype is FP32
+
+
+def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
+    """The product alone is cast, and what is added is not."""
+    vmap, x, signal = torch.func.vmap, torch.randn(4, 16), torch.randn(1, 1, 16)
+    w, b, batches = torch.randn(2, 8, 16), torch.randn(2, 8), torch.randn(2, 3, 16, 8)
+    calls = {
+        "linear": lambda: vmap(lambda w, b: F.linear(x, w, b))(w, b),
+        "linear by name": lambda: vmap(lambda w, b: F.linear(bias=b, input=x, weight=w))(w, b),
+        "linear of BF16 with an FP32 bias": lambda: vmap(lambda w, b: F.linear(x.bfloat16(), w.bfloat16(), b))(w, b),
+        "addmm": lambda: vmap(lambda w, b: torch.addmm(b, x, w.T, beta=0.5, alpha=2.0))(w, b),
+        "a method": lambda: vmap(lambda w, b: b.addmm(x, w.T))(w, b),
+        "baddbmm": lambda: vmap(lambda w, b: torch.baddbmm(b, x.expand(3, 4, 16), w))(batches, b),
+        "addbmm": lambda: vmap(lambda w, b: torch.addbmm(b, x.expand(3, 4, 16), w))(batches, b),
+        "conv1d": lambda: vmap(lambda w, b: F.conv1d(signal, w[:, None, :3], b))(w, b),
+        "conv_transpose1d": lambda: vmap(lambda w, b: F.conv_transpose1d(w[None], w[:, None, :3], b[:1]))(w, b),
+        "nested": lambda: vmap(lambda w, b: vmap(lambda x: F.linear(x, w, b))(x))(w, b),
+        "a gradient outside": lambda: torch.func.grad(
+            lambda b: vmap(lambda w, b: F.linear(x, w, b))(w, b).float().square().sum()
+        )(b),
+        "a gradient inside": lambda: vmap(torch.func.grad(lambda b: F.linear(x, w[0], b).float().square().sum()))(b),
+        "none is batched": lambda: vmap(lambda b: F.linear(x, w[0], w[0, :, 0]) + b)(b),
+    }
+    for name, call in calls.items():
+        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+            wanted = call()
+        with hmpx.activate({"extends": "autocast-cpu", "where": "everywhere"}):
+            assert same([call()], [wanted]), name
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_arithmetic_that_is_listed_too_is_cast_with_its_products(lists):
     """Then the whole op has one precision; its own name decides before all."""
     rules = []

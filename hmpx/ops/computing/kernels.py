@@ -38,11 +38,9 @@ from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph, stand_in
-from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, cast, is_stated
+from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, autocast_inside, cast, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
-_is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
-_set_enabled, _set_dtype = private("torch._C.set_autocast_enabled"), private("torch._C.set_autocast_dtype")
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
@@ -141,10 +139,10 @@ def _kernel_inside(low: torch.dtype, widened: frozenset[torch.dtype]) -> Kernel:
         @stand_in(function, computes=False)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if op in op_facts.BREAK_GRAPHS:  # before autocast is on
-                return out_of_graph(_autocast_inside, low, function, args, kwargs)
+                return out_of_graph(autocast_inside, low, function, args, kwargs)
             if whole is not None and _runs_in_onednn(*args, **kwargs):
                 return call(whole, cast(args, low), cast(kwargs, low))
-            return _autocast_inside(low, function, args, kwargs)
+            return autocast_inside(low, function, args, kwargs)
 
         return inside
 
@@ -158,34 +156,6 @@ def _runs_in_onednn(input: Any = None, hx: Any = None, *rest: Any, **more: Any) 
     if type(input) not in PLAIN or not input.is_cpu or input.dtype not in ELIGIBLE:
         return False
     return isinstance(hx, (list, tuple)) and hx[0].shape[-1] == hx[1].shape[-1]
-
-
-def _autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
-    device = _device((*args, *kwargs.values()))
-    if not (device and torch.amp.is_autocast_available(device)):
-        return call(op, args, kwargs)
-    before = _is_enabled(device), _dtype_of(device)
-    torch.autocast_increment_nesting()
-    try:
-        _set_enabled(device, True)
-        _set_dtype(device, low)
-        return call(op, args, kwargs)
-    finally:
-        _set_enabled(device, before[0])
-        _set_dtype(device, before[1])
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()  # it holds the weights that were cast
-
-
-def _device(values: Iterable[Any]) -> str:
-    """Return the type of the device of the first tensor."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.device.type
-        if isinstance(value, (list, tuple)) and (found := _device(value)):
-            return found
-    return ""
 
 
 def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:

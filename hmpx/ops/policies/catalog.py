@@ -97,8 +97,9 @@ def _functions() -> Named:
                 places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
     variable, layers = private("torch._C._VariableFunctions"), private("torch._VF") if has("torch._VF") else None
     for aten in dir(variable):
+        function, aten = getattr(variable, aten), op_facts.ALIASES.get(aten, aten)
         if not aten.startswith("__") and schemas(aten):
-            held = places.get(id(getattr(variable, aten)), ())
+            held = places.get(id(function), ())
             yield from _builtin(aten, held if layers is None else (*held, (layers, aten, f"torch._VF.{aten}")))
     spaces = ("", private("torch._C._nn")), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
     for prefix, space in spaces:
@@ -223,7 +224,7 @@ def catalog() -> dict[str, Op]:
             name,
             entries,
             follows,
-            refuses_mixed=name in op_facts.REFUSES_MIXED,
+            refuses_mixed=op_facts.refuses_mixed(name),
             computes=_computes(name, entries),
             view=_is_view(name),
             rows=COMPOSED.get(name, ()),

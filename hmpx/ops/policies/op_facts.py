@@ -49,6 +49,9 @@ FOLLOWS = {
     "special_gammainc": "igamma", "special_gammaincc": "igammac",
 }  # fmt: skip
 
+# C functions without a schema of their own, and the op that they are.
+ALIASES = {"spmm": "mm", "dsmm": "mm"}
+
 # The operators of an op. `iadd` and its kin stand for the in-place operator alone, `rsub` for the reflected one.
 OPERATORS = {
     "add": ("__add__", "__radd__"),
@@ -114,6 +117,12 @@ REFUSES_MIXED = frozenset(
     scatter_reduce tensordot triangular_solve vdot
     """.split()
 )
+
+
+def refuses_mixed(op: str) -> bool:
+    """Return whether an op refuses, or one with lists of tensors, as its own op does with each pair."""
+    return op.removeprefix("_foreach_") in REFUSES_MIXED
+
 
 # Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element.
 # So do those in NO_LOW_KERNEL.

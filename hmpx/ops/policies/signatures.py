@@ -39,7 +39,8 @@ class Signature:
     statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
     python: implemented in Python, so that it may call other listed ops.
     refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not.
-    loss: it has a `reduction`, as losses alone have.
+    loss: it has a `reduction`, as losses alone have. in_lists: it takes lists, and their tensors in pairs.
+    adds: the argument that is added to a product; "" for other ops.
     """
 
     lead: tuple[Argument, ...] | None = None
@@ -51,6 +52,8 @@ class Signature:
     refuses_mixed: bool = False
     takes_mixed: Callable[..., bool] | None = None
     loss: bool = False
+    in_lists: bool = False
+    adds: str = ""
 
 
 @functools.cache
@@ -94,15 +97,24 @@ def read_signature(name: str, first: str) -> Signature:
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
         beside=beside,
-        refuses_mixed=op in op_facts.REFUSES_MIXED,
+        refuses_mixed=op_facts.refuses_mixed(op),
         takes_mixed=TAKES_MIXED.get(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
+        in_lists=op.startswith("_foreach_"),
+        adds=_addend(op, shared) if agreed else "",
     )
 
 
 def _is_free(name: str) -> bool:
     """Return whether a written wrapper can have an argument of this name; its own begin with an underscore."""
     return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_") and name != "type"
+
+
+def _addend(op: str, lead: tuple[Argument, ...]) -> str:
+    if op not in op_facts.O2_BF16:
+        return ""
+    scaled = any(a.name == "beta" for schema in schemas(op) for a in schema.arguments)
+    return lead[0].name if scaled else next((p.name for p in lead if p.name == "bias"), "")
 
 
 def _argument(argument: Any, first: str) -> Argument:

@@ -65,11 +65,21 @@ import torch
 
 from hmpx.base import region_state
 from hmpx.ops.captured_names.raw import GENERATED
-from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Argument, Signature
 from hmpx.ops.wrapping.callers import WRITTEN, register
 from hmpx.ops.wrapping.overriding import call, called_by_torch
-from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, call_cast, cast, has_dtype, is_explicit, is_stated
+from hmpx.ops.wrapping.rules import (
+    ELIGIBLE,
+    METHODS,
+    TARGETS,
+    call_cast,
+    cast,
+    has_dtype,
+    is_explicit,
+    is_stated,
+    is_taken_apart,
+)
 from hmpx.ops.wrapping.switch import WIDEN, Switch
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
@@ -159,12 +169,16 @@ _LEAVE = """\
 _CAST = """\
             _{p}_cast = {p}
             if _{p}_dtype is _usual or _{p}_dtype in _castable:
-                if {p}.layout is not _strided:
+{apart}                if {p}.layout is not _strided:
                     return _unusual(_original, _run, _switch, _rule, _signature, ({names},), _args, _kwargs)
                 if _caches and _{p}_type is _Param:
                     _{p}_cast = _cast_weight({p}, _target, _to_target)
                 else:
                     _{p}_cast = _to_target({p})
+"""
+_APART = """\
+                if _is_taken_apart(_rule, _signature, ({names},)):
+                    return _unusual(_original, _run, _switch, _rule, _signature, ({names},), _args, _kwargs)
 """
 _CAST_CALL = """\
             if _args or _kwargs:
@@ -236,7 +250,10 @@ def make_wrapper(
             same = [f"(_{p.name}_dtype is {first} or _{p.name}_dtype not in _eligible)" for p in tensors[1:]]
             body += _LEAVE.format(same=" and ".join(same) or "True", **fields)
         else:
-            body += "".join(_CAST.format(p=p.name, **fields) for p in tensors) + _CAST_CALL.format(**fields)
+            for p in tensors:
+                apart = p.name == signature.adds and rule in LOW_RULES.values()
+                body += _CAST.format(p=p.name, apart=_APART.format(**fields) if apart else "", **fields)
+            body += _CAST_CALL.format(**fields)
     head = _HEAD + "".join(_TYPE.format(p=p.name) for p in tensors) + _ARE_PLAIN
     source = head.format(**fields) + body + _TAIL.format(**fields)
     namespace: dict[str, Any] = {
@@ -258,6 +275,7 @@ def make_wrapper(
         "_Param": torch.nn.Parameter,
         "_unusual": _unusual,
         "_widening": widening,
+        "_is_taken_apart": is_taken_apart,
         "_nowhere": region_state.nowhere,
         "_traced": region_state.traced,
         "_is_stated": is_stated,

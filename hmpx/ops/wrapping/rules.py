@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hmpx.base.containers import ATOMS, leaves, with_items
+from hmpx.base.torch_private import in_torch_func, private
 from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Signature
@@ -33,6 +35,9 @@ Tensor = torch.Tensor
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DENSE = frozenset({torch.strided, torch.jagged})  # layouts; nested tensors have either
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
+_VMAP, _is_batched = private("torch._C._functorch.TransformType.Vmap"), private("torch._C._functorch.is_batchedtensor")
+_is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
+_set_enabled, _set_dtype = private("torch._C.set_autocast_enabled"), private("torch._C.set_autocast_dtype")
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
 TARGETS = {
     **{rule: dtype for dtype, rule in LOW_RULES.items()},
@@ -119,8 +124,15 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
     takes = signature.takes_mixed if rule is Rule.FIRST_INPUT else None
     if dtype is None or (takes is not None and accepts(takes, args, kwargs)):
         return args, kwargs
-    if not signature.python and any(map(is_sparse, (*args, *kwargs.values()))):
-        return args, kwargs  # torch has no mixture of layouts and dtypes
+    if not signature.python and (sparse := [*filter(is_sparse, (*args, *kwargs.values()))]):
+        if {*eligible_dtypes((*args, *kwargs.values()))} <= {each.dtype for each in sparse}:
+            return args, kwargs
+        args = tuple(METHODS[dtype](value) if is_sparse(value) else value for value in args)  # beside a dense tensor
+        kwargs = {key: METHODS[dtype](value) if is_sparse(value) else value for key, value in kwargs.items()}
+    if signature.in_lists:
+        return (args[0], *(_as_each(args[0], value) for value in args[1:])), {
+            key: _as_each(args[0], value) for key, value in kwargs.items()
+        }
     if not signature.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
     names = [p.name for p in signature.lead or ()]
@@ -135,6 +147,55 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
 
 
+def _as_each(firsts: Any, others: Any) -> Any:
+    """Cast each tensor of a list to the dtype of its partner; what is no list of them stays."""
+    if not isinstance(others, (list, tuple)):
+        return others
+    return [
+        cast(other, first.dtype) if is_eligible(first) else other for first, other in zip(firsts, others, strict=False)
+    ] + list(others[len(firsts) :])
+
+
+def is_taken_apart(rule: Rule, signature: Signature, values: tuple) -> bool:
+    """Return whether `torch.func.vmap` takes a product in low precision apart from what is added to it.
+
+    There torch.autocast casts the product alone.
+    """
+    if not signature.adds or rule not in LOW_RULES.values() or is_dynamo_compiling():
+        return False
+    layer = in_torch_func()
+    batched = layer is not None and any(isinstance(t, Tensor) and _is_batched(t) for t in values)
+    return batched and layer.key() == _VMAP
+
+
+def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
+    device = _device((*args, *kwargs.values()))
+    if not (device and torch.amp.is_autocast_available(device)):
+        return call(op, args, kwargs)
+    before = _is_enabled(device), _dtype_of(device)
+    torch.autocast_increment_nesting()
+    try:
+        _set_enabled(device, True)
+        _set_dtype(device, low)
+        return call(op, args, kwargs)
+    finally:
+        _set_enabled(device, before[0])
+        _set_dtype(device, before[1])
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()  # it holds the weights that were cast
+
+
+def _device(values: Iterable[Any]) -> str:
+    """Return the type of the device of the first tensor."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)) and (found := _device(value)):
+            return found
+    return ""
+
+
 def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> Any:
     """Call `op` with its arguments cast. Tensors that it writes to are updated in the caller's own storage.
 
@@ -143,6 +204,8 @@ def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwarg
     """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call_cast, op, rule, signature, args, kwargs)
+    if is_taken_apart(rule, signature, (*args, *kwargs.values())):
+        return autocast_inside(TARGETS[rule], op, args, kwargs)
     given = _by_position(signature, args, kwargs) if signature.statistics else (args, kwargs)
     fitting = _fitting(rule, signature, *given)
     if fitting is None:
