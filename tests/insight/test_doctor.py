@@ -9,6 +9,8 @@ import hmpx
 from tests.support.planted_trainings import PLANTED
 
 NOTES = {
+    "log",
+    "cumulative sum",
     "optimizer state",
     "softmax",
     "norm statistics",
@@ -17,6 +19,7 @@ NOTES = {
     "autocast",
     "matmul precision",
 }
+HARMLESS = {"loss: cross_entropy_in_bf16", "loss: squared_error_in_bf16"}  # it is off by less than 1 %
 BESIDE = {"fp16_weights": {"loss scaling"}, "bce_of_probabilities_that_were_bf16": {"casts there and back"}}
 
 
@@ -26,7 +29,7 @@ def test_a_planted_fault_is_found_and_nothing_else(name):
         PLANTED[name](True)
     kind, _, fault = name.partition(": ")
     assert sorted(each.kind for each in found.findings) == sorted({kind, *BESIDE.get(fault, ())}), str(found)
-    assert found.wrong == (kind not in NOTES) and not found.not_checked, str(found)
+    assert found.wrong == (kind not in NOTES and name not in HARMLESS) and not found.not_checked, str(found)
     assert ("no torch optimizer steps" in found.findings[0].said) == ("by_hand" in name and kind == "lost updates")
 
 

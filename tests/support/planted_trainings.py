@@ -327,7 +327,7 @@ def around(line):
 
 
 def _with_small_weights(model):
-    train(small(model, 0.1), optim.SGD(model.parameters(), lr=1e-30))
+    train(small(model), optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.95)))
 
 
 def around_fp32(line):
@@ -370,6 +370,15 @@ def by_loss(loss_of, dtype):
 
 
 planted_in_bf16("loss", by_loss, squared_error_in_bf16=lambda out, y, dtype: (out.to(dtype)[:, 0] - y).abs().mean())
+
+
+@planted("loss")
+def squared_error_of_what_was_rounded(sick):
+    """Outputs near their target: rounding them leaves little of the difference, and so of the gradient."""
+    dtype = BF16 if sick else FP32
+    _plain(lambda out, y: F.mse_loss((out + 8).to(dtype), (out.detach() + 8.02).to(dtype)))
+
+
 planted_in_bf16(
     "log", by_loss, log_of_bf16=lambda out, y, dtype: -(out.softmax(-1).to(dtype) + 0.01).log().float()[:, 0].mean()
 )
@@ -382,10 +391,10 @@ planted_in_bf16(
     "BCE",
     by_loss,
     bce_of_bf16_probabilities=lambda out, y, dtype: F.binary_cross_entropy(
-        out[:, 0].sigmoid().to(dtype), (y > 1).to(dtype)
+        (out[:, 0] + 8).sigmoid().to(dtype), (y > 1).to(dtype)
     ).float(),
     bce_of_probabilities_that_were_bf16=lambda out, y, dtype: F.binary_cross_entropy(
-        out[:, 0].sigmoid().to(dtype).float(), (y > 1).float()
+        (out[:, 0] + 8).sigmoid().to(dtype).float(), (y > 1).float()
     ),
 )
 
@@ -398,7 +407,7 @@ def rms_norm_in_bf16(x, sick):
 
 @planted_line("variance by difference", in_autocast)
 def moments_in_bf16(x, sick):
-    h = x.detach() if sick else x.detach().float()
+    h = x.detach() + 8 if sick else x.detach().float() + 8
     variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
     return (x.float() / (variance.abs().float() + 1).sqrt()).to(x.dtype)
 

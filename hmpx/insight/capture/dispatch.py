@@ -103,6 +103,7 @@ class OpWatch(TorchDispatchMode):
         super().__init__()
         self._notes, self._trouble = notes, trouble
         self._called = [each.called for each in looks if type(each).called is not Look.called]
+        self._over = [each.over for each in looks if type(each).over is not Look.over]
         self._see = {stage: [each.see for each in looks if stage in each.stages] for stage in STAGES}
         self._sees = any(self._see.values())
         self.stepping = self.setting_up = False
@@ -149,6 +150,9 @@ class OpWatch(TorchDispatchMode):
         self._left, self.setting_up = -1, False
         if graph_task() == -1:
             self.suspend()
+        with aside(self._trouble):
+            for over in self._over:
+                over()
         self._notes.forget_facts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -194,6 +198,8 @@ class OpWatch(TorchDispatchMode):
                 )
                 self._trace(op, whole)
                 self._look(op)
+            else:
+                self._notes.hand_on(args, kwargs, result)
         return result
 
     def _before(self, schema: Schema, args: tuple, kwargs: dict) -> list[Tensor] | None:
@@ -310,6 +316,9 @@ class Look:
 
     def see(self, notes: Notes, op: OpCall) -> None:
         """One op has run, in an iteration whose ops are looked at, and in one of `stages`."""
+
+    def over(self) -> None:
+        """No more ops of this iteration are seen. What was kept of it may be needed for the last time."""
 
     def met(self, optimizer: Optimizer, where: str) -> None:
         """An optimizer steps for the first time, at this line."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import types as python_types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -62,14 +63,15 @@ class Schema:
         return floating([args[i] if i < len(args) else kwargs.get(name) for i, name in self.written], True)
 
 
-@dataclass
+@dataclass(eq=False)
 class Spot:
     """One line of the program at which one kind of thing was found.
 
     said: what was found there the first time. mended_by: the op to list in FP32, or "module", which puts it into FP32;
     "" for nothing, or if no check has asked. numbers: sums over the calls. memories: addresses of the memory that the
     op writes to. made_by: ops that have rounded its input. forward: the op whose backward pass it is part of. owner:
-    the name of the buffer or parameter that it writes to, where a module owns it.
+    the name of the buffer or parameter that it writes to, where a module owns it. off: how far results are from those
+    of FP32, as a share of these; at most, and NaN if nothing was measured. is_read: whether a gradient depends on one.
     """
 
     kind: str
@@ -83,6 +85,8 @@ class Spot:
     made_by: set[tuple[str, Place]] = field(default_factory=set)
     forward: str = ""
     owner: str = ""
+    off: float = math.nan
+    is_read: bool = False
 
     @property
     def where(self) -> str:
@@ -199,6 +203,9 @@ class Notes:
         squares: how many sums of squares were added up.
         rounded: the op that has rounded probabilities to low precision, and its place.
         mended: whether a recipe puts what it was made of into FP32.
+        exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
+        of_nan: whether it was made of a NaN that the program has written.
+        spots: the lines whose results it was made of, and of which no gradient is known to depend.
 
     Attributes:
         names: those of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
@@ -209,7 +216,7 @@ class Notes:
         rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
             that were alive at the end of their iteration, each with the address of an older tensor that was not.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
-        unseen: what was not looked at, and how often.
+        unseen: what was not looked at, and how often. node: the number of the last op's node in autograd, or None.
     """
 
     _MOST = 4096
@@ -231,6 +238,8 @@ class Notes:
         self.unseen: Counter[str] = Counter()
         self._spots: dict[tuple, Spot] = {}
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
+        self.node: int | None = None  # the last of them
+        self._readers: dict[int, set[Spot]] = {}  # by node, the lines whose results the op reads
         self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: a subclass comes as an alias
 
     def place(self, frame: python_types.FrameType) -> Place:
@@ -240,8 +249,47 @@ class Notes:
     def note_node(self, name: str, frame: python_types.FrameType) -> None:
         """Note which line has called the op whose node autograd has just made."""
         number = private("torch.autograd._get_sequence_nr")() - 1 if LINES.is_on() else None
+        self.node = number
         if number is not None and number not in self._nodes:
             self._nodes[number] = self.place(frame), name
+
+    def follow(self, op: OpCall, found: set[Spot]) -> None:
+        """Note that results of an op are made of what these lines have made.
+
+        A gradient depends on it if a backward pass runs the node of the op, or if the op writes to weights.
+        """
+        spots = {spot for spot in (*found, *self._carried(op.args, op.kwargs)) if not spot.is_read}
+        if not spots:
+            return
+        node = self.node if op.is_of_model else -1
+        is_written = op.name.endswith("_") and op.given and self.are_weights({op.given[0].untyped_storage().data_ptr()})
+        if node is None or is_written or op.stage == "set up":  # who reads tables of a model is not known yet
+            for spot in spots:
+                spot.is_read = True
+        else:
+            self._readers.setdefault(node, set()).update(spots)
+            for each in tensors((op.result,)):
+                self.add(each, spots=spots)
+
+    def hand_on(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note that an op of indices and masks alone is made of what these were made of."""
+        if spots := self._carried(args, kwargs):
+            for each in tensors((result,)):
+                self.add(each, spots=spots)
+
+    def _carried(self, args: tuple, kwargs: dict[str, Any]) -> set[Spot]:
+        given = (*tensors(args), *tensors(kwargs.values())) if self._readers else ()
+        return {spot for each in given for spot in self.facts(each).get("spots", ())}
+
+    def passed(self, node: Any) -> None:
+        """Note that a backward pass runs a node."""
+        for spot in self._readers.pop(node._sequence_nr(), ()) if self._readers and not LINES.missing else ():
+            spot.is_read = True
+
+    def exact(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in FP32: as FP32 would have made it, if that is known."""
+        known = self.facts(tensor).get("exact", _nothing)()
+        return (tensor.detach() if known is None else known).float()
 
     def forward_of(self, node: Any) -> tuple[Place | None, str]:
         """Return place and name of the op that a node of autograd belongs to; None and "" if nobody saw the op."""
@@ -308,12 +356,26 @@ class Notes:
     def forget_facts(self) -> None:
         self._facts.clear()
         self._nodes.clear()
+        self._readers.clear()
         there = [made for made in self.rewritten.values() if not made.held.expired()]
         if len(self.outlived) < self._MOST:
             self.outlived += [(each, at) for each in there for at, (_, old) in each.older.items() if old.expired()]
         self.rewritten.clear()
         self.last_cast = None
         self.born.clear()
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors of any dtype among some values, in lists, too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(value)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _key(tensor: Tensor) -> tuple:

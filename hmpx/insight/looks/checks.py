@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import OpLook
 from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
-from hmpx.insight.finding import Names, Problem, some
+from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.places import MIXING, short_places
@@ -24,15 +25,17 @@ _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dty
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
 _FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[(=,]\s*dtype\s*[,)]")
 _OpOverload = private("torch._ops.OpOverload")
+LIMIT = 0.02  # of a result: what is off by less harms no training
 _IN_FP32 = "compute it in float32 (x.float())"
 
 
 class Check(NamedTuple):
-    """One row of the table: `kind`, `wrong`, `said`, `do` and `weight` of a `Problem`, and what shows it.
+    """One row of the table: `kind`, `said`, `do` and `weight` of a `Problem`, and what shows it.
 
     Attributes:
+        wrong: whether it harms a training, where a gradient depends on a result that is off by `LIMIT` or more.
         ops: names at torch's dispatcher.
-        evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
+        evidence: what shows it in one op, in words, and how far the result is off. None if nothing is wrong.
         mended: which keys of a recipe mend it. "list", "place": the ops run in FP32 in these modules; if a rule cannot
             say so, "list" puts them into the fp32 list. "module": everything in these modules runs in FP32. For a line
             in no module, or in the outermost one, all act as "list". "": none.
@@ -45,7 +48,7 @@ class Check(NamedTuple):
     do: str
     weight: float
     ops: Collection[str]
-    evidence: Callable[[OpCall, Notes], str | None]
+    evidence: Callable[[OpCall, Notes], evidence.Shown]
     mended: str = ""
     also: tuple[str, ...] = ()
 
@@ -64,7 +67,7 @@ CHECKS = [
     ),
     Check("softmax", False, "softmax of inputs in low precision", _IN_FP32, 0.1, ("_softmax",), evidence.low, "list"),
     Check(
-        "cumulative sum", True, "a cumulative sum in low precision: the last elements add nothing to it",
+        "cumulative sum", True, "a cumulative sum in low precision",
         _IN_FP32, 0.5, ("cumsum", "cumprod", "logcumsumexp"), evidence.cumulative, "list",
     ),
     Check(
@@ -73,17 +76,17 @@ CHECKS = [
     ),
     Check(
         "variance by difference", True,
-        "a variance is the difference of a mean of squares and a squared mean in low precision: its digits cancel",
+        "a variance is the difference of a mean of squares and a squared mean in low precision",
         "x.float().var()", 0.55, ("sub",), evidence.difference, "module", _MOMENTS,
     ),
     Check(
         "distances", True, "distances are differences of large numbers, and the product was in low precision",
-        "torch.cdist, or the product in float32 outside of autocast", 0.5,
+        "take the squares and the product in float32 (x.float()), outside of autocast", 0.5,
         ("add", "sub", "rsub", "add_", "sub_", "baddbmm"), evidence.distances,
     ),
     Check(
         "BCE", True,
-        "binary_cross_entropy takes probabilities that were rounded to low precision: .999 becomes 1, the gradient 0",
+        "binary_cross_entropy takes probabilities that were rounded to low precision",
         "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), evidence.probabilities,
         "list", ("sigmoid",),
     ),
@@ -122,8 +125,13 @@ _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in
 
 def look_at_op(notes: Notes, op: OpCall) -> None:
     """Look at one op of the forward pass by the table; while the model is made, by the rows `_OF_SETUP` alone."""
+    if op.stage == "backward":
+        notes.passed(op.node)
+        return
+    found = set[Spot]()
     is_index = not op.results and op.name == "_to_copy" and op.kwargs.get("dtype") is not torch.bool
     if op.before is not None or not (op.results or is_index):
+        notes.follow(op, found)
         return
     evidence.hand_on(op, notes)
     if op.results and any(notes.facts(each).get("mended") for each in op.given):
@@ -133,14 +141,17 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
     for check in _CHECKS_OF.get(op.name, ()):
         if is_index != (check.evidence is evidence.indices) or (op.stage != "forward" and check.kind not in _OF_SETUP):
             continue
-        said = check.evidence(op, notes)
-        if said is not None and not op.is_beside:
-            spot = notes.note(check.kind, op, said)
+        shown = check.evidence(op, notes)
+        if shown is not None and not op.is_beside:
+            spot = notes.note(check.kind, op, shown[0])
+            spot.off = max(shown[1], spot.off) if spot.off == spot.off else shown[1]
+            found |= {spot} if check.wrong and shown[1] >= LIMIT else set()
             spot.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
             if check.mended and spot.calls == 1:
                 spot.mended_by = _mended_by(check, notes, op, spot)
             if spot.mended_by and op.results:
                 notes.add(op.out, mended=True)
+    notes.follow(op, found)
 
 
 def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:
@@ -176,13 +187,18 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
-    """Return one problem for all lines of a kind."""
+    """Return one problem for all lines of a kind, those first that harm."""
+    harmful = [spot for spot in spots if spot.is_read and spot.off >= LIMIT]
+    spots = sorted(spots, key=lambda spot: spot not in harmful) if check.wrong else spots
     named = [spot for spot in spots if spot.op != BACKWARD]
     spots = named or [spot for spot in spots if spot.numbers["is_of_forward"]] or spots
     ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
+    off = max((spot.off for spot in harmful or spots if 0 < spot.off < math.inf), default=0.0)
     details += [next((spot.said for spot in spots if spot.said), "")]
+    details += [f"off by {percent(off)}" if 0 < off < 1 and "off by" not in details[-1] else ""]
+    details += ["no gradient depends on it" if check.wrong and not harmful and off >= LIMIT else ""]
     makers = sorted({name for spot in spots for name, _ in spot.made_by})
     details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]
     details += [spots[0].place.within.removeprefix(", ")]
@@ -193,7 +209,8 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     recipe, edit = _keys(check, named)
     too = f", and the {' and '.join(makers)} that it is of" if makers else ""
     do = spots[0].advice(check.do + too)
-    return Problem(check.kind, check.wrong, said, do, spots[0].where, modules, ops, check.weight, recipe, edit)
+    wrong, weight = check.wrong and bool(harmful), check.weight if harmful or not check.wrong else check.weight / 4
+    return Problem(check.kind, wrong, said, do, spots[0].where, modules, ops, weight, recipe, edit)
 
 
 def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -219,4 +236,4 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
     return keys, tuple(left) if keys else ()
 
 
-OPS = OpLook(look_at_op, of_ops, "set up", "forward")
+OPS = OpLook(look_at_op, of_ops, "set up", "forward", "backward")

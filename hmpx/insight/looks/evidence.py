@@ -1,64 +1,116 @@
-"""What one op shows of a fault: in words, "" where the op alone does; None where it shows nothing."""
+"""What one op shows of a fault: in words, and how far its result is off; None where it shows nothing.
+
+A word is said of numbers. Where a fault is more than the rounding of a result, the op is repeated in FP32 with the
+inputs that it had, and its error decides.
+"""
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.torch_private import tree_map_only
 from hmpx.insight.capture.notes import Notes, OpCall, Place
 from hmpx.insight.places import unchosen as unchosen_dtype
-from hmpx.insight.tensors import EXACT_UP_TO, LOW, is_finite
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, sample, ulp
 
 _MANY = 64  # so many integers are not all even by accident
-_HUGE = 1e4  # a larger constant stands for infinity
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
+_MOST = 1 << 20  # elements of an input that are looked at, at most
+_OFF = 0.29  # the standard deviation of what rounding is off by, in units of a last digit
+
+Shown = tuple[str, float] | None
 
 _SUMS, _FACTORS = ("add", "sub", "rsub"), ("mul", "div", "neg", "_to_copy")
 
 
-def low(op: OpCall, notes: Notes) -> str | None:
-    return "" if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
+def low(op: OpCall, notes: Notes) -> Shown:
+    return ("", measured(op, notes)) if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
 
 
-def loss(op: OpCall, notes: Notes) -> str | None:
+def loss(op: OpCall, notes: Notes) -> Shown:
     """A loss function in low precision; `Notes.loss` sees the backward passes that begin with one."""
     return low(op, notes) if op.trains else None
 
 
-def cumulative(op: OpCall, notes: Notes) -> str | None:
+def cumulative(op: OpCall, notes: Notes) -> Shown:
     length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
-    return f"over {length} elements" if length > EXACT_UP_TO.get(op.out.dtype, math.inf) else None
+    is_long = length > EXACT_UP_TO.get(op.out.dtype, math.inf)
+    return (f"over {length} elements", measured(op, notes)) if is_long else None
 
 
-def statistic(op: OpCall, notes: Notes) -> str | None:
+def statistic(op: OpCall, notes: Notes) -> Shown:
     """A statistic of each row; the norm of a whole tensor is no part of a model's norm."""
     return low(op, notes) if op.out.dim() else None
 
 
-def difference(op: OpCall, notes: Notes) -> str | None:
-    moments = [notes.facts(each).get("moment") for each in op.args[:2]]
-    return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
+def difference(op: OpCall, notes: Notes) -> Shown:
+    facts = [notes.facts(each) for each in op.args[:2]]
+    if op.out.dtype not in LOW or [each.get("moment") for each in facts] != ["mean of square", "square of mean"]:
+        return None
+    return "", measured(op, notes) if all(
+        "exact" in each and each["exact"]() is not None for each in facts
+    ) else math.nan
 
 
-def distances(op: OpCall, notes: Notes) -> str | None:
+def measured(op: OpCall, notes: Notes) -> float:
+    """Return how far the result of an op is from that of FP32, as a share of this, for a sample of the inputs it had.
+
+    NaN where it cannot be told: an op in place, or one of so large inputs that it is not to be repeated.
+    """
+    if op.name.endswith("_") or not op.given:
+        return math.nan
+    rows = None
+    if max(each.numel() for each in op.given) > _MOST:  # then the first rows stand for all
+        last = [each for each in op.args if isinstance(each, int) and not isinstance(each, bool)][:1]
+        if op.out.dim() < 2 or op.out.shape != op.args[0].shape or last not in ([], [-1], [op.out.dim() - 1]):
+            return math.nan
+        rows = max(_MOST * len(op.out) // op.out.numel(), 1)
+
+    def wide(tensor: Tensor) -> Tensor:
+        made = notes.exact(tensor) if tensor.dtype in LOW else tensor.detach()
+        return made[:rows] if rows and made.shape == op.out.shape else made
+
+    def again(value: Any) -> Any:
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+
+    args, kwargs = tree_map_only(Tensor, wide, (op.args, op.kwargs))
+    made = op.func(*map(again, args), **{key: again(value) for key, value in kwargs.items()})
+    exact = (made[0] if isinstance(made, tuple | list) else made).double()
+    off = (op.out.detach()[:rows] if rows else op.out.detach()).double() - exact
+    return float(off.norm() / exact.norm()) if bool(exact.isfinite().all() and off.isfinite().all()) else math.nan
+
+
+def distances(op: OpCall, notes: Notes) -> Shown:
     """Squared distances as a^2 + b^2 - 2ab: the product's last digit beside those to the nearest neighbours."""
     known = notes.facts(op.out).get("product")
     if known is None or known[0] != 2 or op.out.dim() < 2 or op.out.shape[-1] < 3:
         return None
     rows = op.out.detach().reshape(-1, op.out.shape[-1])[:64].float().abs().sort(-1).values
     near = float(rows[:, 1 : 1 + max(rows.shape[1] // 10, 1)].median())
-    off = 0.25 * torch.finfo(torch.bfloat16).eps * known[1]  # as much as rounding the product is off by, in the mean
-    return f"they are off by {off:.1g}, the nearest are {near:.1g} apart" if off > 0.1 * near else None
+    off = 0.25 * known[1]  # as much as rounding the product is off by, in the mean
+    said = f"they are off by {off:.1g}, the nearest are {near:.1g} apart"
+    return (said, off / max(near, 1e-30)) if off > 0.1 * near else None
 
 
-def probabilities(op: OpCall, notes: Notes) -> str | None:
+def probabilities(op: OpCall, notes: Notes) -> Shown:
+    """Rounded probabilities: what the gradient of their logits, p - target, loses; all of it at 0 and 1."""
     before = notes.facts(op.given[0]).get("cast")
-    return "of what was cast up to float32 before" if before is not None and before[0] in LOW else low(op, notes)
+    was_cast = before is not None and before[0] in LOW
+    dtype = before[0] if before is not None and was_cast else op.given[0].dtype
+    if dtype not in LOW:
+        return None
+    p, target = sample(op.given[0]).float(), sample(op.given[1]).float()
+    off = torch.where((p == 1) | (p == 0), (p - target).abs(), _OFF * ulp(p, dtype)).norm() / (p - target).norm()
+    return "of what was cast up to float32 before" if was_cast else "", min(float(off), 1.0)
 
 
-def positions(op: OpCall, notes: Notes) -> str | None:
+def positions(op: OpCall, notes: Notes) -> Shown:
     """Numbers that count up by one, as far as low precision can: behind that, neighbours are the same."""
     out = op.out
     if out.dtype not in LOW or out.numel() <= EXACT_UP_TO[out.dtype]:
@@ -68,10 +120,10 @@ def positions(op: OpCall, notes: Notes) -> str | None:
     exact = row[1:] < least
     if not exact.any() or bool((steps[exact] != 1).any()) or bool((steps < 0).any()) or not bool((steps == 0).any()):
         return None
-    return f"{int((steps == 0).sum())} of {row.numel()} up to {float(row[-1]):.0f} are the same as the one before"
+    return f"{int((steps == 0).sum())} of {row.numel()} up to {float(row[-1]):.0f} are the same as the one before", 1.0
 
 
-def angles(op: OpCall, notes: Notes) -> str | None:
+def angles(op: OpCall, notes: Notes) -> Shown:
     """Angles so large that the next number of their dtype is more than half a radian away."""
     angles = op.given[0]
     largest = float(angles.abs().max()) if angles.dtype in LOW and angles.numel() > 1 else 0.0
@@ -79,10 +131,10 @@ def angles(op: OpCall, notes: Notes) -> str | None:
     if not least < largest < math.inf:
         return None
     apart = largest * torch.finfo(angles.dtype).eps
-    return f"up to {largest:.0f}, where its numbers are {apart:.1g} apart" if apart > 0.5 else None
+    return (f"up to {largest:.0f}, where its numbers are {apart:.1g} apart", 1.0) if apart > 0.5 else None
 
 
-def indices(op: OpCall, notes: Notes) -> str | None:
+def indices(op: OpCall, notes: Notes) -> Shown:
     """Integers made of numbers in low precision: above 256, every other one never occurs in BF16."""
     given = op.given[0]
     if given.numel() < 2:
@@ -90,29 +142,34 @@ def indices(op: OpCall, notes: Notes) -> str | None:
     above = given[given.abs() > EXACT_UP_TO.get(given.dtype, EXACT_UP_TO[torch.bfloat16])]
     if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
         return None
-    return (
-        f"up to {float(above.abs().max()):.0f}, of which every other one or more never occurs"
-        if above.numel()
-        else None
-    )
+    said = "up to {:.0f}, of which every other one or more never occurs"
+    return (said.format(float(above.abs().max())), 1.0) if above.numel() else None
 
 
-def overflow(op: OpCall, notes: Notes) -> str | None:
-    """A constant that is finite as it is written, and inf in low precision."""
-    if op.name not in CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
+def overflow(op: OpCall, notes: Notes) -> Shown:
+    """A constant that hides what it is written to: it is finite as it is written, and -inf in low precision.
+
+    A product or a sum that becomes too large is none: its numbers differ, or are finite by themselves.
+    """
+    if op.name not in CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None:
         return None
-    if not all(map(math.isfinite, op.scalars)) or not all(is_finite(each) for each in op.given if each.numel()):
+    numbers = [*op.scalars, *(float(least) for each in op.given if each.numel() for least in each.aminmax())]
+    if not all(map(math.isfinite, numbers)) or not bool((op.out[~op.out.isfinite()] == -math.inf).all()):
         return None
-    largest = max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
-    return f"{largest:.4g} in {dtype_name(op.out.dtype)}" if largest >= _HUGE else None
+    least, bound = min(numbers), -torch.finfo(op.out.dtype).max
+    alone = [each for each in op.given if each.numel() == 1 or op.name in ("_to_copy", "where")]
+    of_one = any(bool((each[each <= bound] == least).all()) for each in alone if float(each.min()) == least)
+    is_constant = (min([0.0, *op.scalars]) == least or of_one) and least <= bound
+    return (f"{least:.4g} in {dtype_name(op.out.dtype)}", 1.0) if is_constant else None
 
 
-def unchosen(op: OpCall, notes: Notes) -> str | None:
+def unchosen(op: OpCall, notes: Notes) -> Shown:
     """A dtype that nobody chose, in the words of `record`, if a parameter or a buffer is the cause."""
     if op.out.dtype is not torch.float32 or len(op.given) < 2:
         return None
     said = unchosen_dtype(notes.names, op.frame, op.given, op.results)
-    return said if "parameter " in said or "buffer " in said else None  # others may be FP32 on purpose: angles, scores
+    is_held = "parameter " in said or "buffer " in said  # others may be FP32 on purpose: angles, scores
+    return (said, 0.0) if is_held else None
 
 
 def hand_on(op: OpCall, notes: Notes) -> None:
@@ -120,13 +177,35 @@ def hand_on(op: OpCall, notes: Notes) -> None:
     if not op.results:
         return
     if moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else ""):
-        notes.add(op.out, moment=moment)
+        notes.add(op.out, moment=moment, exact=_later(op, notes))
     if (product := _product(op, notes)) is not None:
         notes.add(op.out, product=product)
     elif squares := _squares(op, notes):
         notes.add(op.out, squares=squares)
     if (rounded := _rounded(op, notes)) is not None:
-        notes.add(op.out, rounded=rounded)
+        few = op.out.numel() <= _MOST and (exact := _later(op, notes)()) is not None
+        notes.add(op.out, rounded=rounded, **({"exact": lambda: exact} if few else {}))
+    elif op.name == "_to_copy" and op.out.dtype in LOW and op.given and op.given[0].dtype is torch.float32:
+        notes.add(op.out, exact=weakref.ref(op.given[0]))
+
+
+def _later(op: OpCall, notes: Notes) -> Callable[[], Tensor | None]:
+    """Return a function that repeats an op in FP32, and returns None if a tensor that it reads is gone."""
+
+    def source(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return notes.facts(value).get("exact", weakref.ref(value))
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+
+    func, args, kwargs = op.func, [*map(source, op.args)], {key: source(value) for key, value in op.kwargs.items()}
+
+    def again() -> Tensor | None:
+        given = [each() if callable(each) else each for each in args]
+        if any(each is None and callable(made) for each, made in zip(given, args, strict=True)):
+            return None
+        return func(*(each.detach().float() if isinstance(each, Tensor) else each for each in given), **kwargs)
+
+    return again
 
 
 def _moment(op: OpCall, before: str) -> str:
@@ -144,10 +223,10 @@ def _moment(op: OpCall, before: str) -> str:
 
 
 def _product(op: OpCall, notes: Notes) -> tuple[int, float] | None:
-    """Return how many squares were added to a product in low precision, and its size; None for anything else."""
+    """Return how many squares were added to a product in low precision, and its last digit; None for anything else."""
     if op.name in ("mm", "bmm", "addmm", "baddbmm"):
-        squares = _squares(op, notes)
-        return (squares, float(op.out.float().square().mean().sqrt())) if op.out.dtype in LOW else None
+        digit = torch.finfo(op.out.dtype).eps * float(op.out.float().square().mean().sqrt())
+        return (_squares(op, notes), digit) if op.out.dtype in LOW else None
     known = [notes.facts(each).get("product") for each in op.given[:2]]
     which = next((each for each in known if each is not None), None)
     if which is None or op.name.rstrip("_") in _FACTORS:

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import math
+<<<<<<< HEAD
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+=======
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+>>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
 
 import torch
 
 from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
+<<<<<<< HEAD
 from hmpx.insight.finding import Names, Problem, asked
+=======
+from hmpx.insight.finding import Names, Problem, some
+>>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
 from hmpx.insight.looks.evidence import overflow
-from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked, sample
-from hmpx.ops.policies.catalog import catalog
+from hmpx.insight.looks.repeated import Call, Calls
+from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked
+from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
+<<<<<<< HEAD
+=======
+_SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
+_FEW = 8  # weights that are looked at after each step, the smallest; all are at the end
+>>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
 
 
@@ -44,6 +63,13 @@ class Nonfinite(Look):
     stages = ("forward", "backward", "step")
 
     def __init__(self) -> None:
+        self._calls = Calls()
+        self._tried: dict[Spot, Call | None] = {}  # what is to be tried
+        self._cures: dict[Spot, Any] = {}  # what was tried
+        self._losses: list[int] = []  # iterations with a loss that is inf or NaN, of which no GradScaler skips the step
+        self._odd = 0  # the last iteration with such a loss
+        self._written = 0  # the iteration in which the program itself has written inf or NaN
+        self._where: list[Any] = []  # the parameters whose gradients or numbers were the first
         self._paths = {True: _Path(0), False: _Path(0)}  # by whether autograd looks at the ops
         self._harmless: _Path | None = None  # the first with a NaN that has reached no gradient
         self._reached: tuple[str, int, str] | None = None  # weights or gradients, the iteration, the line of the step
@@ -53,12 +79,21 @@ class Nonfinite(Look):
 
     def see(self, notes: Notes, op: OpCall) -> None:
         self._looked.add(notes.iteration)
+        if op.stage == "forward":
+            self._calls.keep(op, notes.node if op.is_of_model else None)
         path = self._paths[op.is_of_model]
         is_known = path.nan is not None and (path.iteration == notes.iteration or path.iteration > self._passed)
         if op.is_view or op.name in _UNMADE or self._reached is not None or is_known:
             return
         bad = op.nonfinite
-        if bad is None or any(map(math.isinf, op.scalars)):
+        if not all(map(math.isfinite, op.scalars)) or op.is_beside:
+            self._written = notes.iteration if bad is not None else self._written
+            return
+        hidden = self._written == notes.iteration and any(notes.facts(each).get("of_nan") for each in op.given)
+        if bad is None or hidden:
+            if self._written == notes.iteration and (hidden or not all(is_finite(each) for each in op.given)):
+                for each in op.results:  # such as the sum of `nanmean`, which leaves NaN out
+                    notes.add(each, of_nan=True)
             return
         if path.iteration != notes.iteration:
             self._harmless = self._harmless or (path if path.nan is not None else None)
@@ -88,26 +123,50 @@ class Nonfinite(Look):
         place, forward = notes.forward_of(op.node)
         spot = notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
         spot.forward = forward
-        spot.made_by.update(made for each in op.given if (made := notes.facts(each).get("rounded")))
+        self._tried[spot] = self._calls.of(op)
         return spot
+
+    def _try(self) -> None:
+        """Try what mends the first inf or NaN, while what it was made of is as it was."""
+        for spot, call in self._tried.items():
+            if spot not in self._cures and spot in (self._path.maker, self._path.nan):
+                self._cures[spot] = call and self._calls.cure(call, bool(spot.numbers["backward"]))
+        self._tried.clear()
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         self._lines[id(optimizer)] = where
 
+    def loss(self, notes: Notes, losses: Sequence[Tensor]) -> None:
+        if not all(is_finite(each) for each in losses):
+            self._odd = notes.iteration
+            self._losses += [] if notes.skipped else [notes.iteration]
+
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+        self._try()
         if not bool(getattr(optimizer, "found_inf", None)):
-            grads = [p.grad for p in _few(optimizer) if p.grad is not None and type(p.grad) is not Released]
+            grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and type(p.grad) is not Released}
             self._now = iteration
+            self._losses += [iteration] if self._odd == iteration and iteration not in self._losses[-1:] else []
             self._reach("gradients", grads, optimizer, iteration)
             if grads and self._reached is None:
                 self._passed = iteration
 
     def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
-        self._reach("weights", _few(optimizer), optimizer, self._now)
+        few = sorted((p for p in parameters(optimizer) if p.requires_grad), key=lambda p: p.numel())[:_FEW]
+        self._reach("weights", {p: p for p in few}, optimizer, self._now)
 
-    def _reach(self, what: str, tensors: Sequence[Tensor], optimizer: torch.optim.Optimizer, iteration: int) -> None:
-        if self._reached is None and not _are_finite(tensors):
-            self._reached = what, iteration, self._lines[id(optimizer)]
+    def over(self) -> None:
+        self._try()
+        self._calls.clear()
+
+    def close(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Look at all weights: what a step makes in a row of one of them spreads to no other."""
+        for each in optimizers:
+            self._reach("weights", {p: p for p in parameters(each)}, each, self._now)
+
+    def _reach(self, what: str, tensors: Mapping[Any, Tensor], optimizer: Any, iteration: int) -> None:
+        if self._reached is None and (names := _not_finite(tensors)):
+            self._reached, self._where = (what, iteration, self._lines[id(optimizer)]), names
 
     @property
     def _path(self) -> _Path:
@@ -123,11 +182,17 @@ class Nonfinite(Look):
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
         what, iteration, where = self._reached or ("", 0, "")
-        path, when = self._path, f"{what} are inf or NaN in step {iteration}"
-        harms = self._reached is not None or path.iteration > self._passed
-        cause = path.maker or path.nan if harms and (path.nan or path.iteration == iteration) else None
+        path = self._path
+        if 0 < len(self._where) < len(names):
+            what += f" ({some(tuple(names[p] for p in self._where if p in names))})"
+        when = f"{what} are inf or NaN in step {iteration}"
+        of_loss = path.iteration in self._losses
+        harms = self._reached is not None or path.iteration > self._passed or of_loss
+        is_cause = path.nan or path.iteration == iteration or of_loss
+        cause = path.maker or path.nan if harms and is_cause else None
         if cause is not None and not (notes.skipped and cause.numbers["backward"]):  # so a GradScaler finds its scale
-            yield _made(cause, path.nan, what and f"; {what} are inf or NaN from step {iteration} on")
+            rest = what and f"; {what} are inf or NaN from step {iteration} on"
+            yield self._made(cause, path.nan, rest or ("; so is the loss" if of_loss else ""))
         elif self._reached is not None and path.iteration == iteration and path.given is not None:
             given = path.given
             said = f"{given.name} is given {'a NaN' if given.numbers['nan'] else 'an inf'} that no op has made, "
@@ -140,12 +205,39 @@ class Nonfinite(Look):
             do = "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
             yield Problem("inf or NaN", True, said, do, where, weight=0.9)
         elif self._reached is not None:
+<<<<<<< HEAD
             said = when if what == "gradients" else f"weights are inf or NaN from step {iteration} on"
             do = asked(f"--at {iteration}", f"hmpx.doctor(at=[{iteration}])")
             do += " looks at every op of that step and names the first"
             yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
+=======
+            is_gradient = what.startswith("gradients")
+            said = when if is_gradient else f"{what} are inf or NaN from step {iteration} on"
+            command = f"python -m hmpx doctor --at {iteration} {self._script}"
+            do = f"{command} looks at every op of that step and names the first"
+            yield Problem("inf or NaN", True, said, do, where, weight=0.9 if is_gradient else 1.0)
+>>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
-            yield _made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
+            yield self._made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
+        elif self._losses:
+            steps = f"{len(self._losses)} iterations, first in iteration {self._losses[0]}"
+            do = f"python -m hmpx doctor --at {self._losses[0]} {self._script} looks at every op of that step"
+            yield Problem("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)
+
+    def _made(self, maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Problem:
+        problem, cure = _made(maker, nan, rest, wrong), self._cures.get(maker)
+        if not maker.numbers["low"] and not (cure and cure[1]):  # in FP32 it is as it is
+            return problem
+        listed, rounded = cure or ((), ())
+        of = f" and the {' and '.join(rounded)} that it is of" if rounded else ""
+        what = f"compute it{of} in float32"
+        if cure is None:
+            do = f"{what} (not tried: what it was made of is gone)"
+        elif not listed:
+            do = f"{problem.do}: in float32, with up to four ops before it, it is not finite either"
+        else:
+            do = f"{what}: so it is finite, as was tried"
+        return replace(problem, do=do, recipe={"fp32": sorted(listed)} if listed else {})
 
 
 def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Problem:
@@ -155,16 +247,13 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     said += f", in {maker.module}" if maker.module else ""
     if nan is not None and nan is not maker:
         said += f"; {nan.name} makes a NaN of it, {nan.said}"
-    makers = sorted({name for name, _ in maker.made_by})
-    do = "compute it in float32" if maker.numbers["low"] else "keep its input away from where it is not defined"
-    do = f"compute it and the {' and '.join(makers)} that it is of, which has rounded it, in float32" if makers else do
-    is_listed = makers and not maker.numbers["backward"] and maker.name in catalog()
-    recipe = {"fp32": sorted({maker.name, *makers})} if is_listed else {}
+    do = "keep its input away from where it is not defined"
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
-    return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight, recipe)
+    return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
 
 
+<<<<<<< HEAD
 def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the smallest parameters: NaN spreads to all."""
     return sorted((p for p in parameters(optimizer) if p.requires_grad), key=lambda p: p.numel())[:8]
@@ -173,3 +262,24 @@ def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
     dense = [few.float() for each in tensors if each.layout is torch.strided and (few := sample(each)).numel()]
     return not dense or all(map(math.isfinite, norms_of(dense, math.inf)))
+=======
+def _script() -> str:
+    """Return the command line of a script that a command of hmpx runs, without that of hmpx."""
+    main, name = sys.modules.get("__main__"), Path(sys.argv[0]).stem
+    if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
+        return "train.py"
+    if (package := getattr(main, "__package__", None)) is None:
+        return shlex.join(sys.argv)
+    return shlex.join(["-m", package if name == "__main__" else f"{package}.{name}".lstrip("."), *sys.argv[1:]])
+
+
+def _not_finite(tensors: Mapping[Any, Tensor]) -> list[Any]:
+    """Return the keys of tensors with an inf or a NaN. A norm tells, unless it overflows."""
+    dense = {key: each._values() if each.is_sparse else local(each) for key, each in tensors.items()}
+    dense = {key: each.detach() for key, each in dense.items() if each.numel() and each.is_floating_point()}
+    norms = torch.stack([each.float().cpu() for each in norms_of([*dense.values()], 2)]) if dense else torch.ones(0)
+    if bool(norms.isfinite().all()):
+        return []
+    odd = [key for key, norm in zip(dense, norms, strict=True) if not norm.isfinite()]
+    return [key for key in odd if not is_finite(dense[key])]
+>>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)

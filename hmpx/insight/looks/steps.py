@@ -8,16 +8,17 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hmpx.insight.looks.twin import NotChecked, Twin, twins_of
-from hmpx.insight.tensors import LOW, ulp
+from hmpx.insight.tensors import LOW, sample, ulp
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.optimizer_classes import scope_of
 from hmpx.updates.stepping.released import Released
 
 Tensor = torch.Tensor
@@ -36,6 +37,12 @@ def window_of(step: int) -> int:
     while start > 2 and 2 * start <= step:
         start *= 2
     return start if start <= step < start + LENGTH else 0
+
+
+def span_of(window: int, steps: int) -> int:
+    """Return how many steps, of so many, a window stands for: those until the next one begins."""
+    after = 20 if window < 20 else 2 * window
+    return max(min(after - 1, steps) - window + 1, 1)
 
 
 class Moves(NamedTuple):
@@ -77,8 +84,12 @@ class Moves(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether it can be told at all."""
-        return 3 * self.error < 0.5 or self.moves > 8
+        """Whether it can be told at all: copies have moved, and by more than the accidents of rounding."""
+        return self.size > 0 and (3 * self.error < 0.5 or self.moves > 8)
+
+    def times(self, factor: float) -> Moves:
+        """Return the same way, each step of it so many times as long."""
+        return self._replace(dot=self.dot * factor, size=self.size * factor, noise=self.noise * factor**2)
 
 
 def total(moves: Iterable[Moves]) -> Moves:
@@ -96,7 +107,7 @@ class _Beside:
             [ulp(twin.samples(some).float(), dtype) for dtype, some in groupby(twin.params, lambda p: p.dtype)]
         )
         self.state = twin.real_state()
-        self._held = self._hidden(self.state)  # at the beginning
+        self._held = self._hidden()  # at the beginning
         self._last = self._before = twin.samples(twin.params).float()
         self._copied = twin.weights()
         self._update = torch.zeros_like(self._last)
@@ -104,12 +115,19 @@ class _Beside:
         self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = zeros
         self.medians: list[float] = []
 
-    def _hidden(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that may hold what the weights cannot: this state, masters of hmpx."""
+    def _hidden(self) -> Tensor | None:
+        """Return the weights as the optimizer knows them, which may hold more than their dtype: masters, Kahan terms.
+
+        A copy of it shows them: where it leaves the weights in a step with gradients of zero. None: it has no others.
+        """
         attachment = own_attachment(self.twin.optimizer)
-        held = [attachment.masters_of(p) for p in self.twin.params] if attachment is not None else []
-        masters = [each for each in held if each is not None]
-        return state | ({"masters": self.twin.samples(masters)} if held and len(masters) == len(held) else {})
+        if attachment is not None:
+            masters = [attachment.masters_of(p) for p in self.twin.params]
+            return None if any(each is None for each in masters) else self.twin.samples(masters).float()  # type: ignore[arg-type]
+        try:
+            return None if scope_of(self.twin.optimizer) == "element" else self.twin.again(0.0).weights()
+        except NotChecked:
+            return None
 
     def begin(self) -> None:
         self._before = self.twin.samples(self.twin.params).float()
@@ -138,7 +156,7 @@ class _Beside:
         if not torch.isfinite(torch.stack([real, ideal])).all():
             return {}
         if float(real @ ideal) < 0.9 * float(ideal @ ideal):
-            real = self._with_hidden(real, ideal)
+            real, ideal = self._with_hidden(real, ideal)
         likely = 1 - (-self._moves).exp()  # that an element would have moved
         unsure = likely < 0.5  # what moves anyway tells nothing
         counts = [likely * unsure, (real != 0) & unsure, self._updates, self._lost]
@@ -148,16 +166,21 @@ class _Beside:
         ]
         return {p: Moves(*row) for p, row in zip(self.twin.params, sums, strict=True)}
 
-    def _with_hidden(self, real: Tensor, ideal: Tensor) -> Tensor:
-        """Return the movement of the weights with what the optimizer holds beside them: Kahan terms, masters."""
-        now, length = self._hidden(self.twin.real_state()), float(ideal @ ideal)
-        for key in self._held.keys() & now.keys():
-            more = now[key].float() - self._held[key].float()
-            for all_of_it in (real + more, real - more, more):
-                dot, own = float(all_of_it @ ideal), float(all_of_it @ all_of_it)
-                if 0.8 * length < dot < 1.25 * length and dot * dot > 0.8 * own * length:
-                    return all_of_it
-        return real
+    def _with_hidden(self, real: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the movement of the weights as the optimizer knows them, and of the copies, in place of these.
+
+        That is where something beside the weights moves as the copies do. Both begin with it, since the first step of a
+        copy leaps to it.
+        """
+        if self._held is None or (now := self._hidden()) is None:
+            return real, ideal
+        whole, all_of_it = ideal, now - self._held
+        if own_attachment(self.twin.optimizer) is None:
+            self.twin.step(0.0)
+            whole = self.twin.weights() - self._held
+        dot, size = float(all_of_it @ whole), float(whole @ whole)
+        is_kept = 0.8 * size < dot < 1.25 * size and dot * dot > 0.8 * float(all_of_it @ all_of_it) * size
+        return (all_of_it, whole) if is_kept else (real, ideal)
 
 
 class SteppedOptimizer:
@@ -165,7 +188,8 @@ class SteppedOptimizer:
 
     Attributes:
         where: the line that steps it. steps, looked: how many there were, and how many of them were looked at.
-        moves: by window and parameter. medians: of |update| in units of a weight's last digit.
+        moves: by window and parameter. active: by parameter, the share of its elements whose gradient is not zero.
+        medians: of |update| in units of a weight's last digit.
         unchecked: why its updates could not be looked at; "" if they could.
         asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp. decay: the most that it
             takes of a weight in a step.
@@ -181,6 +205,7 @@ class SteppedOptimizer:
         self.asked = self.arrived = self.decay = 0.0
         self.falls: Counter[str] = Counter()
         self.stays: Counter[str] = Counter()
+        self.active: dict[Parameter, float] = {}  # the share of its elements that a gradient is to move
         self.has_low = False  # whether weights in low precision were stepped
         self._window = 0
         self._beside: list[_Beside] = []
@@ -206,6 +231,8 @@ class SteppedOptimizer:
             if not self._beside or (with_grad != self._with_grad and self._beside[0].twin.is_sampled):
                 self._add_up()
                 self._beside = [_Beside(twin) for twin in twins_of(self.optimizer)]
+                for p, grad in grads.items():
+                    self.active[p] = max(_share(grad), self.active.get(p, 0.0))
                 self._with_grad = with_grad
                 self._look_at_parts()
             for each in self._beside:
@@ -250,29 +277,33 @@ class SteppedOptimizer:
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
         for each in self._beside if own_attachment(self.optimizer) is None else ():
-            params, known, decay = each.twin.params, dict[str, Tensor](), each.twin.group.get("weight_decay")
-            if decay and each.twin.is_sampled:
-                self.decay = max(self.decay, float(decay) * float(each.twin.group["lr"]))
+            twin, decay = each.twin, each.twin.group.get("weight_decay")
+            if twin.rows is not None:
+                continue
+            known: dict[str, Tensor] | None = {} if twin.is_sampled else None
+            if decay:
                 wide, narrow = (
-                    self._once(params, known, is_wide).weights()
-                    - self._once(params, known, is_wide, weight_decay=0 * decay).weights()
+                    twin.again(1.0, is_wide, known).weights()
+                    - twin.again(1.0, is_wide, known, weight_decay=0 * decay).weights()
                     for is_wide in (True, False)
                 )
+                weights = twin.samples(twin.params).float().abs()
+                shares = (wide.abs() / weights)[(weights > 0) & wide.isfinite()]
+                self.decay = max(self.decay, float(shares.median()) if shares.numel() else 0.0)
                 self.asked += float((wide.abs() / each.ulp).nansum())
                 self.arrived += float((narrow * wide.sign() / each.ulp).nansum())
-            low = {key: v for key, v in each.state.items() if v.dtype in LOW and each.twin.is_sampled}
-            in_fp32, held = (
-                self._once(params, known, is_fp32, 0.0).state() if low else {} for is_fp32 in (True, False)
-            )
+            low = {key: v for key, v in each.state.items() if v.dtype in LOW}
+            in_fp32, held = (twin.again(0.0, is_fp32, known).state() if low else {} for is_fp32 in (True, False))
             for key, before in low.items():
-                falls = (in_fp32[key] != before.float()) & (in_fp32[key].abs() > 1e-30)
+                share = in_fp32[key] / before.float()  # a part of 1 where it decays; Kahan terms go to 0
+                falls = (share > 0.5) & (share < 1) & (in_fp32[key].abs() > 1e-30)
                 self.falls[key] += int(falls.sum())
                 self.stays[key] += int((falls & (held[key] == before)).sum())
 
-    def _once(
-        self, params: Sequence[Parameter], known: dict, is_wide: bool, gradient: float = 1.0, **changed: Any
-    ) -> Twin:
-        """Return a copy that has taken one step."""
-        twin = Twin(self.optimizer, params, True, is_wide, known, **changed)
-        twin.step(gradient)
-        return twin
+
+def _share(grad: Tensor) -> float:
+    """Return the share of a parameter's elements that a gradient is to move."""
+    if grad.is_sparse:
+        return grad._nnz() / max(len(grad), 1)
+    few = sample(grad)
+    return int(few.count_nonzero()) / max(few.numel(), 1)

@@ -74,7 +74,7 @@ class Twin:
 
     Args:
         is_sampled: whether it copies samples of the parameters, joined to one, instead of whole parameters.
-        is_wide: whether a sampled copy is in FP32; otherwise it is in the dtype of its parameters.
+        is_wide: whether the copy is in FP32; otherwise it is in the dtype of its parameters.
         known: samples by name, for several twins of one step to share.
         changed: options of the param group that differ from the optimizer's.
 
@@ -122,7 +122,7 @@ class Twin:
         return self._known[name].clone()
 
     def _whole(self) -> dict[Parameter, Parameter]:
-        copies = {p: Parameter(_widened(p.detach()).clone(), p.requires_grad) for p in self._all}
+        copies = {p: Parameter(self._wide(p.detach()).clone(), p.requires_grad) for p in self._all}
         memo: dict[int, Any] = {id(p): q for p, q in copies.items()}
         if scope_of(self.optimizer) == "whole":
             self._twin = _copied(self.optimizer, memo, set())
@@ -138,7 +138,7 @@ class Twin:
             ]
         for each in memo.values():
             if isinstance(each, Optimizer):
-                vars(each).update({name: _widened(value) for name, value in vars(each).items()})
+                vars(each).update({name: self._wide(value) for name, value in vars(each).items()})
         return copies
 
     def step(self, factor: float = 1.0) -> None:
@@ -151,10 +151,13 @@ class Twin:
         for real, group in zip(self._groups(), self._twin.param_groups, strict=True):
             plain: dict[str, Any] = {key: v for key, v in _PLAINLY.items() if key in real}
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in real.items() if key != "params"}
-            own["lr"] = float(real["lr"]) if self.is_sampled and "lr" in real else _widened(own.get("lr"))
+            own["lr"] = float(real["lr"]) if self.is_sampled and "lr" in real else self._wide(own.get("lr"))
             group.update({key: v for key, v in {**own, **plain, **self._changed}.items() if key in real})
         for p, q in self._copies.items():
             grads = [each.grad for each in self.params] if self.is_sampled else [p.grad]
+            if not factor:
+                q.grad = torch.zeros_like(q)
+                continue
             if grads[0] is None:
                 q.grad = None
                 continue
@@ -186,6 +189,18 @@ class Twin:
         """Give the copies the weights that the parameters have now."""
         for p, q in self._copies.items():
             q.data.copy_(samples(self.params) if self.is_sampled else p.detach())
+
+    def again(
+        self, gradient: float, is_wide: bool = True, known: dict[str, Tensor] | None = None, **changed: Any
+    ) -> Twin:
+        """Return a copy of what the optimizer and these parameters are now, which has taken one step.
+
+        gradient: a factor of the gradients. known, changed: as for `Twin`.
+        """
+        twin = Twin(self.optimizer, self._all, self.is_sampled, is_wide, known, **changed)
+        twin.rows = self.rows
+        twin.step(gradient)
+        return twin
 
     def state(self) -> dict[str, Tensor]:
         """Return samples of the state tensors that have the shape of their parameter, by key."""

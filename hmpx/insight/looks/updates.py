@@ -1,7 +1,8 @@
-"""Findings from the windows of steps: one for each kind and line. Optimizers that one line steps are taken together.
+"""Findings from the windows of steps: one for each kind and line, of optimizers that are judged one by one.
 
-Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights. If they
-counted by their updates, a head that learns fast would hide a backbone that stands still.
+Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights that a
+gradient moves. If they counted by their updates, a head that learns fast would hide a backbone that stands still. A
+window stands for the steps until the next one, and counts by its share of the whole way, so that a warm-up is no harm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
-from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, total
+from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
 from hmpx.insight.places import numberless
 from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW, memory
@@ -35,6 +36,7 @@ _HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
 # A share of the weights. Training loses if more are half dead in one window, or below `_OF_WINDOW` in all steps. If the
 # weights as a whole fall behind, it loses if more are below `LIMIT` in one window.
 _SHARE = 0.2
+_WAY = 0.05  # of the whole way: a window that moves the copies less harms nothing
 _LEAST_DECAY = 5.0  # ulp: a smaller sum of decays may be lost by accident
 _HARMLESS = 2e-5  # of a weight in a step: a smaller decay shows only after tens of thousands of steps
 _LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # changes by a smaller share of a number are lost by rounding to nearest
@@ -57,6 +59,10 @@ class Updates(Look):
         return max((each.looked for each in self._seen.values()), default=0)
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
+        own = {*parameters(optimizer)}
+        for each in self._seen.values():
+            if not own.isdisjoint(parameters(each.optimizer)):  # this one steps in its place
+                each.close()
         self._seen[id(optimizer)] = SteppedOptimizer(optimizer, where)
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
@@ -70,8 +76,10 @@ class Updates(Look):
             each.close()
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
-        for where, seen in grouped(self._seen.values(), lambda each: each.where).items():
-            yield from _of_line(where, seen, names)
+        for where, at_line in grouped(self._seen.values(), lambda each: each.where).items():
+            of_one = [each for each in at_line if len(parameters(each.optimizer)) == 1]  # parts of one model
+            for seen in ([of_one] if of_one else []) + [[each] for each in at_line if each not in of_one]:
+                yield from _of_line(where, seen, names)
 
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
         yield from _unchecked([*self._seen.values()])
@@ -124,11 +132,12 @@ def _ways(each: SteppedOptimizer) -> list[Way]:
 class _Window:
     """How parameters move in one window of steps, or in all of them.
 
-    half_dead: those that move less than half as far as their copies.
+    half_dead: those that move less than half as far as their copies. way: how far copies move until the next window.
     """
 
-    def __init__(self, rows: Mapping[Parameter, Moves]) -> None:
-        self.rows, self.whole = rows, total(rows.values())
+    def __init__(self, rows: Mapping[Parameter, Moves], active: Mapping[Parameter, float], steps: int = 1) -> None:
+        self.rows, self.whole, self._active = rows, total(rows.values()), active
+        self.way = steps * self.whole.size**0.5
         self.half_dead = self.below(_HALF)
         self.share = self.share_of(self.half_dead)
 
@@ -137,21 +146,35 @@ class _Window:
 
     def share_of(self, some_of: Iterable[Parameter]) -> float:
         """Return the share that some parameters have of all weights in the window."""
-        return _weights(some_of) / _weights(self.rows)
+        counts = [sum(p.numel() * self._active.get(p, 1.0) for p in each) for each in (some_of, self.rows)]
+        return counts[0] / counts[1] if counts[1] else 0.0
 
     def kept_by(self, some_of: Iterable[Parameter]) -> float:
         return min(max(total(self.rows[p] for p in some_of).kept, 0), 1)
 
 
 def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
-    """Return the windows of all optimizers by their first step, and all steps together by 0; {} if none was seen."""
+    """Return the windows of all optimizers by their first step, and all steps together by 0; {} if none was seen.
+
+    Those in which copies move by less than `_WAY` of the whole way are left out.
+    """
     windows: dict[int, dict[Parameter, Moves]] = {}
+    active = {p: share for each in seen for p, share in each.active.items()}
+    steps = max((each.steps for each in seen), default=0)
     for each in seen:
         for window, rows in each.moves.items():
             if rows:  # none where weights have become inf or NaN
                 windows.setdefault(window, {}).update(rows)
-    every = {p: total(rows[p] for rows in windows.values() if p in rows) for rows in windows.values() for p in rows}
-    return {window: _Window(rows) for window, rows in (*windows.items(), *([(0, every)] if every else []))}
+    found = {window: _Window(rows, active, span_of(window, steps)) for window, rows in windows.items()}
+    if not found:
+        return {}
+    ways: dict[Parameter, list[Moves]] = {}
+    for each in found.values():
+        for p, moves in each.rows.items():
+            ways.setdefault(p, []).append(moves.times(each.way / each.whole.size if each.whole.size else 0.0))
+    whole = sum(each.way for each in found.values())
+    every = _Window({p: total(several) for p, several in ways.items()}, active)
+    return {0: every} | {window: each for window, each in found.items() if each.way >= _WAY * whole}
 
 
 def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
@@ -159,7 +182,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     if not windows:
         return None
     every, params = windows[0], windows[0].rows
-    first = max(windows, key=lambda window: (windows[window].share, -windows[window].whole.kept))
+    first = max(reversed(windows), key=lambda window: (windows[window].share, -windows[window].whole.kept))
     worst, slow = windows[first], every.below(_OF_WINDOW)
     is_behind = every.whole.is_below(LIMIT)  # the weights as a whole, in all steps; below, in one window
     falls_behind = is_behind or any(each.whole.is_below(_OF_WINDOW) for each in windows.values())
@@ -171,8 +194,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
     wrong = share > _SHARE or (falls_behind and losing > _SHARE)
     dtype = dtype_name(next(iter(params)).dtype)
-    is_late = first and {*worst.half_dead} != {*windows[min(windows.keys() - {0})].half_dead}
-    steps = f" in steps {first} to {first + LENGTH - 1}" if is_late else ""
+    steps = f" in steps {first} to {first + LENGTH - 1}" if first and len(windows) > 2 else ""
     if share in (0, 1) or (wrong and falls_behind and (kept <= _HALF or share <= _SHARE)):
         said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_behind else steps}"
     else:
@@ -237,7 +259,9 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     reasons: dict[str, None] = {}
     for each in seen:
         low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
-        known = total(moves for rows in each.moves.values() for moves in rows.values())
+        windows = _windows([each])
+        known = windows[0].whole if windows else Moves()
+        still = [p for p, moves in windows[0].rows.items() if not moves.size] if windows else []
         why = each.unchecked
         if not why and not each.looked:
             why = f"in {number(each.steps, 'step')}, none after the first had gradients"
@@ -246,6 +270,8 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
                 why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
         if not why and not known.is_known:
             why = "the float32 copies moved too little to measure it"
+        elif not why and windows[0].share_of(still) > _SHARE:
+            why = f"the float32 copies of {percent(windows[0].share_of(still))} of them did not move"
         if low and why and each.has_low:
             reasons[f"updates of {dtype_name(low[0].dtype)} weights by {type(each.optimizer).__name__}: {why}"] = None
     return [*reasons]

@@ -1,0 +1,145 @@
+"""`doctor` says of numbers what it says: WRONG begins at an error that was measured, and a cure was tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+from tests.insight.test_doctor_looks import only, trained
+
+BF16 = torch.bfloat16
+
+
+def found_in(line, model=None, steps=4):
+    """Train a model by FP32 SGD; `line` gets its output."""
+    torch.manual_seed(0)
+    model = model or nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return trained(model, optimizer, steps=steps, loss_of=lambda model, x, step: line(model(x)))
+
+
+def total(x):
+    return x.cumsum(0)
+
+
+def variance(x):
+    return x.square().mean(-1) - x.mean(-1).square()
+
+
+def bce(x):
+    return F.binary_cross_entropy(x.sigmoid(), (torch.arange(len(x)) % 2).to(x.dtype))
+
+
+NUMBERS = {  # a line and its input: whether it is off by 2 % or more, by FP64
+    "cumsum of ones": (total, torch.ones(1024)),
+    "variance beside a mean of 0": (variance, torch.randn(64, 512)),
+    "variance beside a mean of 30": (variance, torch.randn(64, 512) + 30),
+    "bce from .27 to .73": (bce, torch.linspace(-1, 1, 64)),
+    "bce up to 1": (bce, torch.linspace(-9, 9, 64)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_wrong_begins_at_an_error_and_where_a_gradient_depends_on_it(name):
+    function, numbers = NUMBERS[name]
+    x = numbers.to(BF16)
+
+    def of(x):  # what the training feels: the gradient of a loss, or else the result
+        x = x.requires_grad_()
+        return torch.autograd.grad(function(x), x)[0] if function is bce else function(x).detach()
+
+    exact = of(x.double())
+    is_off = bool((of(x.clone()).double() - exact).norm() > 0.02 * exact.norm())
+    read = found_in(lambda out: (function(x.clone().requires_grad_()).float().mean() + 1) * out.square().mean())
+    logged = found_in(lambda out: out.square().mean() + 0 * float(function(x.clone()).float().mean()))
+    assert read.wrong == is_off and not logged.wrong, (str(read), str(logged))
+
+
+POLES = {
+    "acos": torch.acos,
+    "atanh": torch.atanh,
+    "log1p": lambda out: torch.log1p(-out),
+    "log": lambda out: torch.log(1 - out),
+    "sqrt": lambda out: torch.sqrt(1 - out * out),
+    "reciprocal": lambda out: torch.reciprocal(1 - out),
+}
+
+
+@pytest.mark.parametrize("name", POLES)
+def test_the_cure_of_a_nan_was_tried_and_its_recipe_mends_it(name):
+    """A product just below 1, which BF16 rounds to 1, before an op that is not finite there."""
+
+    def train(recipe=None):
+        model = nn.Linear(8, 1, bias=False)
+        nn.init.constant_(model.weight, 0.125)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        if recipe:
+            hmpx.prepare(model, optimizer, recipe)
+        found = trained(model, optimizer, steps=3, loss_of=loss_of)
+        hmpx.restore(optimizer)
+        return found
+
+    def loss_of(model, x, step):
+        with torch.autocast("cpu"):
+            return POLES[name](model(torch.full((4, 8), 0.999 if step == 3 else 0.5))).float().sum()
+
+    found = train()
+    one = only(found, "inf or NaN")
+    assert "the linear that it is of" in one.do and "was tried" in one.do and name in one.recipe["fp32"], one
+    assert not train(found.recipe).wrong
+
+
+NAN = float("nan")
+WRITTEN = {
+    "where": lambda v: torch.where(v.abs() > 9, v, torch.full_like(v, NAN)),
+    "a number in where": lambda v: torch.where(v.abs() > 9, v, NAN),
+    "masked_fill": lambda v: v.masked_fill(v.abs() < 9, NAN),
+    "full": lambda v: torch.full((3,), NAN),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_nan_that_the_program_writes_is_made_by_no_op(name):
+    found = found_in(lambda out: out.square().mean() + 0 * torch.nanmean(WRITTEN[name](out.detach())).nan_to_num())
+    assert not found.findings, str(found)
+
+
+@pytest.mark.parametrize("how", ["a row", "an expert"])
+def test_a_nan_that_stays_in_one_parameter_is_named(how):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.experts = nn.Embedding(4000, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+            self.table.weight.data[7] = 0
+
+        def forward(self, i, e):
+            x = self.table(i)
+            x = x / (1 + x.square().sum(-1, keepdim=True).sqrt()) if how == "a row" else x
+            x = self.experts[e](x)
+            bias = self.experts[e].bias
+            return self.body(x + (bias - bias.detach()).square().sum().sqrt() if e == 3 else x)
+
+    torch.manual_seed(0)
+    model = Net()
+
+    def loss_of(model, x, step):
+        i = torch.randint(8, 4000, (32,))
+        i[0] = 7 if step == 5 and how == "a row" else i[0]
+        return model(i, 3 if step == 5 and how == "an expert" else step % 3).square().mean()
+
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    bad = [name for name, p in model.named_parameters() if p.isnan().any()]
+    assert len(bad) == 1 and bad[0] in only(found, "inf or NaN").said, str(found)
+
+
+def test_a_sum_that_becomes_too_large_is_no_mask():
+    def residual(out):
+        h = torch.sigmoid(out + 2).half() * 40000
+        return (h + h.detach()).float().sum() * 0 + out.square().mean()
+
+    one = only(found_in(residual), "inf or NaN")
+    assert one.wrong and one.said.startswith("add is the first op that makes an inf of finite numbers"), one
