@@ -11,29 +11,10 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.capture.dispatch import Iterations
+from tests.support.examined import only, trained
 from tests.support.planted_trainings import mlp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def trained(model, *optimizers, steps=12, loss_of=None, after=lambda: None):
-    with hmpx.doctor() as found:
-        for step in range(1, steps + 1):
-            x = torch.randn(32, 16)
-            loss = loss_of(model, x, step) if loss_of else model(x.to(model[0].weight.dtype)).float().square().mean()
-            for each in optimizers:
-                each.zero_grad()
-            loss.backward()
-            for each in optimizers:
-                each.step()
-            after()
-    assert not [each for each in found.not_checked if "raised when it was looked at" in each], found.not_checked
-    return found
-
-
-def only(found, kind):
-    (one,) = [each for each in found.findings if each.kind == kind]
-    return one
 
 
 def adam(*groups):
@@ -400,7 +381,7 @@ TABLES = {
 @pytest.mark.parametrize("how", TABLES)
 def test_a_table_of_rounded_positions_is_found_whenever_it_was_made(how, dtype):
     model = Positions(dtype, *TABLES[how])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-8)
     found = trained(model, optimizer, loss_of=lambda model, x, step: model(x).square().mean())
     assert [each.kind for each in found.findings] == ["integers"] * (dtype is BF16 and how != "short"), str(found)
     assert found.wrong == bool(found.findings)

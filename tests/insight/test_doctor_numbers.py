@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from tests.insight.test_doctor_looks import only, trained
+from tests.support.examined import only, trained
 
 BF16 = torch.bfloat16
 

@@ -144,7 +144,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         shown = check.evidence(op, notes)
         if shown is not None and not op.is_beside:
             spot = notes.note(check.kind, op, shown[0])
-            spot.off = max(shown[1], spot.off) if spot.off == spot.off else shown[1]
+            spot.off = max((each for each in (shown[1], spot.off) if each >= 0), default=math.nan)
             found |= {spot} if check.wrong and shown[1] >= LIMIT else set()
             spot.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
             if check.mended and spot.calls == 1:
@@ -197,7 +197,8 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
     off = max((spot.off for spot in harmful or spots if 0 < spot.off < math.inf), default=0.0)
     details += [next((spot.said for spot in spots if spot.said), "")]
-    details += [f"off by {percent(off)}" if 0 < off < 1 and "off by" not in details[-1] else ""]
+    is_said = off in (0, 1) or "off by" in details[-1]
+    details += ["" if is_said else f"off by {percent(off)}" if off < 1 else f"off by {100 * off:.0f} %"]
     details += ["no gradient depends on it" if check.wrong and not harmful and off >= LIMIT else ""]
     makers = sorted({name for spot in spots for name, _ in spot.made_by})
     details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import math
-<<<<<<< HEAD
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-=======
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
->>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
 
 import torch
 
 from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
-<<<<<<< HEAD
-from hmpx.insight.finding import Names, Problem, asked
-=======
-from hmpx.insight.finding import Names, Problem, some
->>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
+from hmpx.insight.finding import Names, Problem, asked, some
 from hmpx.insight.looks.evidence import overflow
-from hmpx.insight.looks.repeated import Call, Calls
+from hmpx.insight.looks.repeated import Calls, RepeatableCall
 from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
-<<<<<<< HEAD
-=======
-_SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow")  # a NaN in these is no mask that the program writes
 _FEW = 8  # weights that are looked at after each step, the smallest; all are at the end
->>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
 
 
@@ -64,7 +49,7 @@ class Nonfinite(Look):
 
     def __init__(self) -> None:
         self._calls = Calls()
-        self._tried: dict[Spot, Call | None] = {}  # what is to be tried
+        self._tried: dict[Spot, RepeatableCall | None] = {}  # what is to be tried
         self._cures: dict[Spot, Any] = {}  # what was tried
         self._losses: list[int] = []  # iterations with a loss that is inf or NaN, of which no GradScaler skips the step
         self._odd = 0  # the last iteration with such a loss
@@ -86,7 +71,8 @@ class Nonfinite(Look):
         if op.is_view or op.name in _UNMADE or self._reached is not None or is_known:
             return
         bad = op.nonfinite
-        if not all(map(math.isfinite, op.scalars)) or op.is_beside:
+        is_computed = op.name.strip("_") in _ARITHMETIC and any(map(math.isnan, op.scalars))
+        if (not all(map(math.isfinite, op.scalars)) and not is_computed) or op.is_beside:
             self._written = notes.iteration if bad is not None else self._written
             return
         hidden = self._written == notes.iteration and any(notes.facts(each).get("of_nan") for each in op.given)
@@ -205,23 +191,17 @@ class Nonfinite(Look):
             do = "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
             yield Problem("inf or NaN", True, said, do, where, weight=0.9)
         elif self._reached is not None:
-<<<<<<< HEAD
-            said = when if what == "gradients" else f"weights are inf or NaN from step {iteration} on"
-            do = asked(f"--at {iteration}", f"hmpx.doctor(at=[{iteration}])")
-            do += " looks at every op of that step and names the first"
-            yield Problem("inf or NaN", True, said, do, where, weight=1.0 if what == "weights" else 0.9)
-=======
             is_gradient = what.startswith("gradients")
             said = when if is_gradient else f"{what} are inf or NaN from step {iteration} on"
-            command = f"python -m hmpx doctor --at {iteration} {self._script}"
-            do = f"{command} looks at every op of that step and names the first"
+            do = asked(f"--at {iteration}", f"hmpx.doctor(at=[{iteration}])")
+            do += " looks at every op of that step and names the first"
             yield Problem("inf or NaN", True, said, do, where, weight=0.9 if is_gradient else 1.0)
->>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
             yield self._made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
         elif self._losses:
             steps = f"{len(self._losses)} iterations, first in iteration {self._losses[0]}"
-            do = f"python -m hmpx doctor --at {self._losses[0]} {self._script} looks at every op of that step"
+            do = asked(f"--at {self._losses[0]}", f"hmpx.doctor(at=[{self._losses[0]}])")
+            do += " looks at every op of that step"
             yield Problem("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)
 
     def _made(self, maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Problem:
@@ -253,26 +233,6 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
 
 
-<<<<<<< HEAD
-def _few(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the smallest parameters: NaN spreads to all."""
-    return sorted((p for p in parameters(optimizer) if p.requires_grad), key=lambda p: p.numel())[:8]
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    dense = [few.float() for each in tensors if each.layout is torch.strided and (few := sample(each)).numel()]
-    return not dense or all(map(math.isfinite, norms_of(dense, math.inf)))
-=======
-def _script() -> str:
-    """Return the command line of a script that a command of hmpx runs, without that of hmpx."""
-    main, name = sys.modules.get("__main__"), Path(sys.argv[0]).stem
-    if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
-        return "train.py"
-    if (package := getattr(main, "__package__", None)) is None:
-        return shlex.join(sys.argv)
-    return shlex.join(["-m", package if name == "__main__" else f"{package}.{name}".lstrip("."), *sys.argv[1:]])
-
-
 def _not_finite(tensors: Mapping[Any, Tensor]) -> list[Any]:
     """Return the keys of tensors with an inf or a NaN. A norm tells, unless it overflows."""
     dense = {key: each._values() if each.is_sparse else local(each) for key, each in tensors.items()}
@@ -282,4 +242,3 @@ def _not_finite(tensors: Mapping[Any, Tensor]) -> list[Any]:
         return []
     odd = [key for key, norm in zip(dense, norms, strict=True) if not norm.isfinite()]
     return [key for key in odd if not is_finite(dense[key])]
->>>>>>> 468df4f8 (doctor says WRONG of an error that was measured and that a gradient depends on, and tries the cure of a NaN)

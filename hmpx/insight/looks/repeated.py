@@ -31,7 +31,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(eq=False)
-class Call:
+class RepeatableCall:
     """A call of the forward pass that can be repeated, while its arguments are what they were.
 
     result: what it returned; key: where that lies. node: its number in autograd. size: of its arguments, in bytes.
@@ -67,9 +67,9 @@ class Calls:
     """The last calls of an iteration's forward pass."""
 
     def __init__(self) -> None:
-        self._calls: deque[Call] = deque()
-        self._made: dict[tuple[int, torch.Size, torch.dtype], Call] = {}
-        self._of_node: dict[int, Call] = {}
+        self._calls: deque[RepeatableCall] = deque()
+        self._made: dict[tuple[int, torch.Size, torch.dtype], RepeatableCall] = {}
+        self._of_node: dict[int, RepeatableCall] = {}
         self._bytes = 0
 
     def clear(self) -> None:
@@ -87,7 +87,9 @@ class Calls:
         frame = next(each for each in frames(op.frame) if not each.f_code.co_filename.endswith(_AROUND))
         line = frame.f_code.co_filename, frame.f_lineno
         versions = [version_of(each) for each in given]
-        call = Call(op.func, op.name, op.args, op.kwargs, weakref.ref(op.out), key, node, size, versions, line)
+        call = RepeatableCall(
+            op.func, op.name, op.args, op.kwargs, weakref.ref(op.out), key, node, size, versions, line
+        )
         self._calls.append(call)
         if not any(_key(each) == key for each in given):
             self._made[key] = call
@@ -102,13 +104,13 @@ class Calls:
             if old.node is not None and self._of_node.get(old.node) is old:
                 del self._of_node[old.node]
 
-    def of(self, op: OpCall) -> Call | None:
+    def of(self, op: OpCall) -> RepeatableCall | None:
         """Return a call of the forward pass: this op, or the one whose backward pass it is part of."""
         if op.node is None:
             return next((each for each in reversed(self._calls) if each.result() is op.out), None)
         return None if LINES.missing else self._of_node.get(op.node._sequence_nr())
 
-    def cure(self, call: Call, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    def cure(self, call: RepeatableCall, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return the ops that must be in FP32 so that a call is finite, under their names in lists, and in words.
 
         First the call itself, then those that have rounded its input. Empty if nothing helps; None if it was not tried,
@@ -118,7 +120,7 @@ class Calls:
             backward: whether the gradient of the call is to be finite, too.
         """
         for depth in range(_DEEP + 1):
-            last: dict[Call, None] = {}
+            last: dict[RepeatableCall, None] = {}
             try:
                 with torch.random.fork_rng(devices=()), torch.set_grad_enabled(backward):
                     is_finite = self._is_finite(call, depth, last)
@@ -132,7 +134,7 @@ class Calls:
                 break
         return (), ()
 
-    def _is_finite(self, call: Call, depth: int, last: dict[Call, None]) -> bool:
+    def _is_finite(self, call: RepeatableCall, depth: int, last: dict[RepeatableCall, None]) -> bool:
         given = [self._wide(each, depth, last).detach() for each in tensors(call.args) if each.is_floating_point()]
         for each in given if torch.is_grad_enabled() else ():
             each.requires_grad_(True)
@@ -145,7 +147,7 @@ class Calls:
             every += [each for each in grads if each is not None]
         return all(bool(each.isfinite().all()) for each in every)
 
-    def _wide(self, tensor: Tensor, depth: int, last: dict[Call, None]) -> Tensor:
+    def _wide(self, tensor: Tensor, depth: int, last: dict[RepeatableCall, None]) -> Tensor:
         """Return a tensor with so many ops before it computed in FP32. last: gets the first of these."""
         made = self._made.get(_key(tensor))
         if tensor.dtype not in LOW or made is None:
@@ -167,7 +169,7 @@ class _Gone(Exception):
     """What an op was given is no longer what it was."""
 
 
-def _run(call: Call, of: Any) -> Any:
+def _run(call: RepeatableCall, of: Any) -> Any:
     if not call.is_as_it_was:
         raise _Gone
 

@@ -123,7 +123,7 @@ class _Beside:
         attachment = own_attachment(self.twin.optimizer)
         if attachment is not None:
             masters = [attachment.masters_of(p) for p in self.twin.params]
-            return None if any(each is None for each in masters) else self.twin.samples(masters).float()  # type: ignore[arg-type]
+            return None if any(each is None for each in masters) else self.twin.samples(masters).float()
         try:
             return None if scope_of(self.twin.optimizer) == "element" else self.twin.again(0.0).weights()
         except NotChecked:

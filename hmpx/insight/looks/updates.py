@@ -169,12 +169,12 @@ def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     if not found:
         return {}
     ways: dict[Parameter, list[Moves]] = {}
-    for each in found.values():
-        for p, moves in each.rows.items():
-            ways.setdefault(p, []).append(moves.times(each.way / each.whole.size if each.whole.size else 0.0))
-    whole = sum(each.way for each in found.values())
+    for one in found.values():
+        for p, moves in one.rows.items():
+            ways.setdefault(p, []).append(moves.times(one.way / one.whole.size if one.whole.size else 0.0))
+    whole = sum(one.way for one in found.values())
     every = _Window({p: total(several) for p, several in ways.items()}, active)
-    return {0: every} | {window: each for window, each in found.items() if each.way >= _WAY * whole}
+    return {0: every} | {window: one for window, one in found.items() if one.way >= _WAY * whole}
 
 
 def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
