@@ -106,6 +106,14 @@ AUTOCAST = Feature(
     Name("torch.autocast().[_enabled|fast_dtype|device]", "whether a region was to cast, to which dtype, and where"),
     Name("torch.autocast().prev", "what its exit sets again"),
 )
+REGISTERED = Feature(
+    "operators with an autocast kernel of their author's",
+    "op lists do not heed it",
+    Name("torch._ops.[OpOverload|OpOverloadPacket].__call__", "the calls of operators"),
+    Name("torch._ops.OpOverload()._name", "which operator it is"),
+    Name("torch._ops.OpOverloadPacket()._qualified_op_name", "the same"),
+    Name("torch._C.[_dispatch_has_kernel_for_dispatch_key|_dispatch_key_for_device]", "whether it has such a kernel"),
+)
 TENSOR_PARALLEL = Feature(
     "tensor parallelism under op lists",
     "nothing is lost: parts of an op that has been cast are left alone, where they have these names",

@@ -286,12 +286,17 @@ def _build(tx: Any, value: Any) -> Any:
 # Answers to code that asks about autocast
 
 
+def low_precision(policies: Policies, scope: int) -> torch.dtype | None:
+    """Return the low precision in which lists cast in a scope; None if no op is listed for it."""
+    policy = policies.at(scope)
+    return policy.low_precision if policy.bf16 or policy.fp8 or policy.bf16_to_fp32 else None
+
+
 def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
     """Yield patches of the functions that say whether autocast is on and in which dtype, and of those that set it."""
 
     def low(scope: int) -> torch.dtype | None:
-        policy = policies.at(scope)
-        return policy.low_precision if policy.bf16 or policy.fp8 or policy.bf16_to_fp32 else None
+        return low_precision(policies, scope)
 
     vars(low)["_dynamo_marked_constant"] = True  # it depends on nothing but the scope
 
@@ -302,7 +307,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
                 return original(*args, **kwargs)
             if args or kwargs:
                 found = original(*args, **kwargs)  # this raises for an unknown device
-            if not switch.retired and (is_dynamo_compiling() or _is_for_a_model(sys._getframe(1))) and _casts_here():
+            if not switch.retired and (is_dynamo_compiling() or _is_for_a_model(sys._getframe(1))) and casts_here():
                 dtype = low(region_state.scope())
                 if dtype is not None:
                     return dtype if is_dtype else True
@@ -317,7 +322,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
             if frame is None or frame.f_globals.get("__name__", "").startswith("torch.") or not _governs():
                 original(*args, **kwargs)
                 return
-            given, dtype = (*args, *kwargs.values()), low(region_state.scope()) if _casts_here() else None
+            given, dtype = (*args, *kwargs.values()), low(region_state.scope()) if casts_here() else None
             if dtype is not None and any(value is (dtype if is_dtype else True) for value in given):
                 if not is_dtype:  # code that has asked before writes our own answer back
                     say_once(logging.INFO, _OURS, frame)
@@ -328,7 +333,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
                 return
             if True in given:
                 say_once(logging.WARNING, _TWICE, frame)
-            elif not was_on and is_in_model(frame) and _casts_here():
+            elif not was_on and is_in_model(frame) and casts_here():
                 say_once(logging.WARNING, _NOT_HEARD, frame)
 
         return setting
@@ -345,7 +350,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
                 yield patch_at(f"torch.{name}", Patching.AUTOCAST, build)
 
 
-def _casts_here() -> bool:
+def casts_here() -> bool:
     """Whether an op that the asking code calls now is cast."""
     acts = region_state.acts()
     if acts is not None or is_dynamo_compiling():

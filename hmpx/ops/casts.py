@@ -32,6 +32,7 @@ from hmpx.ops.policies.lists import SIDES, is_shipped
 from hmpx.ops.policies.policy import Case, Policy, Rule
 from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.registered import registered
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing, build_telling
@@ -143,6 +144,7 @@ class PatchTable(Patches):
             *self.beside.patches(),
             *parametrizations(self.switch),
             *(autocast.questions(self.switch, policies) if governs_autocast(policies[0]) else ()),
+            *(registered(self.switch, policies) if governs_autocast(policies[0]) else ()),
         )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 

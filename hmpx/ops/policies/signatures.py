@@ -101,7 +101,7 @@ def read_signature(name: str, first: str) -> Signature:
         takes_mixed=TAKES_MIXED.get(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
         in_lists=op.startswith("_foreach_"),
-        adds=_addend(op, shared) if agreed else "",
+        adds=_addend(op, shared) if shared is not None and agreed else "",
     )
 
 

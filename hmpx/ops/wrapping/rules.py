@@ -170,7 +170,7 @@ def is_taken_apart(rule: Rule, signature: Signature, values: tuple) -> bool:
 
 def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
     """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
-    device = _device((*args, *kwargs.values()))
+    device = device_of((*args, *kwargs.values()))
     if not (device and torch.amp.is_autocast_available(device)):
         return call(op, args, kwargs)
     before = _is_enabled(device), _dtype_of(device)
@@ -186,12 +186,12 @@ def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -
             torch.clear_autocast_cache()  # it holds the weights that were cast
 
 
-def _device(values: Iterable[Any]) -> str:
+def device_of(values: Iterable[Any]) -> str:
     """Return the type of the device of the first tensor."""
     for value in values:
         if isinstance(value, Tensor):
             return value.device.type
-        if isinstance(value, (list, tuple)) and (found := _device(value)):
+        if isinstance(value, (list, tuple)) and (found := device_of(value)):
             return found
     return ""
 
