@@ -32,6 +32,7 @@ from hmpx.updates.stepping.step_call import StepCall
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
+_NODES = 20_000  # of autograd, that are asked whether they are compiled
 _FIRST = 32  # if iteration 1 is looked at and no optimizer has stepped, this backward pass begins iteration 2
 
 
@@ -82,6 +83,7 @@ class Capture:
         self._last_hook: Any = None  # runs before a step, after the program's own such hooks
         self._thread = threading.get_ident()
         self._compiled = _frames_compiled()  # the number when the capture begins
+        self.hides = False  # whether a loss is of code that was compiled before that
         self._changes = Changes()
 
     @contextlib.contextmanager
@@ -188,6 +190,8 @@ class Capture:
                 with aside(self.trouble):
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
+                    if self._compiled and self._watch.is_looking and not self.hides:
+                        self.hides = _are_of_compiled(losses)
                 for look in self.looks if seeded is None else ():
                     with aside(self.trouble):
                         look.loss(self.notes, losses)
@@ -300,7 +304,9 @@ class Capture:
             self.iterations.begin_stage()
         if optimizer is self._leader:
             self._iterated()
-        self.is_enough(self.steps[id(optimizer)])
+        self.is_enough(
+            max(self.iterations.count, self.steps[id(optimizer)])
+        )  # each task may have an optimizer of its own
 
     def _iterated(self) -> None:
         """End this iteration, and begin the next one."""
@@ -323,6 +329,20 @@ def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.
                 yield model
         if not wanted:
             return
+
+
+def _are_of_compiled(losses: Sequence[torch.Tensor]) -> bool:
+    """Whether a function that torch.compile has made is among those that autograd will run, or the first of them."""
+    waiting, seen = [each.grad_fn for each in losses], set[Any]()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CompiledFunction"):
+            return True
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+    return False
 
 
 def _frames_compiled() -> int:

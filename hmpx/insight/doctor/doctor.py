@@ -165,7 +165,10 @@ class Examination(Capture):
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._updates, self._replicas = Updates(), Replicas()
         looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, Tables()]
-        super().__init__([*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], at)
+        around = {
+            each for step in at for each in (step - 1, step) if each
+        }  # of a loss that is NaN, the gradient before
+        super().__init__([*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], around)
 
     def is_enough(self, steps: int) -> None:
         if self._enough is not None and steps >= self._enough:
@@ -214,6 +217,7 @@ class Examination(Capture):
 
     def _looked(self) -> list[str]:
         optimizers, steps = self.optimizers, max(self.steps.values(), default=0)
+        steps = max(steps, self.iterations.count) if steps else 0
         classes = ", ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
         dtypes: Counter[str] = Counter()
         for p in self.trained:
@@ -239,7 +243,7 @@ class Examination(Capture):
             if freed:
                 said = f"{number(freed, 'parameter')} of {type(each).__name__} have no memory, as FSDP2 has freed whole"
                 yield f"{said} parameters that it was made with: make the optimizer before the first forward pass"
-        if self.compiles:
+        if self.compiles or self.hides:
             yield "ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"
         elif not self.iterations.watched:
             yield f"ops: the script ended after {number(done, 'iteration')}, the third is looked at"

@@ -15,8 +15,8 @@ from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, asked, some
 from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.looks.repeated import Calls, RepeatableCall
-from hmpx.insight.tensors import LOW, Tensor, is_finite, is_masked
-from hmpx.updates.ranks.sharding import local
+from hmpx.insight.tensors import LOW, Tensor, has_numbers, held_here, is_finite, is_masked
+from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
@@ -233,10 +233,15 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
 
 
+def _is_readable(tensor: Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.is_floating_point()
+    return is_plain and type(tensor) in PLAIN and has_numbers(tensor)
+
+
 def _not_finite(tensors: Mapping[Any, Tensor]) -> list[Any]:
     """Return the keys of tensors with an inf or a NaN. A norm tells, unless it overflows."""
-    dense = {key: each._values() if each.is_sparse else local(each) for key, each in tensors.items()}
-    dense = {key: each.detach() for key, each in dense.items() if each.numel() and each.is_floating_point()}
+    dense = {key: each._values() if each.is_sparse else held_here(each).detach() for key, each in tensors.items()}
+    dense = {key: each for key, each in dense.items() if each.numel() and _is_readable(each)}
     norms = torch.stack([each.float().cpu() for each in norms_of([*dense.values()], 2)]) if dense else torch.ones(0)
     if bool(norms.isfinite().all()):
         return []

@@ -93,6 +93,11 @@ def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
     recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
     spots, late = notes.spots("gradient in FP16"), notes.skipped[len(notes.skipped) // 2 :]
     nonzero = sum(spot.numbers["nonzero"] for spot in spots)
+    if spots and not nonzero and not notes.skipped:
+        said = "FP16 without a GradScaler: all gradients that were looked at are zero, so nothing is trained"
+        yield Problem(
+            "loss scaling", True, said, "torch.amp.GradScaler, or BF16, which needs none", weight=0.9, recipe=recipe
+        )
     if nonzero and not notes.skipped:
         share = sum(spot.numbers["tiny"] for spot in spots) / nonzero
         said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
@@ -101,11 +106,18 @@ def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
         yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
     if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
         said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
-        said += "gradients are inf or NaN at any scale"
+        lasts = notes.scale <= 1
+        said += "gradients are inf or NaN at any scale" if lasts else "it is still falling, so nothing is known of them"
         do = f"look for the first op that makes them ({asked('--at 3', 'hmpx.doctor(at=[3])')}), or use BF16, which "
         do += "needs no scale"
-        yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
+        yield Problem("GradScaler", lasts, said, do, weight=0.9, recipe=recipe)
+
+
+def _still_falling(notes: Notes) -> list[str]:
+    late = notes.skipped[len(notes.skipped) // 2 :]
+    is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
+    return [f"steps: the GradScaler skips them, at a scale of {notes.scale:g} that still falls"] if is_falling else []
 
 
 PRODUCTS = OpLook(look_at_products, of_products, "forward")
-SCALE = OpLook(look_at_scale, of_scale, "backward")
+SCALE = OpLook(look_at_scale, of_scale, "backward", unchecked=_still_falling)

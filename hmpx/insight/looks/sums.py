@@ -14,6 +14,8 @@ from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.tensors import Tensor
 from hmpx.updates.stepping.names import parameters
 
+_FELT = 0.1  # of the noise between batches: from here on a loss shows it
+
 
 class _Sum(NamedTuple):
     """A gradient after so many backward passes, and what it would be in FP32."""
@@ -21,6 +23,13 @@ class _Sum(NamedTuple):
     now: Tensor
     exact: Tensor
     passes: int
+    squares: Tensor  # of what each pass has added
+
+    @property
+    def noise(self) -> float:
+        """The square of the noise of the sum: what it varies by with the batches of its passes."""
+        spread = (self.squares - self.exact.square() / self.passes).clamp(min=0)
+        return float(spread.sum()) * self.passes / (self.passes - 1)
 
     def is_along(self, other: Tensor) -> bool:
         return other.shape == self.now.shape and bool((other * self.now).sum() >= 0.99 * other.norm() * self.now.norm())
@@ -38,7 +47,7 @@ class Sums(Look):
     def __init__(self) -> None:
         self._sums: dict[int, _Sum] = {}  # of one iteration, by the identity of a parameter
         self._iteration = 0
-        self._error = self._size = 0.0  # squares, of all steps: of what is off, and of the sums
+        self._error = self._size = self._noise = 0.0  # squares, of all steps: of what is off, the sums, and their noise
         self._most = 0  # backward passes before a step
         self._dtype: torch.dtype | None = None
 
@@ -52,8 +61,9 @@ class Sums(Look):
             self._sums.pop(id(variable), None)  # another sum begins
         else:
             now, more = few(op.given[0]).float(), few(op.given[1]).float()
-            known = self._sums.get(id(variable), _Sum(before, before, 1))
-            self._sums[id(variable)] = _Sum(now, known.exact + more, known.passes + 1)
+            known = self._sums.get(id(variable), _Sum(before, before, 1, before.square()))
+            squares = known.squares + more.square()
+            self._sums[id(variable)] = _Sum(now, known.exact + more, known.passes + 1, squares)
             self._dtype = op.given[0].dtype
 
     def _turn_to(self, iteration: int) -> None:
@@ -72,12 +82,14 @@ class Sums(Look):
                 self._most = max(self._most, made.passes)
                 self._error += float((made.now - made.exact).square().sum())
                 self._size += float(made.exact.square().sum())
+                self._noise += made.noise
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
         if self._size and self._dtype is not None:
             error = (self._error / self._size) ** 0.5
             said = f"gradients of {self._most} backward passes are accumulated in {dtype_name(self._dtype)}, and are "
-            said += f"off by {percent(error)}"
+            of_noise = (self._error / max(self._noise, 1e-12 * self._size)) ** 0.5
+            said += f"off by {percent(error)}, {min(of_noise, 1e6):.2g} of the noise between batches"
             do, recipe = "accumulate in float32: use_fp32_grad_acc in hmpx.attach", {"use_fp32_grad_acc": True}
-            wrong, weight = error > 0.01, min(0.2 + error, 0.8)
+            wrong, weight = error > 0.01 and of_noise > _FELT, min(0.2 + error, 0.8)
             yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)

@@ -283,10 +283,11 @@ def _of_average(spot: Spot) -> Iterator[Problem]:
         said = f"the running variance of a norm in {spot.said} moves {_way(spot)}"
         do = f"keep the norm in float32, which takes inputs in {spot.said} as well: norm.float()"
         yield Problem("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
-    elif kept < _LOST and numbers["elements"] == numbers["tensors"]:
+    elif kept < _LATE and numbers["elements"] == numbers["tensors"]:
         said = f"{spot.name} moves a number{what} in {spot.said} {_way(spot)}: a rate, a scale or a running sum that "
         do = spot.advice("keep it in a Python float, or in float32")
-        yield Problem("running value", True, f"{said}stands still{spot.place.within}", do, spot.where, (), ops, 0.4)
+        said += f"{'stands still' if kept < _LOST else 'falls behind'}{spot.place.within}"
+        yield Problem("running value", True, said, do, spot.where, (), ops, 0.4)
     elif kept < _LATE and (numbers["moves"] >= 8 or not numbers["dot"]):
         of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
         said = f"{spot.name} moves a tensor{what} in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
