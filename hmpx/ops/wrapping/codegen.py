@@ -62,8 +62,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import region_state
+from hmpx.base.torch_private import in_torch_func
 from hmpx.ops.captured_names.raw import GENERATED
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Argument, Signature
@@ -177,7 +179,7 @@ _CAST = """\
                     _{p}_cast = _to_target({p})
 """
 _APART = """\
-                if _is_taken_apart(_rule, _signature, ({names},)):
+                if not _compiling() and _layer() is not None and _is_taken_apart(_rule, _signature, ({names},)):
                     return _unusual(_original, _run, _switch, _rule, _signature, ({names},), _args, _kwargs)
 """
 _CAST_CALL = """\
@@ -276,6 +278,8 @@ def make_wrapper(
         "_unusual": _unusual,
         "_widening": widening,
         "_is_taken_apart": is_taken_apart,
+        "_compiling": is_dynamo_compiling,
+        "_layer": in_torch_func,
         "_nowhere": region_state.nowhere,
         "_traced": region_state.traced,
         "_is_stated": is_stated,
