@@ -22,7 +22,8 @@ from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
 from hmpx.shell.options import add_force, keys_asked, outputs_asked, save
-from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, started_processes
+from hmpx.shell.processes import started_processes
+from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, running
 
 _STEPS = 50
 
@@ -106,28 +107,20 @@ def _doctor(options: argparse.Namespace) -> int:
         is_file, folder = os.path.splitext(named)[1], os.path.dirname(options.fix or "") or "."
         base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
     report = _Report(outputs)
-    leave, pid = os._exit, os.getpid()
-
-    def left(status: int) -> None:  # without `finally` blocks, and without an end of this function
-        if os.getpid() == pid and (examination := report.examination) is not None:
-            examination.finish()
-            status = report(status)
-        leave(status)
-
-    os._exit = left  # type: ignore[assignment]
     status = 0
     try:
         with (
-            started_processes() as report.started,
+            started_processes(running(options), replaced=report.replaced) as report.started,
             examined(options.steps or None, options.at, base, report.heard) as report.found,
         ):
-            run_script.run_to_the_end(options, recipe, restores=True)  # the recipe's patches stand upon the doctor's
+            # The recipe's patches stand upon the doctor's.
+            ends = {"waits": lambda: not report.is_ending, "leaves": report.leaves}
+            run_script.run_to_the_end(options, recipe, restores=True, **ends)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
-        os._exit = leave
         status = report(status)
     return status
 
@@ -150,6 +143,25 @@ class _Report:
             self._watcher.give(str(examination.so_far()))
         if examination.is_ending:
             threading.Thread(target=self._end_in_time, daemon=True).start()
+
+    @property
+    def is_ending(self) -> bool:
+        return self.examination is not None and self.examination.is_ending
+
+    def leaves(self, status: int) -> int:
+        """Print what was found before the process leaves at once."""
+        if self.examination is None:
+            return status
+        self.examination.finish()
+        return self(status)
+
+    def replaced(self, program: str) -> None:
+        """Do the same before another program takes the place of this process; "" is this command again."""
+        if program:
+            self.found.not_checked.append(f"the script goes on as another program: {program}")
+            self.leaves(0)
+        if self._watcher is not None:
+            self._watcher.done()
 
     def _end_in_time(self) -> None:
         """End this process, from a thread: a thread or a process of the script that waits would keep it for ever."""

@@ -21,7 +21,8 @@ from hmpx.ops.wrapping.callers import users_frame
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from hmpx.shell import bench, doctor, record, run_script, trials
 from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
-from hmpx.shell.run_script import add_script, recipe_to_run
+from hmpx.shell.processes import started_processes
+from hmpx.shell.run_script import add_script, own_words, recipe_to_run, running
 from hmpx.version import __version__
 
 _DESCRIPTION = """\
@@ -44,6 +45,7 @@ examples:
   {prog} COMMAND --help                              more of a command"""
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep  # the folder of its library
+_HMPX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,19 +72,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"hmpx {__version__}, torch {torch.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
     _add_all(subparsers, prog)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    number = own_words(subparsers.choices.get(words[0]), words) if words else 0
+    options = parser.parse_args(words[:number])
+    if hasattr(options, "arguments"):
+        options.arguments = [*words[number:]]
     if not hasattr(options, "run"):
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        status = options.run(options)
+        if not hasattr(options, "arguments"):
+            sys.stdout.flush()
+        return status
     except HmpxError as error:
         print(f"hmpx: {error}", file=sys.stderr)
         if line := _line_of_script(error):
             print(f"  raised at {line}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError as error:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not all(file.startswith(_HMPX) for file in files):
+            raise  # the script's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so at its end
         return 0
 
 
@@ -176,7 +188,22 @@ def _run(options: argparse.Namespace) -> int:
         names = ", ".join(recipe_names())
         lists = "or lists (--list FILE --fp32 FILE)"
         raise HmpxError(f"run needs --recipe NAME or FILE, {lists}, before {options.script}; there are {names}")
-    run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
+    told = set[str]()
+
+    def tell(said: str) -> None:
+        if said not in told:
+            told.add(said)
+            print(f"hmpx: {said}", file=sys.stderr, flush=True)
+
+    def started(words: str) -> None:
+        tell(f"the recipe does not hold in a process that the script starts: {words}")
+
+    def replaced(words: str) -> None:
+        if words:
+            tell(f"the recipe ends here, since the script goes on as another program: {words}")
+
+    with started_processes(running(options), started, replaced):
+        run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 
 

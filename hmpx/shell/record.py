@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from hmpx.insight.recording.record import record
 from hmpx.recipes.recipe import Recipe
 from hmpx.shell import run_script
 from hmpx.shell.options import add_force, outputs_asked, save
-from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, started_processes
+from hmpx.shell.processes import started_processes
+from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, running
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -69,31 +71,58 @@ def _record(options: argparse.Namespace) -> int:
     recipe = recipe_to_run(options)
     if options.hash:
         return _hash(options, recipe, outputs["hash"])
-    log, started, are_all = Log(), Counter[str](), True
-    try:
-        with started_processes() as started, record() as log:
-            run_script.run_to_the_end(options, recipe)
-    finally:
-        if log.about:  # the record was opened
+    log, are_all, has_left = Log(), True, False
+    with contextlib.ExitStack() as at_end:
+
+        def show() -> None:
+            nonlocal are_all
+            if not log.about:  # no record was opened
+                return
+            if not has_left:  # what ``os._exit`` loses of the script's output stays lost
+                _flush()
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
             are_all = _show(log, outputs, started, "" if log.policy else by_recipe)
+
+        started = at_end.enter_context(_started(options, at_end))
+        at_end.callback(show)
+        log = at_end.enter_context(record())
+
+        def leaves(status: int) -> int:
+            nonlocal has_left
+            has_left = True
+            at_end.close()
+            return status
+
+        run_script.run_to_the_end(options, recipe, leaves=leaves)
     return 0 if are_all else 2
+
+
+def _started(options: argparse.Namespace, at_end: contextlib.ExitStack) -> contextlib.AbstractContextManager:
+    """`started_processes`; what is to be done at the end is done before another program takes the place of this one."""
+    return started_processes(running(options), replaced=lambda program: at_end.close() if program else None)
 
 
 def _hash(options: argparse.Namespace, recipe: Recipe | None, path: Path) -> int:
     """Run the script, and save hashes of what its ops take and give."""
     at = options.at or (1, 2)
     hashes = Hashes(at)
-    capture, started = Capture([hashes], at, only_at=True), Counter[str]()
-    try:
-        with started_processes() as started, capture.hooks():
-            run_script.run_to_the_end(options, recipe, restores=True)  # the recipe's patches stand upon the capture's
-    finally:
+    capture, started, are_all = Capture([hashes], at, only_at=True), Counter[str](), True
+
+    def show() -> None:
+        nonlocal are_all
         capture.close()
         hashes.named(capture.names, capture.compiles)
         lines, are_all = save(hashes, {"json": path})
         unseen = [*capture.trouble, *capture.elsewhere, *capture.notes.unseen, *(f"process {each}" for each in started)]
         print(*lines, *(f"hmpx: not hashed: {each}" for each in unseen), sep="\n", file=sys.stderr)
+
+    with contextlib.ExitStack() as at_end:
+        started = at_end.enter_context(_started(options, at_end))
+        at_end.callback(show)
+        at_end.enter_context(capture.hooks())
+        # The recipe's patches stand upon the capture's.
+        ends = {"restores": True, "leaves": lambda status: at_end.close() or status}
+        run_script.run_to_the_end(options, recipe, **ends)
     return 0 if are_all else 2
 
 
@@ -101,6 +130,11 @@ _UNCONVERTED = (
     "The recipe {0} leaves torch's ops as they are (opt_level null), so that they were not seen. With --opt-level O1\n"
     "it converts them; `doctor --recipe {0}` looks at a run in which nothing is converted."
 )
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Python says so at its end
+        sys.stdout.flush()
 
 
 def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> bool:
@@ -111,7 +145,6 @@ def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: st
     """
     written, are_all = save(log, outputs)
     if is_first_rank():
-        sys.stdout.flush()
         if started:
             names = ", ".join(f"{name} ({number})" for name, number in started.items())
             written.append(f"hmpx: the script started processes, which are not in this record: {names}")

@@ -1,15 +1,14 @@
 """``python -m hmpx run``: an unmodified script, or module, under a recipe.
 
 The script is run as ``python script.py`` runs it: as ``__main__``, with its own folder first on the path, with its own
-arguments. Processes that it spawns through `multiprocessing` go on under the recipe: they import the parent's main
-module by its name, and that name is `hmpx.shell.spawned`.
+arguments. Processes that it spawns through `multiprocessing` go on under the recipe (`hmpx.shell.processes`).
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
+import builtins
 import functools
 import importlib.machinery
 import importlib.util
@@ -17,13 +16,13 @@ import json
 import os
 import runpy
 import sys
+import threading
 import traceback
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.abc import InspectLoader
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +33,7 @@ from hmpx.recipes.activate import VARIABLE, activate
 from hmpx.recipes.reading import as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
 from hmpx.shell.options import add_recipe_options, keys_asked, lists_asked, number_in, with_options
+from hmpx.shell.processes import Running, hand_on
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -47,24 +47,32 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     Raises:
         HmpxError: there is no such script or module, or the recipe is wrong. Whatever the script raises.
     """
-    if not as_module and Path(script).is_dir():
-        script = str(Path(script) / "__main__.py")
     spec = spec_of(script, as_module)
+    is_file = not as_module and not _is_archive(script)
     keys = None
     if recipe is not None:
-        activate(recipe)
-        keys = asdict(recipe), recipe._under_zero
-    os.environ[_RUN] = json.dumps({"recipe": keys, "script": script, "as_module": as_module})
+        keys = asdict(activate(recipe).recipe), recipe._under_zero
+    again = os.path.abspath(script) if is_file else "" if spec.name.endswith("__main__") else spec.name
+    os.environ[_RUN] = json.dumps({"recipe": keys, "script": again, "as_module": as_module})
     sys.argv = [(as_module and spec.origin) or script, *arguments]
-    sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
+    folder = os.getcwd() if as_module else os.path.dirname(os.path.realpath(script))
+    if not (is_file or as_module):
+        sys.path[: not _is_safe_path()] = [os.path.abspath(script)]  # of which -P says nothing
+    elif not _is_safe_path():
+        sys.path[0] = folder
+    loader = cast(InspectLoader, spec.loader)  # both ways to a spec see to it
     module = types.ModuleType("__main__")
-    module.__file__, module.__loader__ = spec.origin, spec.loader
-    module.__package__ = spec.parent if as_module else None
-    module.__spec__ = importlib.util.find_spec("hmpx.shell.spawned")
+    vars(module).update(__builtins__=builtins, __file__=spec.origin, __loader__=loader, __cached__=None)
+    if is_file:  # Python keeps no code of it beside it
+        module.__package__ = module.__spec__ = None
+        code = cast(Any, loader).source_to_code(cast(Any, loader).get_data(script), script)
+    else:
+        module.__package__, module.__spec__ = spec.parent, spec
+        vars(module).update(__cached__=spec.cached)
+        code = cast(types.CodeType, loader.get_code(spec.name))
     sys.modules["__main__"] = module
-    code = cast(InspectLoader, spec.loader).get_code(spec.name)  # both ways to a spec see to it
     try:
-        exec(cast(types.CodeType, code), vars(module))
+        exec(code, vars(module))
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == "habana_frameworks":
             said = f"{error.name} is not installed; for its hmp write: from hmpx import hmp"
@@ -72,19 +80,28 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
         raise
 
 
-def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restores: bool = False) -> None:
+def run_to_the_end(
+    options: argparse.Namespace,
+    recipe: Recipe | None,
+    *,
+    restores: bool = False,
+    waits: Callable[[], bool] = lambda: True,
+    leaves: Callable[[int], int] = lambda status: status,
+) -> None:
     """Do what `run` does, and then what the interpreter does at its end, so that a report can follow.
 
-    That prints the traceback of what the script raises, and calls what it has registered with `atexit`.
+    That prints the traceback of what the script raises, waits for its threads, and calls what it has registered with
+    `atexit`.
 
-    restores: end the conversion afterwards.
+    restores: end the conversion afterwards. waits: whether threads are waited for. leaves: what is done before
+    ``os._exit``, with its status; it returns the status.
 
     Raises:
         HmpxError: there is no such script or module, or the recipe is wrong.
         SystemExit: the script exits; with the status 1, it has raised.
     """
     left: list[functools.partial[Any]] = []
-    register, unregister = atexit.register, atexit.unregister
+    register, unregister, leave, here = atexit.register, atexit.unregister, os._exit, os.getpid()
 
     def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         left.append(functools.partial(function, *args, **kwargs))
@@ -94,7 +111,11 @@ def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restor
         left[:] = [each for each in left if each.func != function]
         unregister(function)
 
+    def exit_at_once(status: int) -> None:  # without `finally` blocks, and without an end of this function
+        leave(leaves(status) if os.getpid() == here else status)
+
     atexit.register, atexit.unregister = keep, drop  # type: ignore[assignment]
+    os._exit = exit_at_once  # type: ignore[assignment]
     try:
         run(recipe, options.script, options.arguments, as_module=options.as_module)
     except HmpxError:
@@ -104,15 +125,38 @@ def run_to_the_end(options: argparse.Namespace, recipe: Recipe | None, *, restor
         raise SystemExit(1) from None
     finally:
         try:
+            if waits():
+                _wait_for_threads()
             while left:
                 try:
                     left.pop()()
+                except SystemExit:
+                    pass
                 except Exception:
                     traceback.print_exc()
         finally:
-            atexit.register, atexit.unregister = register, unregister
+            atexit.register, atexit.unregister, os._exit = register, unregister, leave
             if restores:
                 converting.restore()
+
+
+def _wait_for_threads() -> None:
+    """Wait for the threads that Python waits for, which the threads of a pool learn from `threading` itself."""
+    while others := [each for each in threading.enumerate() if not (each.daemon or each is threading.current_thread())]:
+        for tell in reversed(getattr(threading, "_threading_atexits", ())):
+            tell()
+        for each in others:
+            each.join()
+
+
+def running(options: argparse.Namespace) -> Running:
+    """Return what a command runs, and the words that have started it in this process."""
+    number, spec = len(options.arguments), spec_of(options.script, options.as_module)
+    words = sys.orig_argv[: len(sys.orig_argv) - number]
+    known = words[-1:] == [options.script] and sys.orig_argv[len(words) :] == options.arguments
+    modules = (options.script, spec.name) if options.as_module else ()
+    file = "" if options.as_module else os.path.abspath(options.script)
+    return Running(words if known else (), file, modules, os.path.realpath(os.getcwd()))
 
 
 def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
@@ -123,8 +167,13 @@ def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
     """
     if as_module:
         return _spec_of_module(script)
-    path = Path(script) / "__main__.py" if Path(script).is_dir() else Path(script)
-    check_is_there(path, "script")
+    path = Path(script)
+    check_is_there(path / "__main__.py" if path.is_dir() else path, "script")
+    if _is_archive(script):
+        found = importlib.machinery.PathFinder.find_spec("__main__", [os.path.abspath(script)])
+        if found is None:
+            raise HmpxError(f"{script}: has no __main__")
+        return found
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
     spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
     assert spec is not None, "a loader is given"
@@ -133,12 +182,16 @@ def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
 
 def spawned(name: str) -> dict[str, Any]:
     """Return the main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
-    running = json.loads(os.environ[_RUN])
-    if running["recipe"]:
-        keys, under_zero = running["recipe"]
+    known = json.loads(os.environ[_RUN])
+    hand_on()
+    if known["recipe"]:
+        keys, under_zero = known["recipe"]
         activate(noted(as_recipe(keys), {}, under_zero))
-    start = runpy.run_module if running["as_module"] else runpy.run_path
-    return start(running["script"], run_name=name)
+    if not known["script"]:  # a package's `__main__`, which a child does not run again
+        return {}
+    if known["as_module"]:
+        return runpy.run_module(known["script"], run_name=name, alter_sys=True)
+    return runpy.run_path(known["script"], run_name=name)
 
 
 def check_is_there(path: Path, what: str) -> None:
@@ -152,8 +205,19 @@ def check_is_there(path: Path, what: str) -> None:
         raise HmpxError(f"{path}: no such {what}{did_you_mean(path.name, beside)}")
 
 
+def _is_archive(script: str) -> bool:
+    """Return whether Python looks for a `__main__` in it."""
+    return os.path.isdir(script) or zipfile.is_zipfile(script)
+
+
+def _is_safe_path() -> bool:
+    """Return whether Python has put no folder of a script before its path (``-P``, ``-I``, PYTHONSAFEPATH)."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
 def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:
-    sys.path[0] = os.getcwd()
+    if not _is_safe_path():
+        sys.path[0] = os.getcwd()
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -183,6 +247,20 @@ def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Actio
     own = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     own.required = False
     return script
+
+
+def own_words(command: argparse.ArgumentParser | None, words: Sequence[str]) -> int:
+    """Return how many words of a command line are hmpx's: up to a script, behind which `argparse` would drop ``--``."""
+    actions = command._actions if command else []
+    if not any(action.dest == "arguments" for action in actions):
+        return len(words)
+    i = 1
+    while i < len(words) and words[i].startswith("-") and words[i] not in ("-", "--"):
+        named = [each for each in actions for option in each.option_strings if option.startswith(words[i])]
+        if any(each.nargs == "+" for each in named):  # `doctor --files`, without a script
+            return len(words)
+        i += 2 if any(each.nargs != 0 for each in named) else 1
+    return i + 2 if words[i : i + 1] == ["--"] else i + 1
 
 
 def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
@@ -219,33 +297,3 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
 def is_first_rank() -> bool:
     """Return whether this process speaks for all processes that torchrun has started."""
     return number_in("RANK", 0) == 0
-
-
-@contextlib.contextmanager
-def started_processes() -> Iterator[Counter[str]]:
-    """Count the Python processes that a script starts inside, which nobody looks at: by their function or command."""
-    found: Counter[str] = Counter()
-    start, inside = BaseProcess.start, True
-
-    def counted(process: BaseProcess) -> None:
-        target = getattr(process, "_target", None)
-        if not str(getattr(target, "__module__", "")).startswith("torch.utils.data."):  # DataLoader's own workers
-            found[str(getattr(target, "__name__", type(process).__name__))] += 1
-        start(process)
-
-    def heard(event: str, values: tuple[Any, ...]) -> None:
-        # The hook stays, as audit hooks do, until this process ends.
-        if inside and event == "subprocess.Popen" and _is_python(values[0]):
-            found[os.path.basename(os.fsdecode(values[0]))] += 1
-
-    sys.addaudithook(heard)
-    BaseProcess.start = counted  # type: ignore[method-assign, assignment]
-    try:
-        yield found
-    finally:
-        BaseProcess.start, inside = start, False  # type: ignore[method-assign]
-
-
-def _is_python(command: Any) -> bool:
-    name = os.path.basename(os.fsdecode(command)) if isinstance(command, str | bytes | os.PathLike) else ""
-    return name.startswith(("python", "torchrun", "accelerate")) or command == sys.executable

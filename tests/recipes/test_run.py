@@ -255,6 +255,114 @@ def test_under_torchrun(tmp_path):
     assert len(re.findall(f"hmpx: recipe neuron-bf16-sr{KERNELS}; runs ddp.py", err)) == 1  # the first rank says it
 
 
+ENDS = """
+import atexit, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+
+def train():
+    time.sleep(0.2)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).float().sum().backward()
+    optimizer.step()
+    print("trained", flush=True)
+
+def written(file):
+    train()
+    file.write("x")
+
+how = sys.argv[1:]
+if how[-1] == "thread":
+    file = open("log.txt", "w")
+    atexit.register(file.close)
+    threading.Thread(target=written, args=(file,)).start()
+elif how[-1] == "pool":
+    ThreadPoolExecutor(2).submit(train)
+    atexit.register(print, "last")
+elif how[-1] == "leaves":
+    train()
+    os._exit(7)
+elif how[-1] == "atexit":
+    atexit.register(train)
+    atexit.register(sys.exit, 5)
+elif how[-1] == "pipe":
+    train()
+    raise BrokenPipeError("a worker is gone")
+else:
+    print(how, __spec__, __package__, __name__)
+    train()
+"""
+
+
+def test_a_script_has_the_arguments_and_the_end_that_it_has_without_hmpx(tmp_path):
+    """Its output and status are Python's; `record` has what its threads and its functions for `atexit` do."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    for words in (["--", "a"], ["--l", "--", "--fp"], ["thread"], ["pool"], ["leaves"], ["atexit"], ["pipe"]):
+        plain = python.run("ends.py", *words, cwd=tmp_path)
+        assert "trained" in plain.stdout, plain.stderr
+        for command in ("run", "record"):
+            done = python.run("-m", "hmpx", command, "--recipe", "bf16-sr", "ends.py", *words, cwd=tmp_path)
+            assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout), (words, command, done.stderr)
+            assert ("ends.py:10  " in done.stderr) == (command == "record"), (words, done.stderr)
+
+
+PACKAGE = """
+import warnings
+warnings.simplefilter("error")
+from . import data
+from torch.utils.data import DataLoader, TensorDataset
+import torch
+print("training", __package__, __spec__.name, flush=True)
+warnings.simplefilter("ignore")
+print(len([*DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=1, multiprocessing_context="spawn")]))
+"""
+
+
+def test_a_package_is_not_run_again_by_the_processes_that_it_spawns(tmp_path):
+    (tmp_path / "package").mkdir()
+    for name, text in (("__init__", ""), ("data", ""), ("__main__", PACKAGE)):
+        (tmp_path / "package" / f"{name}.py").write_text(text)
+    out, _ = call("--recipe", "bf16-sr", "-m", "package", cwd=tmp_path)
+    assert out == "training package package.__main__\n4\n"
+
+
+AGAIN = """
+import os, subprocess, sys, __main__, beside, torch
+if "RANK_1" not in os.environ:  # as Lightning's launcher has it
+    os.environ["RANK_1"] = ""
+    start = [os.path.abspath(sys.argv[0])] if __main__.__spec__ is None else ["-m", __main__.__spec__.name]
+    assert subprocess.call([sys.executable, "other.py"]) == 0
+    sys.exit(subprocess.call([sys.executable, *start, *sys.argv[1:]]))
+elif "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = ""
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+model = torch.nn.Linear(4, 4)
+torch.optim.SGD(model.parameters(), lr=0.1)
+print(sys.argv[1:], model.weight.dtype, flush=True)
+os.execlp("sh", "sh", "-c", "exit 3")
+"""
+
+
+def test_a_script_that_starts_itself_again_keeps_the_recipe_and_of_others_it_is_said(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name, text in (("again", AGAIN), ("beside", ""), ("../other", "")):
+        (tmp_path / "folder" / f"{name}.py").write_text(text)
+    words = ("-m", "hmpx", "run", "--recipe", "bf16-sr", "folder/again.py", "--", "x")
+    environment = {**os.environ, "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3 and done.stdout == "['--', 'x'] torch.bfloat16\n", done.stderr
+    said = f"the recipe does not hold in a process that the script starts: {sys.executable} other.py"
+    assert done.stderr.count(said) == 1 and "as another program: sh -c 'exit 3'" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error_of_a_command(tmp_path):
+    """Which is said of hmpx's own output alone: a script that dies of it has failed, as the test of its end shows."""
+    done = subprocess.run(f"{sys.executable} -m hmpx explain --all | head -1; exit ${{PIPESTATUS[0]}}",
+                          shell=True, executable="/bin/bash", capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stdout.count("\n"), "BrokenPipe" in done.stderr) == (0, 1, False), done.stderr
+
+
 def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
     (tmp_path / "imports.py").write_text("import hmpx\n" + SCRIPT.replace("train.py", "imports.py"))
     arguments = dict(module=(tmp_path / "imports.py",), HMPX_RECIPE="neuron-bf16-sr")
