@@ -114,8 +114,9 @@ def _doctor(options: argparse.Namespace) -> int:
             examined(options.steps or None, options.at, base, report.heard) as report.found,
         ):
             # The recipe's patches stand upon the doctor's.
-            ends = {"waits": lambda: not report.is_ending, "leaves": report.leaves}
-            run_script.run_to_the_end(options, recipe, restores=True, **ends)
+            run_script.run_to_the_end(
+                options, recipe, restores=True, waits=lambda: not report.is_ending, leaves=report.leaves
+            )
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)

@@ -120,9 +120,13 @@ def _hash(options: argparse.Namespace, recipe: Recipe | None, path: Path) -> int
         started = at_end.enter_context(_started(options, at_end))
         at_end.callback(show)
         at_end.enter_context(capture.hooks())
+
+        def leaves(status: int) -> int:
+            at_end.close()
+            return status
+
         # The recipe's patches stand upon the capture's.
-        ends = {"restores": True, "leaves": lambda status: at_end.close() or status}
-        run_script.run_to_the_end(options, recipe, **ends)
+        run_script.run_to_the_end(options, recipe, restores=True, leaves=leaves)
     return 0 if are_all else 2
 
 
