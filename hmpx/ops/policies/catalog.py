@@ -97,10 +97,11 @@ def _functions() -> Named:
                 places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
     variable, layers = private("torch._C._VariableFunctions"), private("torch._VF") if has("torch._VF") else None
     for aten in dir(variable):
-        function, aten = getattr(variable, aten), op_facts.ALIASES.get(aten, aten)
         if not aten.startswith("__") and schemas(aten):
-            held = places.get(id(function), ())
+            held = places.get(id(getattr(variable, aten)), ())
             yield from _builtin(aten, held if layers is None else (*held, (layers, aten, f"torch._VF.{aten}")))
+    for alias, aten in op_facts.ALIASES.items():
+        yield from _builtin(aten, places.get(id(getattr(variable, alias, None)), ()))
     spaces = ("", private("torch._C._nn")), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
     for prefix, space in spaces:
         for attribute in dir(space):
