@@ -312,3 +312,103 @@ def test_steps_draw_the_numbers_and_leave_the_bits_that_they_have_without():
 
     (plain, drawn), (seen, again) = end(False), end(True)
     assert torch.equal(drawn, again) and all(map(torch.equal, plain, seen))
+
+
+class Masters(torch.optim.Optimizer):
+    """SGD on FP32 masters that it keeps in its state, flat there, or in an attribute."""
+
+    def __init__(self, params, lr, how):
+        super().__init__(params, {"lr": lr})
+        self.how, self.own = how, {}
+        for p in parameters(self):
+            master = p.detach().clone().float()
+            if how == "an attribute":
+                self.own[p] = master
+            else:
+                self.state[p]["master"] = master.flatten() if how == "flat" else master
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in parameters(self):
+            master = self.own[p] if self.how == "an attribute" else self.state[p]["master"]
+            master.add_(p.grad.float().view_as(master), alpha=-self.param_groups[0]["lr"])
+            p.copy_(master.view_as(p))
+
+
+@pytest.mark.parametrize("how", ["a shape", "flat", "an attribute"])
+def test_masters_are_known_by_what_a_copy_makes_of_them(how):
+    model = mlp()
+    found = trained(Masters(model.parameters(), 0.003, how), model, steps=30)
+    assert found.status == 0, str(found)
+
+
+class Same(torch.optim.AdamW):
+    pass
+
+
+def test_an_empty_subclass_is_judged_as_the_class():
+    kinds = []
+    for cls in (torch.optim.AdamW, Same):
+        model = mlp()
+        found = trained(cls(model.parameters(), lr=4e-3, weight_decay=0.05), model, steps=30)
+        kinds.append({each.kind for each in found.findings})
+    assert kinds[0] == kinds[1] and "weight decay" in kinds[0]
+
+
+def test_a_warm_up_is_no_harm():
+    """1/100 of the rate for 20 steps: BF16 loses them, and they are a thousandth of the way."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = iter([0.003] * 20 + [0.5] * 200)
+
+    def step():
+        optimizer.param_groups[0]["lr"] = next(rates)
+        optimizer.step()
+
+    assert not diagnosis(model, step, steps=100).wrong
+
+
+def test_updates_that_no_copy_made_are_not_measured():
+    model = mlp()
+    found = trained(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    assert found.status == 2 and "moved too little to measure it" in found.not_checked[0], str(found)
+
+
+@pytest.mark.parametrize("how", ["copy", "data", "foreach", "assign"])
+def test_weights_that_are_copied_of_masters_are_covered(how):
+    model = mlp()
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+
+    @torch.no_grad()
+    def step():
+        for m, p in zip(masters, model.parameters(), strict=True):
+            m.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        if how == "foreach":
+            torch._foreach_copy_([*model.parameters()], masters)
+        for m, p in zip(masters, model.parameters(), strict=True):
+            if how == "copy":
+                p.copy_(m)
+            elif how == "data":
+                p.data.copy_(m)
+            elif how == "assign":
+                p.data = m.bfloat16()
+
+    assert diagnosis(model, step).status == 0
+
+
+def test_a_sum_of_gradients_that_is_off_by_less_than_batches_differ_is_a_note():
+    """What is lost where batches are alike is planted in `many_micro_batches`."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(192):
+                out = model(torch.randn(1, 64, dtype=BF16)).float()
+                (out - 30 * torch.randn(1, 16)).square().mean().backward()
+            optimizer.step()
+    (sums,) = [each for each in found.findings if each.kind == "gradient accumulation"]
+    assert not sums.wrong and "of the noise between batches" in sums.said, sums
+    assert float(sums.said.split("off by ")[1].split(" %")[0]) > 1, "it would be wrong by its size alone"

@@ -15,7 +15,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
 from hmpx.insight.places import numberless
@@ -51,12 +51,29 @@ class Updates(Look):
         looked: the number of steps beside which copies were stepped.
     """
 
+    stages = ("forward",)
+
     def __init__(self) -> None:
         self._seen: dict[int, SteppedOptimizer] = {}
+        self._filled, self._covered = set[int](), set[int]()
+        self._iteration = 0
 
     @property
     def looked(self) -> int:
         return max((each.looked for each in self._seen.values()), default=0)
+
+    def see(self, notes: Notes, op: OpCall) -> None:
+        """Note which weights get the numbers of a tensor in FP32, such as of masters by hand, and so lose nothing."""
+        if notes.iteration != self._iteration:
+            self._iteration = notes.iteration
+            self._filled.clear()
+        if op.name in ("copy_", "_foreach_copy_", "_to_copy"):
+            low = [each for each in (*op.results, *op.given) if each.dtype in LOW]
+            if any(each.dtype is torch.float32 for each in op.given):
+                self._filled.update(map(memory, low))
+        for each in op.given if self._filled else ():
+            if each.is_leaf and each.requires_grad and memory(each) in self._filled:
+                self._covered.add(id(each))
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         own = {*parameters(optimizer)}
@@ -84,7 +101,7 @@ class Updates(Look):
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
         yield from _unchecked([*self._seen.values()])
         if self._seen or notes.are_steps:
-            yield from _uncovered(notes, names)
+            yield from _uncovered(notes, names, self._covered)
 
 
 def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
@@ -277,7 +294,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     return [*reasons]
 
 
-def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
+def _uncovered(notes: Notes, names: Names, covered: Collection[int]) -> Iterator[str]:
     """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
     moved = {memory(p) for p in names}
     moved |= {place for spot in notes.spots("write") for place in spot.memories}
@@ -286,7 +303,7 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
         p = ref()
         if p is None or not p.requires_grad or p in names or memory(p) in moved:
             continue
-        if id(p) in notes.replaced or id(p) in notes.copies:
+        if id(p) in notes.replaced or id(p) in notes.copies or id(p) in covered:
             continue
         if isinstance(p, Parameter) or len(iterations) > 1:  # it outlives an iteration
             left.append(p)

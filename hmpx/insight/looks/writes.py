@@ -283,7 +283,7 @@ def _of_average(spot: Spot) -> Iterator[Problem]:
         said = f"the running variance of a norm in {spot.said} moves {_way(spot)}"
         do = f"keep the norm in float32, which takes inputs in {spot.said} as well: norm.float()"
         yield Problem("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
-    elif kept < _LATE and numbers["elements"] == numbers["tensors"]:
+    elif kept < LIMIT and numbers["elements"] == numbers["tensors"]:
         said = f"{spot.name} moves a number{what} in {spot.said} {_way(spot)}: a rate, a scale or a running sum that "
         do = spot.advice("keep it in a Python float, or in float32")
         said += f"{'stands still' if kept < _LOST else 'falls behind'}{spot.place.within}"

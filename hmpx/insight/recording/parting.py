@@ -28,7 +28,7 @@ class Parting(Report):
         parts: first the weights and data that differ, then the calls whose inputs agree and whose results do not, in
             order. Weights and data that are read only later are left out.
         unsteady: what differs also when the first program runs twice, and is not blamed. is_twice: whether a second
-            run of it was given.
+            run of it was given. unsteady_losses: as `losses`, of these two runs.
         same: how many calls agree, earlier iterations included. follow, ways: how many differ because their inputs do,
             and how many are another way to numbers that agree. is_another: whether under half of the calls are common.
         losses: the first iteration whose losses differ, and both losses; None if all agree. compared: how many pairs.
@@ -42,6 +42,7 @@ class Parting(Report):
     parts: list[CallPair] = field(default_factory=list)
     unsteady: list[CallPair] = field(default_factory=list)
     is_twice: bool = False
+    unsteady_losses: tuple[int, float, float] | None = None
     same: int = 0
     follow: int = 0
     ways: int = 0
@@ -71,6 +72,10 @@ class Parting(Report):
         if self.unsteady:
             rest = f" and {len(self.unsteady) - 1} more" if self.unsteady[1:] else ""
             yield f"twice    {_at(self.unsteady[0].call)}{rest} differ when the first program runs twice: not blamed"
+        elif self.unsteady_losses:
+            yield "twice    losses of the first program, run twice, part in iteration {}: {:.9g} and {:.9g}".format(
+                *self.unsteady_losses
+            )
         elif self.is_twice:
             yield "twice    the first program, run twice, agrees to the bit with itself"
         elif self:
@@ -257,7 +262,8 @@ def parting(before: str, after: str, again: str | None = None) -> Parting:
     first, second = read(before), read(after)
     found = _compared(first, second, before, after)
     if again:
-        found.is_twice, found.unsteady = True, _compared(first, read(again), before, again).parts
+        twice = _compared(first, read(again), before, again)
+        found.is_twice, found.unsteady, found.unsteady_losses = True, twice.parts, twice.losses
         unsteady = {place for part in found.unsteady for place in part.places}
         found.parts = [part for part in found.parts if unsteady.isdisjoint(part.places)]
     return found
