@@ -42,7 +42,7 @@ class Footprint:
             enough (`hmpx.updates.stepping.released`).
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice. 0 where hmpx's
-            kernels step.
+            kernels step. A class that hmpx does not know sees all at once; on a CPU, up to 128 MiB of that stay.
         stepped_by: who takes the steps, and by whose choice.
         codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole
             weights on each rank, and none where layers are checkpointed.

@@ -1,8 +1,9 @@
 """A kept plan for classes that hmpx does not know: the shadows of all parameters stand from one step to the next.
 
-The FP32 copies of weights, gradients and state lie in one room, whose memory is released between two steps. The kernels
-move all of them in a few launches. For each tensor a step only compares, by functions in C. As soon as a step does more
-than that (it replaces a gradient, makes state, raises), it goes on as a `WholeBatch`, with the same shadows.
+The FP32 copies of weights, gradients and state lie in one room, whose memory is released between two steps if it is
+large. The kernels move all of them in a few launches. For each tensor a step only compares, by functions in C. As soon
+as a step does more than that (it replaces a gradient, makes state, raises), it goes on as a `WholeBatch`, with the same
+shadows.
 
 Nothing of the room may stay in other hands when its memory goes: an optimizer may keep ``p.grad`` in its state. So the
 references to the room and to all that stands are counted after each step.
@@ -46,6 +47,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 _uses_of, _references_of = private("torch._C._storage_Use_Count"), private("torch.Tensor._use_count")
 _GRAD = attrgetter("grad")
 _TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
+_STAYS = 128 << 20  # bytes: so large a room keeps its memory on a CPU, where fresh pages can take longer than the step
 
 
 class Standing(WholeBatch):
@@ -75,7 +77,7 @@ class Standing(WholeBatch):
         self._room, self._size = room, room.nbytes
         for piece, like in self._pieces:
             piece.show(room, like)
-        self._stand([piece.x for piece in weights], [piece.x for piece in grads])
+        self._stand(lists_of(optimizer.param_groups), [piece.x for piece in weights], [piece.x for piece in grads])
         self._has_masters = any(store.beside for store in made)
         self._make_table(grads, moved)
         one_layout = by_memory(optimizer)
@@ -106,14 +108,16 @@ class Standing(WholeBatch):
 
     # What stands
 
-    def _stand(self, weights: list[Tensor], grads: list[Tensor]) -> None:
-        """Make the shadows, and the dicts of their state."""
+    def _stand(self, lists: list[list], weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Make the shadows, and what holds them in a step. lists: of parameters, in groups."""
         pairs = zip(self._params, weights, strict=True)
         self._qs = [Parameter(x, requires_grad=p.requires_grad) for p, x in pairs]
         self._xs = grads
         for q, x in zip(self._qs, grads, strict=True):
             q.grad = x
-        self._of_states.stand(dict(zip(self._params, self._qs, strict=True)))
+        shadow_of = dict(zip(self._params, self._qs, strict=True))
+        self._lists = [[shadow_of.get(p, p) for p in params] for params in lists]
+        self._of_states.stand(shadow_of)
         self._has_own = [p in self._of_states.own for p in self._params]
 
     def _make_table(self, grads: list[Piece], moved: list[Piece]) -> None:
@@ -135,7 +139,7 @@ class Standing(WholeBatch):
         self._of_shadows = Places(array("Q", [q.data_ptr() - at for q in self._qs]), self._of_weights.sizes)
 
     def settle(self) -> None:
-        """Release the memory of the room, after the plan was made and the memory for making it is gone."""
+        """Count references, after the plan was made and all that is needed for making it is gone."""
         self._standing = [*self._qs, *self._xs, *self._of_states.moved]
         self._guards = Guards(self._standing)
         at = self._room.data_ptr()
@@ -145,7 +149,11 @@ class Standing(WholeBatch):
         self._is_kept = self._is_quick = True
         del self._pieces
         self._counts = self._count()
-        self._room.untyped_storage().resize_(0)
+        self._release()
+
+    def _release(self) -> None:
+        if not self._room.is_cpu or self._size > _STAYS:
+            self._room.untyped_storage().resize_(0)
 
     def _count(self) -> tuple[int, list[int], list[int]]:
         """Return how many references there are, in Python and in C++, to the room and to what stands in it."""
@@ -175,14 +183,14 @@ class Standing(WholeBatch):
             del self._found
 
     def rest(self) -> bool:
-        """After a step, release the memory of the room; return whether the plan may be used again."""
+        """After a step, release the memory of a large room; return whether the plan may be used again."""
         self._of_states.rest()
         self._versions, self._real = [], list[Any]()
         self._before = self._grads_before = None
         self._put_gradients_back()
         if not self._is_kept or self._count() != self._counts:
             return False
-        self._room.untyped_storage().resize_(0)
+        self._release()
         return True
 
     def _put_gradients_back(self) -> None:
@@ -193,7 +201,8 @@ class Standing(WholeBatch):
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
         key = write_back.rounding_key
         self._key, self._is_shown = step_key(key.seed, key.step), False
-        self._room.untyped_storage().resize_(self._size)
+        if self._room.untyped_storage().nbytes() != self._size:  # else resize_ allocates, too
+            self._room.untyped_storage().resize_(self._size)
         self._read_gradients()
         self._moves.read(())
         if any(map(vars, self._qs)) or any(map(vars, self._params)):
@@ -206,13 +215,9 @@ class Standing(WholeBatch):
         self._of_states.show()
         self._groups = [(optimizer, groups := optimizer.param_groups[:], lists := lists_of(groups))]
         self._of_members = [self._state]
-        shown = ShownParameters(lists, self._in_place_of(lists))
+        shown = ShownParameters(lists, self._lists)
         self._counted = list(map(sys.getrefcount, self._qs))
         return shown
-
-    def _in_place_of(self, lists: list[list]) -> list[list]:
-        new = dict(zip(map(id, self._params), self._qs, strict=True))
-        return [[new.get(id(p), p) for p in params] for params in lists]
 
     def _read_gradients(self) -> None:
         """Show the gradients that the parameters have now."""
