@@ -1,7 +1,8 @@
 """``bench host``: what a step costs the host, beside torch's own fused step, in turns in one run.
 
 On a GPU the kernels of a step take the time that memory takes, and Python for each tensor may take many times as long.
-Where there is no GPU, `no_gpu` takes its place: all of the host's work is done, and nothing is launched.
+Where there is no GPU, `no_gpu` takes its place: all of the host's work is done, and nothing is launched (but for rows
+of unknown classes, which step small tensors on the CPU).
 
 Times are the least of some steps, each with gradients at other addresses. A released step is a backward pass through
 functions that give gradients without computing them, less the same pass without hooks, and `optimizer.step()`.
@@ -45,6 +46,8 @@ Limits = tuple[tuple[str, float, Sequence[int]], ...]  # column, the largest fig
 FP32_STATE: Limits = (("ratio", 1.1, _NUMBERS), ("ratio", 2.0, (20,)), ("device ratio", 0.7, (293,)))
 FUSED: Limits = (("ratio", 1.4, _NUMBERS),)
 OWN: Limits = (("ratio", 4.0, (293,)),)
+UNKNOWN: Limits = (("ratio", 1.6, _NUMBERS),)
+UNKNOWN_IN_COPIES: Limits = (("ratio", 2.5, _NUMBERS),)
 RELEASED_FUSED: Limits = (("us/tensor", 25.0, (293,)),)
 RELEASED: Limits = (("us/tensor", 60.0, (293,)),)
 
@@ -53,7 +56,8 @@ class HostWay(NamedTuple):
     """How AdamW is stepped.
 
     options: of `attach`; None: torch's own step, of FP32 weights.
-    kind: of parameters, ``plain``, ``DDP`` (gradients are views of its buckets) or ``FSDP2``.
+    kind: of parameters, ``plain``, ``DDP`` (gradients are views of its buckets) or ``FSDP2``. Or ``unknown``: small
+        parameters of a class that hmpx does not know, beside that class without hmpx; on a CPU they are computed, too.
     """
 
     name: str
@@ -87,7 +91,18 @@ def ways() -> list[HostWay]:
         found.append(HostWay(f"{kind}, fused", {"fused": True}, FP32_STATE[:2], kind))
         found.append(HostWay(f"{kind}, fused, 8-bit state", {"fused": True, "state_dtype": "8bit"}, FUSED, kind))
         found.append(HostWay(f"{kind}, own code", {"fused": False}, OWN, kind))
+    for dtype in (torch.float32, BF16, "8bit"):
+        limits = UNKNOWN if dtype is torch.float32 else UNKNOWN_IN_COPIES
+        found.append(HostWay(f"unknown, {state_name(dtype)} state", {"state_dtype": dtype}, limits, "unknown"))
     return found
+
+
+class Unknown(torch.optim.AdamW):
+    """A class that hmpx does not know."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take torch's step."""
+        return super().step(closure)
 
 
 def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, only: str = "") -> measure.Bench:
@@ -98,13 +113,15 @@ def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, onl
         only: ways that have this in their names.
     """
     rows, notes = [], []
-    around: AbstractContextManager[dict[str, int]] = no_gpu() if device.type == "cpu" else contextlib.nullcontext({})
-    with _silence(), around as told:
+    with _silence():
         for count, way in itertools.product(tensors, ways()):
             if only not in way.name:
                 continue
+            is_here = device.type != "cpu" or way.kind == "unknown"
+            around: AbstractContextManager[dict[str, int]] = contextlib.nullcontext({}) if is_here else no_gpu()
             try:
-                rows.append(_row(way, count, repeat, device, told))
+                with around as told:
+                    rows.append(_row(way, count, repeat, device, told))
                 print(f"{rows[-1].name}: {rows[-1].figures['us']:.0f} us", file=sys.stderr, flush=True)
             except Exception as error:
                 notes.append(f"{_name(way, count)}: {measure.in_a_line(error)}")
@@ -131,7 +148,7 @@ def _name(way: HostWay, count: int) -> str:
 def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict[str, int]) -> measure.Line:
     """Step in turns with torch's own step of the same parameters in FP32."""
     turns = max(repeat, _STEPPED // count)
-    with _job(device) if way.kind != "plain" else contextlib.nullcontext():
+    with _job(device) if way.kind in ("DDP", "FSDP2") else contextlib.nullcontext():
         peer, own = Stepped(way._replace(options=None), count, device), Stepped(way, count, device)
         with own:
             first = own.step(0)
@@ -151,9 +168,9 @@ def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict
             if not way.is_released:
                 figures |= {"torch us": 1e6 * theirs, "ratio": least / theirs}
             figures["first ms"] = 1e3 * first
-            if device.type == "cpu":
+            if device.type == "cpu" and way.kind != "unknown":
                 figures["launches"] = launched / turns
-            elif count == _PROFILED:
+            elif device.type != "cpu" and count == _PROFILED:
                 figures |= _on_device(peer, own)
     return measure.Line(_name(way, count), figures)
 
@@ -180,13 +197,15 @@ class Stepped:
     def __init__(self, way: HostWay, count: int, device: torch.device) -> None:
         self.way, self._device = way, device
         dtype = torch.float32 if way.options is None else BF16
-        shapes = gpt_of(count)
+        shapes = [(16, 16)] * count if way.kind == "unknown" else gpt_of(count)
         made = [_made(shape, dtype, device) for shape in shapes]
         if way.kind == "FSDP2":
             made = _sharded(made, device)
         self.params = [nn.Parameter(each) for each in made]
         self._reducer = _replicated(self.params) if way.kind == "DDP" else None
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, fused=True)
+        is_unknown = way.kind == "unknown"
+        cls = Unknown if is_unknown else torch.optim.AdamW
+        self.optimizer = cls(self.params, lr=1e-4, foreach=is_unknown, fused=not is_unknown)
         self._gradients = [_gradients(way.kind, self.params, device) for _ in range(2)] if not way.is_released else []
         self._beside = [nn.Parameter(_made(s, dtype, device)) for s in shapes] if way.is_released else []
 
