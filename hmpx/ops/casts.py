@@ -35,6 +35,7 @@ from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.registered import registered
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
+from hmpx.ops.wrapping.overriding import Modes
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing, build_telling
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched, named_like
@@ -81,6 +82,7 @@ class Casts:
 
     def apply(self, changes: Changes) -> None:
         self._compilers.apply(changes)
+        Modes(changes)
         self._put(self._table, changes)
         self._table.beside.apply(changes, self._rebindings[0], self._table.know)
         forget_compiled()

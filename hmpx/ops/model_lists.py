@@ -27,6 +27,7 @@ from hmpx.base import process_state as state
 from hmpx.base import region_state
 from hmpx.base.changes import Changes
 from hmpx.base.compiling import leave_to_python, never_compile_alone
+from hmpx.base.containers import tensors_in
 from hmpx.base.region_state import Region, innermost
 from hmpx.base.run_in_region import run_at, run_in
 from hmpx.base.torch_private import autograd_node
@@ -39,7 +40,6 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.scopes import lists_of, number_inside, scope_inside
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import modules, runs_later
-from hmpx.ops.wrapping.overriding import items_of
 from hmpx.ops.wrapping.switch import Switch
 
 Module = torch.nn.Module
@@ -151,7 +151,7 @@ def build_outside(
 
 def lists_here(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """Return the number of the lists that a call outside of every model follows; 0 if it follows no model."""
-    tensors = [value for value in items_of(args, kwargs) if isinstance(value, torch.Tensor)]
+    tensors = tensors_in((*args, *kwargs.values()))
     if is_dynamo_compiling():
         return lists_of_traced(tensors)
     return _lists_now(tensors)

@@ -12,7 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
 
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
@@ -360,3 +362,135 @@ def test_a_class_without_a_cast_is_left_as_it_is():
         for found in (masked * 2, 2 * masked, masked * masked, torch.mul(masked, 2.0)):
             assert found.dtype is FP32 and type(found) is type(masked)
         assert torch.equal((masked * 2).get_data()[mask], values[mask] * 2)
+
+
+class Registry:
+    """Functions by torch's functions, in an object of a class of one's own."""
+
+    def __init__(self):
+        named = {"matmul": torch.matmul, "Tensor.matmul": torch.Tensor.matmul, "linear": F.linear, "gelu": F.gelu}
+        named |= {"softmax": torch.softmax, "Tensor.add": torch.Tensor.add, "cat": torch.cat, "relu": torch.relu}
+        self.names = {function: name for name, function in named.items()}
+
+    def get(self, function):
+        return self.names.get(function)
+
+
+def diagonal(base):
+    """An object with a registry, made now: of a class that is a tensor, or of one that is none."""
+    registry = Registry()
+
+    class Diagonal(base):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if base is torch.Tensor and registry.get(func) is None:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            return registry.get(func) or NotImplemented
+
+        def __rtruediv__(self, other):
+            return "reflected"
+
+    return torch.ones(4, 4).as_subclass(Diagonal) if base is torch.Tensor else Diagonal()
+
+
+X = torch.randn(4, 4)
+ASKED = {
+    "x @ d": lambda d: X @ d,
+    "x.matmul(d)": lambda d: X.matmul(d),
+    "matmul": lambda d: torch.matmul(input=X, other=d),
+    "linear": lambda d: F.linear(X, X, d),
+    "softmax": lambda d: torch.softmax(d, -1),
+    "gelu": lambda d: F.gelu(d),
+    "cat": lambda d: torch.cat([X, d]),
+    "relu": lambda d: torch.relu(d),
+    "x + d": lambda d: X + d,
+    "x / d": lambda d: X / d,
+    "bmm": lambda d: torch.bmm(d, X),
+}
+
+
+def answers(d):
+    found = {}
+    for name, call in ASKED.items():
+        try:
+            found[name] = call(d)
+        except (TypeError, RuntimeError) as error:
+            found[name] = type(error)
+    return {name: answer for name, answer in found.items() if not isinstance(answer, torch.Tensor)}
+
+
+@pytest.mark.parametrize("base", [object, torch.Tensor])
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_whoever_overrides_functions_is_asked_be_it_a_tensor_or_not(base, kernels):
+    """As torch asks it, by a registry that is older or younger than the conversion; Python asks the other operand."""
+    older = diagonal(base)
+    expected = answers(older)
+    assert base is torch.Tensor or (expected["x / d"] == "reflected" and expected["bmm"] is TypeError)
+    with hmpx.convert(**AUTOCAST_LISTS, kernels=kernels):
+        assert answers(older) == expected and answers(diagonal(base)) == expected
+        with hmpx.disable_casts():
+            assert answers(older) == expected and answers(diagonal(base)) == expected
+
+
+def modes():
+    """Function modes that look for functions in each way, made now; each notes what it has recognised."""
+    table, registry = Registry().names, Registry()
+
+    class InTable(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.own = [], dict(table)
+
+        def recognised(self, func):
+            return table.get(func)
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += filter(None, [self.recognised(func)])
+            return func(*args, **(kwargs or {}))
+
+    class OfInstance(InTable):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += [self.own[func]] if func in self.own else []
+            return func(*args, **(kwargs or {}))
+
+    class InRegistry(InTable):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += filter(None, [registry.get(func)])
+            return func(*args, **(kwargs or {}))
+
+    class ByName(InTable):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            known = func is torch.nn.functional.linear or func == torch.matmul or func in (torch.relu, F.gelu)
+            if known or func is torch.Tensor.matmul or func is torch.softmax:
+                self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Inherits(OfInstance):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    return InTable, OfInstance, InRegistry, ByName, Inherits
+
+
+def recognised_by(*classes):
+    with contextlib.ExitStack() as stack:
+        entered = [stack.enter_context(cls()) for cls in classes]
+        for call in (*ASKED.values(), nn.Linear(4, 4)):
+            with contextlib.suppress(RuntimeError):  # bmm
+                call(X)
+    return [mode.seen for mode in entered]
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_a_function_mode_recognises_what_it_recognises_without_hmpx(kernels):
+    older = modes()
+    expected = [recognised_by(cls) for cls in older]
+    assert all(len(seen) >= 6 for (seen,) in expected)
+    with hmpx.convert(**AUTOCAST_LISTS, kernels=kernels):
+        younger = modes()
+        assert [recognised_by(cls) for cls in older] == expected == [recognised_by(cls) for cls in younger]
+        assert recognised_by(older[0], younger[3]) == [*expected[0], *expected[3]]
+        with hmpx.disable_casts():
+            assert [recognised_by(cls) for cls in older] == expected
+    assert [recognised_by(cls) for cls in (*older, *younger)] == expected * 2
+    assert "__init_subclass__" not in vars(TorchFunctionMode)

@@ -20,7 +20,7 @@ GENERATED = "__hmpx_generated__"  # a key of the globals of code that hmpx write
 Container = type[dict] | type[list] | type[tuple] | type[set] | type[frozenset] | type[deque]
 _CONTAINERS: tuple[Container, ...] = (dict, list, tuple, set, frozenset, deque)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_FUNCTIONS = (
+FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
 )
@@ -138,7 +138,7 @@ def class_name(cls: type) -> str:
 def function_name(function: Any) -> str:
     """Return the name of a Python or C function; for anything else, its type."""
     kind = type(function)
-    return text(function.__qualname__) if any(kind is each for each in _FUNCTIONS) else class_name(kind)
+    return text(function.__qualname__) if any(kind is each for each in FUNCTIONS) else class_name(kind)
 
 
 def described(key: Any) -> str:

@@ -37,7 +37,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
-from hmpx.ops.wrapping.overriding import PLAIN, call, out_of_graph, stand_in
+from hmpx.ops.wrapping.overriding import PLAIN, call, may_override, out_of_graph, stand_in
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, autocast_inside, cast, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
@@ -219,7 +219,7 @@ def _widened(
                 if items is None:
                     return None
                 value, low = with_items(value, items), pairs[0][1].dtype if pairs else None
-        elif isinstance(value, Tensor):
+        elif may_override(value):
             return None
         found.append(value)
     return found

@@ -34,7 +34,7 @@ from hmpx.ops.computing.fp8_product import GroupedProduct, How, product, watchin
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies.composition import einsum_labels
 from hmpx.ops.policies.fp8_format import BLOCK, PRODUCTS, SMALL, Format
-from hmpx.ops.wrapping.overriding import PLAIN, call, stand_in
+from hmpx.ops.wrapping.overriding import PLAIN, call, may_override, stand_in
 from hmpx.ops.wrapping.rules import cast, is_stated
 
 Tensor = torch.Tensor
@@ -176,7 +176,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if not isinstance(value, Tensor):
-        return True
+        return not may_override(value)
     is_known = type(value) in PLAIN or isinstance(value, _TRACED)
     return is_known and value.layout is torch.strided and not value.is_nested
 

@@ -1,10 +1,11 @@
-"""Calls of torch's functions with tensor classes that override them by ``__torch_function__``.
+"""Calls of torch's functions with objects that override them by ``__torch_function__``, tensors or not, and in modes.
 
 Such a class is handed the function that torch has made, as without hmpx: the class may look for this function in a
 table that is older than the conversion. Some classes look it up by its name at each call, ``func is
 torch.nn.functional.linear``, or in a table that is younger than the conversion. Name and table hold a wrapper of ours
 then, so these classes are handed the wrapper. Among them are torch's nested tensors, and its causal biases, which lose
-their mask if they do not recognise the function.
+their mask if they do not recognise the function. A `TorchFunctionMode` is called by torch itself, which looks the
+function up by its name; so the method of its class is wrapped, and hands on what the mode looks for.
 
 Arguments are cast before the class is asked, so that the function which the class calls gets what the lists say. A
 class whose casts are tensors of another class is asked before the cast, as under torch.autocast: after it, nobody would
@@ -15,25 +16,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.overrides
+from torch.overrides import TorchFunctionMode
 
 from hmpx.base import region_state
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import ask_once, never_compile, never_compile_alone
+from hmpx.base.containers import ATOMS, leaves
+from hmpx.base.subclasses import with_subclasses
 from hmpx.base.torch_private import private
+from hmpx.ops.captured_names import raw
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 
 Tensor = torch.Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
+# Operators of two operands: torch answers a TypeError in one with NotImplemented.
+_BINARY = frozenset(name for names in op_facts.OPERATORS.values() for name in names) - op_facts.OPERANDS.keys()
 _computing: set[types.CodeType] = set()  # of stand-ins; all that one definition makes share one
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
 COMPILER = tuple(
@@ -46,7 +56,7 @@ COMPILER = tuple(
 
 
 def call(op: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call torch's own function `op`. A tensor subclass that overrides functions gets it as without hmpx.
+    """Call torch's own function `op`. Whoever overrides functions gets it as without hmpx.
 
     torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
     stand-in calls the function that it stands for in this way itself.
@@ -54,10 +64,25 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call, op, args, kwargs)
     if overrides(args, kwargs) and not hasattr(op, "hands_on"):
-        found = subclasses(args, kwargs)
-        function = handed(op, *map(type, found))
-        return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
+        found = overriding(args, kwargs)
+        return _hand_over(handed(op, *map(type, found)), op, found, args, kwargs)
     return op(*args, **kwargs)
+
+
+def _hand_over(function: Callable, op: Callable, found: list[Any], args: tuple, kwargs: dict) -> Any:
+    try:
+        return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        # torch's message for "nobody has an implementation" asks a C function for its module, which it has not.
+        unsaid = getattr(error, "obj", None) is function and error.name == "__module__"
+        if not unsaid and isinstance(error, AttributeError):
+            raise
+        if op.__name__ in _BINARY:  # as torch answers for an operator, so that Python asks the other operand
+            return NotImplemented
+        if not unsaid:
+            raise
+        kinds = ", ".join(sorted({type(each).__name__ for each in found}))
+        raise TypeError(f"no implementation of {torch.overrides.resolve_name(function)} on {kinds}") from None
 
 
 def stand_in(original: Callable, computes: bool = True) -> Callable[[Function], Function]:
@@ -95,16 +120,16 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
 
     @stand_in(original, computes=False)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        found = subclasses(args, kwargs)
+        found = overriding(args, kwargs)
         function = _looked_up(original, *map(type, found)) or functools.wraps(public(original))(casting(op))
-        return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
+        return _hand_over(function, original, found, args, kwargs)
 
     return ask
 
 
 def overrides(args: tuple, kwargs: dict) -> bool:
     """Return whether the class of an argument overrides functions."""
-    return torch.overrides.has_torch_function(subclasses(args, kwargs))
+    return torch.overrides.has_torch_function(overriding(args, kwargs))
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
@@ -112,32 +137,28 @@ def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
 
     A weight of a class that derives from `Parameter`, say: its casts are plain tensors.
     """
-    pairs = zip(items_of(*before), items_of(*after), strict=True)
-    lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]
+    (args, kwargs), (cast, cast_kwargs) = before, after
+    pairs = zip(leaves((*args, *kwargs.values())), leaves((*cast, *cast_kwargs.values())), strict=True)
+    lost = [then for then, now in pairs if may_override(then) and type(now) is not type(then)]
     return torch.overrides.has_torch_function(lost)
 
 
-def items_of(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield arguments, and the items of lists and tuples among them."""
-    for value in (*args, *kwargs.values()):
-        yield from value if type(value) in (list, tuple) else (value,)
+def overriding(args: tuple, kwargs: dict) -> list[Any]:
+    """Return the arguments whose class may override functions, as torch asks for them; those in containers too."""
+    return [value for value in leaves((*args, *kwargs.values())) if may_override(value)]
 
 
-def subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the tensors of other classes than torch's plain ones, in lists and tuples too."""
-    return list(filter(_is_other, items_of(args, kwargs)))
-
-
-def _is_other(value: Any) -> bool:
-    """Return whether this is a tensor of another class than torch's plain ones."""
-    return isinstance(value, Tensor) and type(value) not in PLAIN
+def may_override(value: Any) -> bool:
+    """Return whether the class of a value, be it a tensor or not, may override functions."""
+    kind = type(value)
+    return kind not in PLAIN and kind not in ATOMS and hasattr(kind, "__torch_function__")
 
 
 def breaks_graph(op: Callable, args: tuple, kwargs: dict) -> bool:
     """Return whether Dynamo cannot trace this call: a class compares `op` with a wrapper, which is no op to Dynamo."""
     if not torch.compiler.is_dynamo_compiling():
         return False
-    classes = [type(item) for item in subclasses(args, kwargs)]
+    classes = [type(item) for item in overriding(args, kwargs)]
     return bool(classes) and _is_compared(op, *classes)
 
 
@@ -179,22 +200,67 @@ def handed(op: Callable, *classes: type) -> Callable:
     return _looked_up(op, *classes) or public(op)
 
 
-def _looked_up(op: Callable, *classes: type) -> Callable | None:
+class Modes:
+    """Wraps ``__torch_function__`` of the program's `TorchFunctionMode`s, so that each gets what it looks for."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        _kept.clear()
+        changes.callback(_kept.clear)
+        for cls in with_subclasses(TorchFunctionMode):
+            self._wrap(cls)
+
+        def each_new(cls: type[TorchFunctionMode], **kwargs: Any) -> None:
+            super(TorchFunctionMode, cls).__init_subclass__(**kwargs)
+            self._wrap(cls)
+
+        name = f"{TorchFunctionMode.__name__}.__init_subclass__"
+        changes.put(Attribute(TorchFunctionMode, "__init_subclass__", name), classmethod(each_new))
+
+    def _wrap(self, cls: type) -> None:
+        own = vars(cls).get("__torch_function__")
+        if not isinstance(own, types.FunctionType) or f"{cls.__module__}.".startswith("torch."):
+            return
+
+        @functools.wraps(own)
+        def translated(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                original = getattr(func, "__hmpx_original__", func)
+                if _now(original) is not original:
+                    func = _looked_up(original, self) or original
+            return own(self, func, types, args, kwargs)
+
+        label = f"{cls.__module__}.{cls.__qualname__}.__torch_function__"
+        self._changes.put(Attribute(cls, "__torch_function__", label), translated)
+
+
+def _looked_up(op: Callable, *classes: Any) -> Callable | None:
     """Return the function that a class's code looks for: torch's own or our wrapper; None if it looks for neither.
 
     A table that is older than the conversion holds torch's own, a younger one the wrapper; so does a name.
+    A mode stands for its class, and may hold the table itself.
     """
     op, looks = public(op), False
-    name = torch.overrides.resolve_name(op)
-    now = pkgutil.resolve_name(name) if name else None
+    now, far = _now(op), _DEEPEST + 1
     for cls in classes:
-        for _, names, found in _codes_of(cls):
-            for each in (each for table in found if isinstance(table, _TABLES) for each in _members(table)):
-                if each is op:
-                    return op
-                looks = looks or each is now
-            looks = looks or op.__name__ in names
+        sought = _sought_by(cls)
+        own, ours = (sought.reached.get(id(each), far) for each in (op, now))
+        if own <= ours and own < far:  # the nearer table, as a class may also name what leads to others' tables
+            return op
+        looks = looks or ours < far or op.__name__ in sought.names
     return now if looks else None
+
+
+def _now(op: Callable) -> Any:
+    """Return what stands under the name of torch's function `op` now: itself, or a wrapper; None if it has no name."""
+    owner, attribute = _place(op)
+    return getattr(owner, attribute, None)
+
+
+@functools.cache
+def _place(op: Callable) -> tuple[Any, str]:
+    owner, _, attribute = (torch.overrides.resolve_name(op) or "").rpartition(".")
+    return (pkgutil.resolve_name(owner) if owner else None), attribute
 
 
 def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
@@ -221,38 +287,89 @@ def keep_attributes(cast: Tensor, value: Tensor) -> None:
 
 # Which functions a class compares the one that it gets with: the names in its code tell, and nothing of it runs
 
-_TABLES = (dict, types.MappingProxyType, set, frozenset, list, tuple)
+_DEEPEST, _LONGEST = 4, 10_000  # of what the names mean: containers and objects within one another, and their items
+_APART = (types.ModuleType, type, Tensor, torch.nn.Module, *raw.FUNCTIONS)
+_kept: dict[int, _Sought] = {}  # by the identity of a class, or of a mode; forgotten with each conversion
 
 
-def _members(table: Any) -> Iterator[Any]:
-    """Yield the functions in a table, or in tables by class."""
-    yield from table
-    if isinstance(table, (dict, types.MappingProxyType)):
-        for each in table.values():
-            yield from each if isinstance(each, _TABLES) else ()
+class _Sought(NamedTuple):
+    """What the code of a class names, and the identities of what this leads to, with how deep it lies.
+
+    places: the names that were read, with their namespace and value; tables: the dicts and sets, with their lengths.
+    """
+
+    owner: weakref.ref
+    names: set[str]
+    reached: dict[int, int]
+    places: list[tuple[Any, str, Any]]
+    tables: list[tuple[Any, int]]
+
+    def holds(self, cls: Any) -> bool:
+        """Return whether all that was read is as it was."""
+        if self.owner() is not cls:
+            return False
+        same = all([space.get(name) is value for space, name, value in self.places])
+        return same and all([len(table) == length for table, length in self.tables])
 
 
-def _codes_of(cls: type) -> Iterator[tuple[types.FunctionType, set[str], list[Any]]]:
-    """Yield ``__torch_function__``, and what it calls in its package, with the names in its code and what they mean."""
-    for base in cls.__mro__:
-        method = _function(vars(base).get("__torch_function__"))
-        if method is None or base is Tensor:
-            continue
-        names, found = _meant(method, cls)
-        yield method, names, found
-        for called in filter(None, map(_function, found)):
-            if str(called.__module__).partition(".")[0] == str(method.__module__).partition(".")[0]:
-                yield called, *_meant(called, cls)
+def _sought_by(cls: Any) -> _Sought:
+    """Read the code of a class or of a mode: ``__torch_function__``, and what it calls in its package."""
+    key = id(cls)
+    kept = _kept.get(key)
+    if kept is not None and kept.holds(cls):
+        return kept
+    kind = cls if isinstance(cls, type) else type(cls)
+    spaces = [*([] if cls is kind else [raw.attribute_dict(cls) or {}]), *map(vars, kind.__mro__)]
+    places = [(vars(base), "__torch_function__", vars(base).get("__torch_function__")) for base in kind.__mro__]
+    names, found, codes = set(), [], []
+    for base, (_, _, held) in zip(kind.__mro__, places, strict=True):
+        method = None if base is Tensor else _function(held)
+        codes += [] if method is None else [method]
+        if method is not None and "__torch_function__" not in method.__code__.co_names:
+            break  # it calls no method of its base classes
+    own = len(codes)
+    for number, code in enumerate(codes):  # grows by what the methods call
+        read, cells = _meant(code, spaces)
+        names |= set(code.__code__.co_names)
+        places += read
+        values = [*(value for _, _, value in read), *cells]
+        found += values
+        if number < own:
+            package = str(code.__module__).partition(".")[0]
+            called = [each for each in map(_function, values) if each is not None]
+            codes += [each for each in called if str(each.__module__).partition(".")[0] == package]
+    reached, tables = _reached(found)
+    owner = weakref.ref(cls, lambda _, kept=_kept: kept.pop(key, None))
+    _kept[key] = sought = _Sought(owner, names, reached, places, tables)
+    return sought
 
 
-def _meant(function: types.FunctionType, cls: type) -> tuple[set[str], list[Any]]:
+def _reached(found: list[Any]) -> tuple[dict[int, int], list[tuple[Any, int]]]:
+    """Return the identities of values and of what objects among them hold, with how deep they lie; and the tables."""
+    seen, tables = dict.fromkeys(map(id, found), 0), []
+    for depth in range(1, _DEEPEST + 1):
+        found = [each for each in filter(gc.is_tracked, found) if not isinstance(each, _APART)]
+        tables += [(each, len(each)) for each in found if type(each) in (dict, set)]
+        held = gc.get_referents(*[each for each in found if _length(each) <= _LONGEST])
+        found = [each for each in held if id(each) not in seen]
+        seen.update(dict.fromkeys(map(id, found), depth))
+    return seen, tables
+
+
+def _length(thing: Any) -> int:
+    base: Any = raw.container_type(type(thing))
+    return base.__len__(thing) if base is not None else 1
+
+
+def _meant(function: types.FunctionType, spaces: list[Any]) -> tuple[list[tuple[Any, str, Any]], list[Any]]:
+    """Return the names in the code of a function, each with its namespace and value, and the variables around it."""
     names, package = function.__code__.co_names, function.__globals__.get("__package__")
     imported = [full for name in names for full in (name, f"{package}.{name}") if "." in full and full in sys.modules]
-    spaces = [function.__globals__, *(vars(sys.modules[name]) for name in imported), *map(vars, cls.__mro__)]
-    found = [space[name] for name in names for space in spaces if name in space]
+    spaces = [function.__globals__, *(vars(sys.modules[name]) for name in imported), *spaces]
+    cells: list[Any] = []
     with contextlib.suppress(ValueError):  # a cell that is empty yet
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
-    return set(names), found
+        cells += [cell.cell_contents for cell in function.__closure__ or ()]
+    return [(space, name, space[name]) for name in names for space in spaces if name in space], cells
 
 
 def _function(found: Any) -> types.FunctionType | None:

@@ -27,7 +27,7 @@ from hmpx.ops.wrapping.overriding import (
     lose_class,
     out_of_graph,
     overrides,
-    subclasses,
+    overriding,
 )
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
@@ -231,7 +231,7 @@ def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tup
     except Exception:  # of a class that knows few functions, and cannot read a dtype or cast
         if overrides(args, kwargs):
             return None
-        if subclasses(args, kwargs):  # its class was asked, and calls the op: it has no such cast
+        if overriding(args, kwargs):  # its class was asked, and calls the op: it has no such cast
             return args, kwargs
         raise
     return None if lose_class((args, kwargs), fitting) else fitting
