@@ -44,6 +44,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
 # Operators of two operands: torch answers a TypeError in one with NotImplemented.
 _BINARY = frozenset(name for names in op_facts.OPERATORS.values() for name in names) - op_facts.OPERANDS.keys()
+_has_torch_function = torch.overrides.has_torch_function
 _computing: set[types.CodeType] = set()  # of stand-ins; all that one definition makes share one
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
 COMPILER = tuple(
@@ -128,8 +129,15 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
 
 
 def overrides(args: tuple, kwargs: dict) -> bool:
-    """Return whether the class of an argument overrides functions."""
-    return torch.overrides.has_torch_function(overriding(args, kwargs))
+    """Return whether the class of an argument overrides functions. torch is asked, in C, of all and of each list."""
+    values = (*args, *kwargs.values())
+    for value in values:
+        if isinstance(value, (list, tuple)) and _has_torch_function(value):
+            break
+    else:
+        if not _has_torch_function(values):
+            return False
+    return _has_torch_function(overriding(args, kwargs))  # while a mode is on, it says so of anything but of nothing
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
