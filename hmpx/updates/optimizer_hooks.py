@@ -30,6 +30,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.state_codes import code_of
 from hmpx.updates import gradients
 from hmpx.updates.holding.stores import Stores
+from hmpx.updates.holding.weights_in_state import find_again, weight_keys
 from hmpx.updates.ranks.ddp import watch_wrapping
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
@@ -146,7 +147,8 @@ def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Call
 def _telling_of_swaps(swap_tensors: Callable) -> Callable:
     @functools.wraps(swap_tensors)
     def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        swap_tensors(t1, t2)
+        with step_count.without(t1, t2):
+            swap_tensors(t1, t2)
         gradients.swapped(t1, t2)
 
     return swap
@@ -275,13 +277,21 @@ def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
     stated = attachment.settings, attachment.names
     how = {"methods": attachment.methods}
-    return _rebuild, (type(attachment), type(optimizer), state, stated, how, attachment._updates.stores)
+    kept = attachment._updates.stores, sorted(weight_keys(optimizer))
+    return _rebuild, (type(attachment), type(optimizer), state, stated, how, *kept)
 
 
 def _rebuild(
-    kind: type, cls: type[Optimizer], state: dict, stated: tuple, how: dict[str, Any], stores: Stores
+    kind: type,
+    cls: type[Optimizer],
+    state: dict,
+    stated: tuple,
+    how: dict[str, Any],
+    stores: Stores,
+    weights: Iterable[str] = (),
 ) -> Optimizer:
     optimizer = cls.__new__(cls)
+    find_again(optimizer, weights)
     optimizer.__setstate__(state)
     step_count.forget(optimizer)
     attachment = kind(optimizer, *stated, **how)

@@ -31,6 +31,7 @@ from tests.support.state_codes import numbers as drawn
 Tensor = torch.Tensor
 SCALARS = ("step", "mu_product", "eta", "mu", "H_diag", "t")  # of torch's optimizers: these are no moments
 MASTERS = ("master", "split", "split8")
+WEIGHTS = ("before",)  # of `SharpnessAware`: held in FP32, whatever moments are held in
 
 
 def away_from_zero(x: Tensor) -> Tensor:
@@ -75,6 +76,7 @@ class Entry:
     loaded: bool = False  # the master, from a checkpoint of either way to hold it
     grad: Tensor | None = None
     grad_dtype: torch.dtype = FP32
+    next: int = 0  # the number of its next step, for an optimizer that begins
     coded: dict[str, tuple[str, Tensor]] = field(default_factory=dict)  # the code of each state tensor, and its numbers
     # for the length of a step:
     before: Tensor | None = None
@@ -92,7 +94,7 @@ class Reference:
 
     def __init__(self, setup: Setup, model: nn.Module, groups: list[list[str]]) -> None:
         self.setup, self.settings = setup, dict(setup.attach or {})
-        self.count, self.stored_seed = 0, None
+        self.count, self.stored_seed, self.has_begun = 0, None, False
         self.given: set[str] = set()  # names that `attach` was given; the others are positions
         self.entries: list[Entry] = []
         for name, p in model.named_parameters():
@@ -146,12 +148,18 @@ class Reference:
         given = (of_region, self.settings.get("seed"), self.stored_seed, 0)
         return next(seed for seed in given if seed is not None)
 
+    def number(self, of_region: int | None = None) -> int:
+        """The number of the next step: a new optimizer goes on from the last one of its parameters."""
+        if self.has_begun or of_region is not None or self.settings.get("seed") is not None:
+            return self.count
+        return max([entry.next for entry in self.held()], default=0)
+
     def step(self, of_region: int | None = None, closure: Callable | None = None, only: list | None = None) -> Any:
         """One step; `closure` sets gradients of entries from the weights that it is shown, and returns the loss.
 
         `only`: a part of a step, for the entries in it.
         """
-        numbers, calls = {"seed": self.seed(of_region), "step": self.count}, 0
+        numbers, calls = {"seed": self.seed(of_region), "step": self.number(of_region)}, 0
         entries = self.held()
         self.notice_casts()
         for entry, name in self.names().items():
@@ -182,13 +190,15 @@ class Reference:
                 self._take_grad(entry)
             self._round(entry, names[entry], numbers)
         if only is None:
-            self.count, self.stored_seed = self.count + 1, numbers["seed"]
+            self.count, self.stored_seed, self.has_begun = numbers["step"] + 1, numbers["seed"], True
+            for entry in entries:
+                entry.next = self.count
         return loss
 
     def overflow(self) -> None:
         """A step of a fused optimizer that a GradScaler has told to change nothing: it makes empty state."""
         for entry, name in self.names().items():
-            self.adopt(entry, name, {"seed": self.seed(), "step": self.count})
+            self.adopt(entry, name, {"seed": self.seed(), "step": self.number()})
             self._show(entry, True)
         self.optimizer.found_inf, self.optimizer.grad_scale = torch.ones(()), None
         self.optimizer.step()
@@ -212,7 +222,7 @@ class Reference:
         """A step that failed may have done this to a part of the state; the next one would do just the same."""
         state = self.optimizer.state.get(entry.q, {})
         before = copy.deepcopy(dict(state))
-        self.adopt(entry, name, {"seed": self.seed(), "step": self.count})
+        self.adopt(entry, name, {"seed": self.seed(), "step": self.number()})
         for key, value in before.items():
             if isinstance(value, Tensor) and not (key in shown and torch.equal(state[key], shown[key].float())):
                 state[key] = value
@@ -273,7 +283,8 @@ class Reference:
     def _round_state(self, entry: Entry, name: str, numbers: dict) -> None:
         if self.state_dtype is BF16:
             for key, value in self.optimizer.state.get(entry.q, {}).items():
-                if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
+                is_moment = isinstance(value, Tensor) and value.dtype is FP32 and value.numel() != 1
+                if is_moment and key not in WEIGHTS:
                     value.copy_(hmpx.stochastic_round(value, **numbers, name=f"{name}.{key}"))
         self._to_codes(entry, name + ".{}", numbers)
 
@@ -281,7 +292,8 @@ class Reference:
         """What stands in this code already stays; in 4 bits, rounding it once more could change it."""
         entry.coded = {key: each for key, each in entry.coded.items() if each[0] == self.state_dtype}
         for key, value in self.optimizer.state.get(entry.q, {}).items() if self.state_dtype in PREFIXES else ():
-            is_held = isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape
+            is_held = isinstance(value, Tensor) and value.dtype is FP32 and value.numel() != 1
+            is_held = is_held and value.shape == entry.q.shape and key not in WEIGHTS
             if is_held and not (key in entry.coded and torch.equal(value, entry.coded[key][1])):
                 value.copy_(in_code(value, held_as(self.state_dtype, value.shape), **numbers, name=name.format(key))[0])
                 entry.coded[key] = self.state_dtype, value.clone()
@@ -290,7 +302,7 @@ class Reference:
         """A new optimizer, attached with these settings, over the parameters of the old one."""
         self.optimizer = made_optimizer(self.setup, [group["params"] for group in self.optimizer.param_groups])
         self.settings = settings
-        self.count, self.stored_seed = 0, None
+        self.count, self.stored_seed, self.has_begun = 0, None, False
         for entry in self.entries:
             entry.master, entry.coded = None, {}
 
@@ -302,11 +314,11 @@ class Reference:
                 state["sum"].fill_(self._fill())
             elif entry.weight is not None:
                 state.update({key: _narrowed(value) for key, value in state.items()})
-                if not entry.q.dim() and type(self.optimizer).__module__.startswith("torch.optim"):
+                if entry.q.numel() == 1 and type(self.optimizer).__module__.startswith("torch.optim"):
                     state.update({key: _as_bf16(value) for key, value in state.items() if key not in SCALARS})
         for entry in self.entries:
             entry.master, entry.coded = None, {}
-        self.count, self.stored_seed = 0, None
+        self.count, self.stored_seed, self.has_begun = 0, None, False
 
     def save(self) -> dict[str, Any]:
         """What checkpoints of model and optimizer hold."""
@@ -316,6 +328,7 @@ class Reference:
             "masters": [None if entry.weight is None else self.read(entry).clone() for entry in self.held()],
             "coded": [dict(entry.coded) for entry in self.held()],
             "numbers": (self.count, self.stored_seed),
+            "has_begun": self.has_begun,
         }
 
     @torch.no_grad()
@@ -328,6 +341,9 @@ class Reference:
         own = not is_open and saved["numbers"] == (self.count, self.stored_seed)
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.count, self.stored_seed = saved["numbers"]
+        self.has_begun = saved["has_begun"]
+        for entry in self.held():
+            entry.next = self.count
         for entry, coded in zip(self.held(), saved["coded"], strict=True):
             entry.coded = dict(coded)
         if weights:
@@ -379,6 +395,6 @@ def _as_bf16(value: Any) -> Any:
 def _narrowed(value: Any) -> Any:
     if isinstance(value, list):
         return [_narrowed(item) for item in value]
-    if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
+    if isinstance(value, Tensor) and value.dtype is FP32 and value.numel() != 1:
         return value.bfloat16().float()
     return value

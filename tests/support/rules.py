@@ -729,6 +729,8 @@ def copied(w: World, how: str) -> None:
         file.seek(0)
         w.model, w.optimizer = torch.load(file, weights_only=False)
     w.schedulers, w.is_new_copy = None, True
+    for entry in w.entries:  # the numbers of a copied model are in its optimizer alone
+        entry.next = w.reference.count if entry in w.held else 0
 
 
 @rule(1.5, seed=number, same=one_of(True, False, "but for the numbers", "but for the numbers"))
@@ -867,7 +869,7 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
         w.optimizer = w.new_optimizer(names)
         del old
         for entry in w.entries:
-            entry.grad, entry.master = None, None
+            entry.grad, entry.master, entry.next = None, None, 0
         if w.attached:
             w.attach()
     is_open = bool(w.waiting or w.released)

@@ -126,12 +126,15 @@ class World:
     def step_copies(self, seed: int | None = None, closure: Callable | None = None) -> Any:
         """`Reference.step`; one in a region without BF16 parameters is no step of hmpx's, and has no number."""
         reference, plain = self.reference, not self.attached and all(entry.weight is None for entry in self.held)
-        numbers = reference.count, reference.stored_seed
+        numbers = reference.count, reference.stored_seed, reference.has_begun
+        following = [entry.next for entry in self.entries]
         self.step_waiting()
         self.released.clear()
         loss = reference.step(seed, closure)
         if plain:
-            reference.count, reference.stored_seed = numbers
+            reference.count, reference.stored_seed, reference.has_begun = numbers
+            for entry, number in zip(self.entries, following, strict=True):
+                entry.next = number
         return loss
 
     def set_grad(self, entry: Entry, grad: Tensor | None) -> None:

@@ -349,3 +349,91 @@ def test_codes_and_scales_in_another_dtype_are_cast_back_or_refused(code, how):
                     loaded.state[again["a"]].update(changed["state"][0])
                 step(again, loaded)
             assert what in refused or same(in_fp32(params, optimizer), in_fp32(again, loaded)), (cast, what)
+
+
+class KeepsWeights(optim.Optimizer):
+    """Momentum, and slow weights half of the way: as Lookahead, SAM and schedule-free optimizers keep them in state."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(count=torch.zeros(1), slow=p.clone(), momentum=torch.zeros_like(p))
+            state["count"] += 1
+            state["momentum"].mul_(0.9).add_(p.grad)
+            p.add_(state["momentum"], alpha=-self.param_groups[0]["lr"])
+            state["slow"].lerp_(p, 0.5)
+            p.copy_(state["slow"])
+
+
+@pytest.mark.parametrize("weights", ["stochastic", "master", "split"])
+@pytest.mark.parametrize("state_dtype", [BF16, *PREFIXES])
+def test_weights_and_counts_in_state_stay_as_a_step_leaves_them(state_dtype, weights):
+    """At a rate of 0 nothing moves, and moments are in codes all the same; after a resume, too."""
+    named, optimizer = None, None
+    for load in (None, "a checkpoint"):
+        generator = torch.Generator().manual_seed(0)
+        shapes = (20, 304), (77,), (1,)
+        made_of = [
+            (f"p{i}", nn.Parameter(torch.randn(s, generator=generator).bfloat16())) for i, s in enumerate(shapes)
+        ]
+        made_by = KeepsWeights(made_of)
+        hmpx.attach(made_by, weights, state_dtype=state_dtype, use_master_weights_in_ckpt=weights != "stochastic")
+        if load is not None:
+            made_by.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        named, optimizer, start = made_of, made_by, [p.detach().clone() for _, p in made_of]
+        for _ in range(600 if load is None and state_dtype == BF16 else 6):
+            for _, p in named:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            optimizer.step()
+        assert all(torch.equal(p, before) for (_, p), before in zip(named, start, strict=True))
+        for _, p in named:
+            state = optimizer.state[p]
+            assert state["count"].item() in (6, 12, 600, 606) and state["slow"].dtype is FP32
+            single = p.numel() == 1
+            assert ("momentum" in state) == (state_dtype == BF16 or single)
+            assert single or state_dtype != BF16 or state["momentum"].dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.float16])
+@pytest.mark.parametrize("state_dtype", [FP32, BF16, "8bit"])
+def test_state_of_another_dtype_stays_as_it_is(state_dtype, dtype):
+    """A mask, or an age, beside momentum, in the layout of weights that no kernel takes as they lie, and contiguous."""
+    for layout in (torch.channels_last, torch.contiguous_format):
+        for cls, options in ((optim.SGD, {"momentum": 0.9}), (UnlistedAdamW, {})):
+            start = torch.randn(8, 8, 3, 3, generator=torch.Generator().manual_seed(0))
+            p = nn.Parameter(start.bfloat16().to(memory_format=layout))
+            optimizer = cls([p], lr=1e-3, **options)
+            hmpx.attach(optimizer, state_dtype=state_dtype)
+            kept = (torch.arange(p.numel()).view(p.shape) % 3).to(dtype)
+            for number in range(4):
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+                if not number:
+                    optimizer.state[p]["kept"] = kept.clone()
+            now = optimizer.state[p]["kept"]
+            assert now.dtype is dtype and torch.equal(now, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+def test_a_count_of_another_dtype_is_counted_as_torch_does(dtype):
+    for cls in (optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam):
+        found = []
+        for count in (torch.float32, dtype):
+            p = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16())
+            optimizer = cls([p], lr=1e-2)
+            hmpx.attach(optimizer, "master")
+            for number in range(4):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+                optimizer.step()
+                if not number:
+                    saved = copy.deepcopy(optimizer.state_dict())
+                    saved["state"][0]["step"] = saved["state"][0]["step"].to(count)
+                    optimizer.load_state_dict(saved)
+            assert optimizer.state[p]["step"] == 4, cls
+            found.append(p.detach())
+        assert torch.equal(*found)

@@ -143,3 +143,22 @@ def test_the_version_moves_with_the_step_number(caplog):
     params, optimizer = copy.deepcopy(([front, *params], optimizer))
     step(params, optimizer)
     assert optimizer.param_groups[0]["hmpx_step"] == 2 and not caplog.messages
+
+
+def test_numbers_outlive_restore_and_are_in_no_swaps_way():
+    """torch swaps no tensor with a weak reference: while hmpx is in steps it gets out of the way, after that it is."""
+    params, _ = make()
+    for number in (1, 2, 3):
+        optimizer = optim.SGD([(f"p{i}", p) for i, p in enumerate(params)], lr=0.125)
+        with hmpx.convert():
+            hmpx.attach(optimizer)
+            step(params, optimizer)
+            assert optimizer.param_groups[0]["hmpx_step"] == number
+            for p in params:
+                torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+            hmpx.detach(optimizer)
+        hmpx.restore()
+        for p in params:
+            other = nn.Parameter(p.detach().clone())
+            torch.utils.swap_tensors(p, other)
+            torch.utils.swap_tensors(p, other)

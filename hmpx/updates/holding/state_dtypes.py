@@ -8,7 +8,7 @@ before plain steps.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ def cast_state(
     wrong: torch.dtype,
     dtype: torch.dtype,
     *,
+    but: Collection[str] = (),
     name: str | int = "",
     lists: bool = True,
     keeps_own: bool = False,
@@ -57,6 +58,7 @@ def cast_state(
     BF16 holds the numbers of 8 bits exactly, and those of 4 bits are rounded to it.
 
     Args:
+        but: keys of values that stay as they are.
         name: of the parameter, for errors.
         lists: cast the tensors in lists too, such as the history of LBFGS.
         keeps_own: leave BF16 state that the optimizer keeps for FP32 parameters by its own choice.
@@ -68,7 +70,9 @@ def cast_state(
     if not isinstance(state, dict):
         return False
     widen(state, p, dtype, name)
-    keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
+    keys = [
+        key for key, v in state.items() if key not in but and _holds(v, wrong) and (lists or not isinstance(v, list))
+    ]
     if not keys or (keeps_own and _is_own(optimizer, state)):
         return False
     others = [key for key in keys if not filled_again(optimizer, group, p, key, dtype)]
@@ -111,8 +115,11 @@ def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str
     if option is None or option not in group or state["step"] != 0:
         return False
     wrong = state[key].dtype
-    if shows_values(state[key]) and not full((state[key] == torch.full_like(state[key], group[option])).all()):
-        return False
+    if shows_values(state[key]) and state[key].numel():
+        exact = torch.tensor(group[option], dtype=torch.float32, device="cpu")
+        least, most = (full(x).float().cpu() for x in (state[key].min(), state[key].max()))  # without more memory
+        if least != most or least not in (exact.to(wrong).float(), exact.to(BF16).float()):
+            return False
     state[key] = None  # frees its memory first; made again if there is none for the new tensor
     try:
         state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
@@ -155,21 +162,21 @@ def code_in(optimizer: optim.Optimizer) -> StateCode | None:
 
 
 def _scalar_moments(optimizer: optim.Optimizer, p: Parameter) -> list[str]:
-    """Return the keys of FP32 moments of a parameter without a dimension.
+    """Return the keys of FP32 moments of a parameter of one element.
 
     Of an optimizer that is not torch's, nobody knows which scalars are moments.
     """
-    if p.dim() or not isinstance(optimizer, _OF_TORCH):
+    if not is_single(p) or not isinstance(optimizer, _OF_TORCH):
         return []
     fp32 = (key for key, value in optimizer.state[p].items() if _is_dense(value) and value.dtype is FP32)
-    return [key for key in fp32 if key not in _SCALARS and not optimizer.state[p][key].dim()]
+    return [key for key in fp32 if key not in _SCALARS and is_single(optimizer.state[p][key])]
 
 
 def _holds(value: Any, dtype: torch.dtype) -> bool:
     """Whether a state value, or an item of a list, is a tensor of `dtype`. An FP32 count of steps is not meant."""
     if isinstance(value, list):
         return any(_holds(item, dtype) for item in value)
-    return _is_dense(value) and value.dtype is dtype and (dtype is BF16 or value.dim() > 0)
+    return _is_dense(value) and value.dtype is dtype and (dtype is BF16 or not is_single(value))
 
 
 def _is_dense(value: Any) -> bool:
@@ -191,12 +198,17 @@ def keeps_bf16(optimizer: optim.Optimizer) -> None:
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
     """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
     others = (v for v in state.values() if _is_dense(v) and v.dtype is FP32)
-    return optimizer in _keeping_bf16 or any(v.dim() for v in others)
+    return optimizer in _keeping_bf16 or not all(map(is_single, others))
 
 
 def is_moment(value: Any) -> bool:
-    """Whether a state value is a strided floating tensor with a dimension: held in `state_dtype`."""
-    return _is_dense(value) and value.dtype in (BF16, FP32) and value.dim() > 0 and value.layout is torch.strided
+    """Whether a state value is a strided FP32 or BF16 tensor of several elements: held in `state_dtype`."""
+    return _is_dense(value) and value.dtype in (BF16, FP32) and not is_single(value) and value.layout is torch.strided
+
+
+def is_single(tensor: Tensor) -> bool:
+    """Whether a tensor has one element. In state it may be a count: it is held as it is, whatever the parameter is."""
+    return tensor.numel() == 1
 
 
 def is_bf16(value: Any) -> bool:

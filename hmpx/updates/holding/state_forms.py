@@ -9,8 +9,9 @@ torch.bfloat16    rounded stochastically                                        
                   dimension, and in rows of no multiple of 16 elements
 ================  ================================================================  ==================
 
-The random numbers of a state tensor depend on its own name, ``parameter.key``. In BF16 are all floating tensors with
-a dimension; in codes are those of the parameter's shape. Counts of steps stay as they are in every form.
+The random numbers of a state tensor depend on its own name, ``parameter.key``. In BF16 are all FP32 tensors of several
+elements; in codes are those of the parameter's shape. Three kinds of state stay as they are in every form: tensors of
+one element, which may be counts of steps; tensors of another dtype, as masks; and weights (`weights_in_state.py`).
 
 To add a code, see `hmpx.rounding.state_codes`. To add another form, derive a class from `StateForm` and name it in
 `STATE_FORMS`.
@@ -27,10 +28,28 @@ from torch.optim import Optimizer
 from hmpx.base.dtype_names import dtype_name
 from hmpx.rounding.coding import BLOCK, StateCode
 from hmpx.rounding.devices import shows_values
-from hmpx.rounding.state_codes import STATE_CODES
+from hmpx.rounding.state_codes import STATE_CODES, code_of
 from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
-from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, StateBlocks, checked_codes, held_states
+from hmpx.updates.holding.state_dtypes import (
+    as_fp32,
+    cast_state,
+    filled_again,
+    is_bf16,
+    is_moment,
+    is_single,
+    members,
+    widen,
+)
+from hmpx.updates.holding.state_tensors import (
+    HeldCodes,
+    HeldState,
+    HeldTensor,
+    StateBlocks,
+    checked_codes,
+    held_states,
+    is_coded,
+)
+from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 from hmpx.updates.ranks.sharding import box_of, full, is_sharded, local
 
 Tensor = torch.Tensor
@@ -86,20 +105,20 @@ class InBF16(StateForm):
     as_left = False
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
-        cast_state(optimizer, group, segment.param, FP32, BF16, name=segment.name, lists=False)
+        weights = weight_keys(optimizer)
+        cast_state(optimizer, group, segment.param, FP32, BF16, but=weights, name=segment.name, lists=False)
         state = optimizer.state[segment.param]
-        for key in [key for key, value in state.items() if is_bf16(value) and not value.dim()]:
+        for key in [k for k, value in state.items() if is_bf16(value) and (k in weights or is_single(value))]:
             if not filled_again(optimizer, group, segment.param, key, FP32):
                 state[key] = state[key].float()
         return False
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
-        dtype = BF16 if is_moment(value) else value.dtype
-        fits = isinstance(before, HeldTensor) and before.tensor.dtype is dtype
-        return before if fits else _like(param, dtype)
+        fits = isinstance(before, HeldTensor) and before.tensor.dtype is BF16
+        return before if fits else _like(param, BF16)
 
     def zeros(self, param: Tensor) -> HeldState:
-        return HeldTensor(torch.zeros_like(param, dtype=BF16 if param.dim() else FP32, requires_grad=False))
+        return HeldTensor(torch.zeros_like(param, dtype=FP32 if is_single(param) else BF16, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         if not is_moment(value):
@@ -125,8 +144,13 @@ class InCodes(StateForm):
             filled_again(optimizer, group, p, key, FP32)
         if (mended := checked_codes(state, p, segment.name)) is not state:
             state.update(mended)
-        code = self._code_for(p)
+        code, weights = self._code_for(p), weight_keys(optimizer)
         for key, value in held_states(state, p, segment.name).items():
+            if key in weights or (is_single(p) and isinstance(value, HeldState)):
+                for entry in value.entries(key) if isinstance(value, HeldCodes) else ():
+                    del state[entry]
+                state[key] = as_fp32(value.whole() if isinstance(value, HeldState) else value)
+                continue
             in_other = isinstance(value, HeldCodes) and value.code is not code
             if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
                 codes = HeldCodes.new(code, p)
@@ -138,12 +162,10 @@ class InCodes(StateForm):
         return False
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
-        if not is_moment(value):
-            return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
         return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code_for(param), param)
 
     def zeros(self, param: Tensor) -> HeldState:
-        if not param.dim():
+        if is_single(param):
             return super().zeros(param)
         made = HeldCodes.new(self._code_for(param), param)
         for tensor, zero in zip((made.tensor, made.scales), made.code.zero, strict=True):
@@ -165,7 +187,8 @@ def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:
     return HeldTensor(torch.empty_like(param, dtype=dtype, requires_grad=False))
 
 
-STATE_FORMS: dict[StateDtype, StateForm] = {FP32: StateForm(), BF16: InBF16()}
+AS_LEFT = StateForm()
+STATE_FORMS: dict[StateDtype, StateForm] = {FP32: AS_LEFT, BF16: InBF16()}
 STATE_FORMS |= {name: InCodes(code) for name, code in STATE_CODES.items()}
 
 
@@ -198,8 +221,8 @@ def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any
     before: what was held under this key before the step.
     """
     name, p, is_part = f"{segment.name}.{key}", segment.param, segment.start is not None
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() > 0
-    if not is_dense or value.shape != (segment.of(p) if is_part else p).shape:
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in (BF16, FP32)
+    if not is_dense or is_single(p) or value.shape != (segment.of(p) if is_part else p).shape:
         return form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)
     holder = form.holder(p, value, before)
     if is_part or holder is not before or not _is_kept(holder, value):
@@ -224,3 +247,25 @@ def state_name(dtype: StateDtype) -> str:
 def state_named(name: str) -> StateDtype:
     """Return the key of `STATE_FORMS` with this name."""
     return next(dtype for dtype in STATE_FORMS if state_name(dtype) == name)
+
+
+def find_weights_of(optimizer: Optimizer, segments: list[Segment]) -> None:
+    """Before a step, find the weights in state that a load or another setting has brought.
+
+    hmpx itself leaves no FP32 tensor of a parameter's shape beside moments in another form, but weights.
+    """
+    keys, found = weight_keys(optimizer), list[tuple[str, Tensor, Tensor]]()
+    for segment in segments if isinstance(keys, set) else ():
+        state, form = optimizer.state.get(segment.param), form_of(segment)
+        if form.as_left or not isinstance(state, dict):
+            continue
+        in_bf16 = isinstance(form, InBF16)
+        given = {key: v for key, v in state.items() if is_moment(v) and v.shape == segment.param.shape}
+        is_held = is_coded(state) or (in_bf16 and any(map(is_bf16, given.values())))
+        for key, value in given.items():
+            if key not in keys and not (in_bf16 and is_bf16(value)) and code_of(key) is None:
+                if is_held and value.dtype is FP32:
+                    keys |= {key}
+                else:
+                    found.append((key, value, segment.param))
+    find_weights(keys, found)

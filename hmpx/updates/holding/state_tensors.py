@@ -154,6 +154,7 @@ class HeldTensor(HeldState):
         if held.dtype is x.dtype:
             held.copy_(x)
         else:
+            assert held.dtype is BF16, "kernels write two bytes an element"
             rounding_key.round_into(held, x, name, segment.at, segment.box)
 
 
@@ -317,8 +318,10 @@ def held_states(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
             own = name.removeprefix(code.prefix)
             found[own] = HeldCodes(code, value, state[SCALES + own], param)
         elif not name.startswith(SCALES):
-            is_held = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
-            found[key] = HeldTensor(value) if is_held else value
+            is_dense = (
+                isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in (BF16, torch.float32)
+            )
+            found[key] = HeldTensor(value) if is_dense and value.shape == param.shape else value
     return found
 
 

@@ -126,8 +126,13 @@ class _Counts:
     def raise_by_one(self) -> None:
         if self._in_c:
             native.raise_counts(self._addresses)
-        elif self._tensors:
-            add_to_all(self._tensors, torch.ones(()), alpha=1.0)  # torch would make many tensors of a plain 1
+            return
+        floating = [each for each in self._tensors if each.is_floating_point()]
+        if floating:
+            add_to_all(floating, torch.ones(()), alpha=1.0)  # torch would make many tensors of a plain 1
+        for each in self._tensors if len(floating) < len(self._tensors) else ():
+            if not each.is_floating_point():
+                each.add_(1)
 
 
 class FusedBatch:

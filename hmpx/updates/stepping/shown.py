@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
-from hmpx.updates.holding.state_forms import form_of, written
+from hmpx.updates.holding.state_forms import AS_LEFT, form_of, written
 from hmpx.updates.holding.state_tensors import HeldState, HeldTensor, entries, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
@@ -65,10 +65,11 @@ class ShownState:
         shown: copies that the optimizer sees in the place of `own`; None where it sees `own` itself.
         moved: the tensors of `shown` that `take` need not write back: the batch or the plan does.
         keeps_left: whether the very object that the step leaves becomes the parameter's state.
+        weights: the keys of state that are weights, and are held as the step leaves them.
     """
 
-    def __init__(self, states: dict[Any, Any], segment: Segment, own: Any) -> None:
-        self.segment, self.form = segment, form_of(segment)
+    def __init__(self, states: dict[Any, Any], segment: Segment, own: Any, weights: Set[str] = frozenset()) -> None:
+        self.segment, self.form, self.weights = segment, form_of(segment), weights
         self._states, self.own = states, own  # kept batches hold the optimizer's state, and may not hold the optimizer
         items = self.own.items() if isinstance(self.own, dict) else ()
         self.content = {key: value[:] if type(value) is list else value for key, value in items}
@@ -110,9 +111,16 @@ class ShownState:
         return {
             name: before[name]
             if name in self.moved and value is self.moved[name]
-            else written(self.form, self.segment, name, value, before.get(name), key)
+            else written(
+                AS_LEFT if name in self.weights else self.form, self.segment, name, value, before.get(name), key
+            )
             for name, value in left.items()
         }
+
+    def left_for(self, shadow: Parameter) -> dict[str, Any] | None:
+        """Return the state that a step has left under the shadow, if that is a dict."""
+        left = self._states.get(shadow)
+        return left if isinstance(left, dict) else None
 
     def take_from(self, shadow: Parameter, optimizer: Optimizer, key: RoundingKey) -> None:
         """Store the state that a step has left under the shadow as the state of the parameter."""

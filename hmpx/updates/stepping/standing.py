@@ -29,6 +29,7 @@ from hmpx.rounding.native import PLAIN, Places
 from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Stores
+from hmpx.updates.holding.weights_in_state import weight_keys
 from hmpx.updates.stepping.batch import ShownParameters, are_same
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import parameters
@@ -68,7 +69,7 @@ class Standing(WholeBatch):
         made = [stores.of(segment) for segment in segments]
         weights = [self._piece(store, segment, segment.name) for store, segment in zip(made, segments, strict=True)]
         grads = [self._piece(Gradient(segment.param), segment, "") for segment in segments]
-        self._of_states = StandingStates(self._state, segments, self._piece)
+        self._of_states = StandingStates(self._state, segments, self._piece, weight_keys(optimizer))
         moved = [*weights, *self._of_states.pieces]
         need(all([kernels_that_move(piece) is self._kernels for piece in moved]))
         held = [*self._of_states.held, *chain.from_iterable(store.beside for store in made)]
@@ -279,7 +280,7 @@ class Standing(WholeBatch):
         states, own_by_p = self._of_states, self._of_states.own
         content = dict(zip(own_by_p, zip(self._content, states.given, strict=True), strict=True))
         for shadow in self._shadows:
-            state = ShownState(self._state, shadow.segment, own := own_by_p.get(shadow.p))
+            state = ShownState(self._state, shadow.segment, own := own_by_p.get(shadow.p), states.weights)
             if own is not None:
                 state.content, given = content[shadow.p]
                 state.shown = None if given is own else given

@@ -7,7 +7,7 @@ the room stand from one step to the next.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import chain, compress, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -131,6 +131,7 @@ class StandingStates:
     Args:
         states: of the optimizer.
         place: makes a piece: a copy in the room.
+        weights: keys of state that are weights, which the step is shown themselves.
 
     Attributes:
         own: of each parameter that has state, its dict.
@@ -143,9 +144,13 @@ class StandingStates:
     """
 
     def __init__(
-        self, states: dict[Any, Any], segments: list[Segment], place: Callable[[Held, Segment, str], Piece]
+        self,
+        states: dict[Any, Any],
+        segments: list[Segment],
+        place: Callable[[Held, Segment, str], Piece],
+        weights: Set[str],
     ) -> None:
-        self._states, self._place = states, place
+        self._states, self._place, self.weights = states, place, weights
         self.own = {each.param: state for each in segments if (state := states.get(each.param)) is not None}
         self._others = len(states) - len(self.own)
         need(are_same(list(states)[self._others :], self.own))
@@ -183,7 +188,11 @@ class StandingStates:
                 need(value.dim() and value.is_contiguous() and not in_codes)
                 self.held.append(value)
             else:
-                need(not is_moment(value) or (in_codes and not is_held))
+                need(
+                    not is_moment(value)
+                    or (in_codes and not is_held)
+                    or (key in self.weights and value.is_contiguous())
+                )
                 continue
             # Factored moments are pieces of their own shape
             lain = segment if is_held else Segment(value, name)

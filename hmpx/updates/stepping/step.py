@@ -18,7 +18,7 @@ from hmpx.rounding.native_library import expect_kernels
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.held import USUAL, RoundingKey, Segment
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.holding.state_forms import adopt_states
+from hmpx.updates.holding.state_forms import adopt_states, find_weights_of
 from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batching import can_be_cut
@@ -251,6 +251,8 @@ class WeightUpdates:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
         made_here = {torch.bfloat16} if has_stepped else set()  # the dtype to which steps before have rounded all state
         refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
+        if scope_of(optimizer) == "whole":
+            find_weights_of(optimizer, segments)
         if adopt_states(optimizer, segments, key):
             logger.warning(_NARROWED if has_stepped else _OF_OTHERS, type(optimizer).__name__)
         return Members(optimizer, segments)

@@ -26,8 +26,9 @@ from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import RoundingKey, Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_moment
 from hmpx.updates.holding.state_forms import StateForm
-from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
+from hmpx.updates.holding.state_tensors import HeldState, by_own_keys, held_states, is_coded
 from hmpx.updates.holding.stores import Store
+from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.stepping.batch import Batch, ShownParameters, are_same, can_be_written, hand_back
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
@@ -72,7 +73,7 @@ class WholeBatch(Batch):
             self._shadows.append(shadow)
         for member in members:
             for shadow in self._shadows:
-                state = ShownState(member.state, shadow.segment, member.state.get(shadow.p))
+                state = ShownState(member.state, shadow.segment, member.state.get(shadow.p), weight_keys(member))
                 state.shown = seen_state(shadow, state.form, state.own)
                 state.keeps_left &= not self._gathers
                 self._shown_states.append((shadow, state))
@@ -197,10 +198,24 @@ class WholeBatch(Batch):
         key.flush()
 
     def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
+        self._find_weights()
         for shadow, state in self._shown_states:
             state.take_from(shadow.q, optimizer, key)
         for shadow in self._shadows:
             shadow.take_marks()
+
+    def _find_weights(self) -> None:
+        """Find the weights in state that is new, before it is written."""
+        new: dict[int, tuple[Any, list[tuple[str, Tensor, Tensor]]]] = {}
+        for shadow, state in self._shown_states:
+            is_asked = isinstance(state.weights, set) and not state.form.as_left and not self._gathers
+            left = None if not is_asked else state.left_for(shadow.q)
+            known = by_own_keys(state.content) if left else ()
+            for key, value in (left or {}).items():
+                if key not in known and key not in state.weights and is_moment(value) and value.shape == shadow.q.shape:
+                    new.setdefault(id(state.weights), (state.weights, []))[1].append((key, value, shadow.q))
+        for keys, found in new.values():
+            find_weights(keys, found)
 
     def _undo(self) -> None:
         for member, groups, lists in self._groups:

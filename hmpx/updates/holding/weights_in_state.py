@@ -1,0 +1,51 @@
+"""Weights that an optimizer keeps in its state: SAM before its ascent, Lookahead's slow ones, schedule-free's z.
+
+A code of 8 or 4 bits is for moments. Weights in it would lose their digits between two steps, and stochastic rounding
+to BF16 those of masters. So such tensors are held as the step leaves them.
+
+Nobody says what a tensor of state is. It is weights if it is near the parameters' when the optimizer first keeps it:
+over all of them, no farther than half of their norm. A moment is farther away than the norm itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from hmpx.rounding.devices import shows_values
+from hmpx.updates.ranks.sharding import full, is_sharded
+
+Tensor = torch.Tensor
+_OF_TORCH = frozenset(cls for cls in vars(optim).values() if isinstance(cls, type))
+_NEAR = 0.25  # of the squared norm of the weights
+_keys: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
+
+
+def weight_keys(optimizer: Optimizer) -> Set[str]:
+    """Return the keys of state that are known to be weights; the same set in every call. torch's classes have none."""
+    return frozenset() if type(optimizer) in _OF_TORCH else _keys.setdefault(optimizer, set())
+
+
+def find_weights(keys: Set[str], found: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    """Add to `keys` those of `found` that are weights: keys, state tensors, and the weights of their parameters."""
+    sums: dict[str, Tensor] = {}
+    if not isinstance(keys, set):
+        return
+    for key, value, weights in found:
+        if shows_values(value) and is_sharded(value) == is_sharded(weights):
+            w = weights.detach().float()
+            both = torch.stack([full((value - w).square().sum()), full(w.square().sum())]).double().cpu()
+            sums[key] = sums[key] + both if key in sums else both
+    for key, both in sums.items():
+        far, norm = both.tolist()
+        if far <= _NEAR * norm and norm:
+            keys.add(key)
+
+
+def find_again(optimizer: Optimizer, keys: Iterable[str]) -> None:
+    """Take over the keys of weights that the original of a copy has."""
+    _keys[optimizer] = set(keys)
