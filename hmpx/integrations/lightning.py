@@ -19,10 +19,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from hmpx import hmp
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import Activation, activate_for, recipe_of_trainer
-from hmpx.recipes.prepare import unwrapped
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.attach import attached, detach
+from hmpx.updates.attach import attached, detach, unwrapped
 
 _imported = "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules
 if TYPE_CHECKING or (_imported and importlib.util.find_spec("lightning")):

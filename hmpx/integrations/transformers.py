@@ -10,9 +10,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hmpx.recipes.activate import Activation, activate_for, recipe_of_trainer
-from hmpx.recipes.prepare import unwrapped
 from hmpx.recipes.reading import Stated
-from hmpx.updates.attach import attached
+from hmpx.updates.attach import attached, unwrapped
 from hmpx.updates.checkpoints import MASTER_KEY
 
 __all__ = ["HmpxCallback"]

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -24,8 +25,8 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.attach import attached, check_torch, detach
-from hmpx.updates.optimizer_hooks import takes_hooks
+from hmpx.updates import step_hooks
+from hmpx.updates.attach import attached, check_torch, detach, steppers
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
 
@@ -83,6 +84,8 @@ class Activation(Installation):
             self._conversion.expect(self._overlays.values())
             if self._entered:
                 self._conversion.__enter__()
+        changes.callback(step_hooks.uninstall)
+        step_hooks.install()  # where no op is converted, too: a checkpoint may come before the attachment
         if not self._trainer:
             watch_optimizers(self._made, changes)
         watch_distribution(self._distributes, changes)
@@ -118,19 +121,29 @@ class Activation(Installation):
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer, *models: torch.nn.Module) -> None:
         """Attach an optimizer of models that were cast, unless it has no BF16 parameters."""
-        with self.recipe.naming_lines():
-            attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], models, self._group)
+        self._attach(steppers(optimizer), models)
 
-    def _made(self, optimizer: torch.optim.Optimizer) -> None:
-        held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and attached(each)]
-        if held and not takes_hooks(optimizer):
-            return  # it only hands on, as Accelerate's does
-        for each in held:  # Lookahead and its kind write weights themselves, beside the steps of what they hold
-            detach(each)
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]) -> None:
+        with self.recipe.naming_lines():
+            for each in optimizers:
+                attach_made(each, self._settings[inside_zero(each) is not None], models, self._group)
+
+    def _made(self, optimizer: torch.optim.Optimizer, inside: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Cast the models of an optimizer, and attach it. inside: those that its constructor has made."""
+        stepping = steppers(optimizer, inside)
+        if optimizer not in stepping:
+            for each in stepping:
+                if not attached(each):
+                    self._made(each)
+            return
+        for each in vars(optimizer).values():  # Lookahead and its kind write weights themselves
+            if isinstance(each, torch.optim.Optimizer) and each not in stepping and attached(each):
+                detach(each)
         compare("hmpx.activate", facts(self.recipe), self._group)
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
-            models = cast_models_of(parameters(optimizer), self.recipe, undo)
-            self.take_optimizer(optimizer, *models)
+            params = [p for each in stepping for p in parameters(each)]
+            models = cast_models_of(params, self.recipe, undo)
+            self._attach([each for each in stepping if not attached(each)], models)
             undo.pop_all()
         self._take(models)
 

@@ -23,13 +23,13 @@ Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
+def watch_optimizers(made: Callable[[Optimizer, list[Optimizer]], None], changes: Changes) -> None:
     """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
 
-    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out.
+    With it come the optimizers that were made inside of the constructor (of a `ZeroRedundancyOptimizer`, say).
     """
     ended: list[bool] = []
-    running = threading.local()  # any: whether a watched constructor is running in this thread
+    running = threading.local()  # inside: those made inside of the watched constructor that is running in this thread
 
     def watch(cls: type[Optimizer]) -> None:
         init = vars(cls).get("__init__")
@@ -38,15 +38,18 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
 
         @functools.wraps(init)
         def __init__(new: Any, *args: Any, **kwargs: Any) -> None:
-            if ended or getattr(running, "any", False):
+            outer = getattr(running, "inside", None)
+            if ended or outer is not None:
                 init(new, *args, **kwargs)
+                if outer is not None:
+                    outer.append(new)
                 return
-            running.any = True
+            running.inside = inside = []
             try:
                 init(new, *args, **kwargs)
+                made(new, [each for each in inside if each is not new])  # hmpx itself may make an optimizer
             finally:
-                running.any = False
-            made(new)
+                running.inside = None
 
         changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
 

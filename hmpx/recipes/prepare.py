@@ -21,7 +21,7 @@ from hmpx.recipes.parameter_dtypes import parameter_dtypes
 from hmpx.recipes.prepared import Prepared, take
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.attach import attach, attached
+from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
@@ -81,7 +81,9 @@ def prepare(
             raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(each).__name__}")
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
-    stepping: list[torch.optim.Optimizer] = [unwrapped(each) for each in optimizers]
+    stepping: list[torch.optim.Optimizer] = [each for one in optimizers for each in steppers(one)]
+    for each in stepping:
+        refuse_unseen(each)
     stated = as_recipe(recipe, **keys)
     recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
@@ -165,20 +167,6 @@ def of_own(
     return replace(
         settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))
     )
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that a wrapper of Accelerate or Lightning holds; to `isinstance` it is one, too."""
-    while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
-        optimizer = vars(optimizer)[attribute]
-    return optimizer
-
-
-_WRAPPERS = {
-    "accelerate.optimizer": "optimizer",
-    "lightning.pytorch.core.optimizer": "_optimizer",
-    "pytorch_lightning.core.optimizer": "_optimizer",
-}
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
+from hmpx.updates.stepping.names import parameters as parameters_of
 from hmpx.updates.stepping.optimizer_classes import FUSED, SCOPES, formula_of, scope_of
-from hmpx.updates.stepping.own_code import is_own, replaced_step
+from hmpx.updates.stepping.own_code import cell_of, is_own, is_watched, replaced_step
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import refuse_graphs
 
@@ -108,6 +109,7 @@ def attach(
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    refuse_unseen(optimizer)
     if places is not None:
         raise HmpxError(
             "attach(places=) is gone: shard parameters as DTensors, which know where their elements stand; others need "
@@ -162,7 +164,48 @@ def attached(optimizer: Optimizer) -> Attachment | None:
 
     None if it is not attached.
     """
+    optimizer = unwrapped(optimizer)
     return own_attachment(inside_zero(optimizer) or optimizer)
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps, of one that only hands on its calls, as those of Accelerate and Lightning do.
+
+    torch has not wrapped the step of such a one, and its state and groups are those of an optimizer that it holds.
+    """
+    while cell_of(type(optimizer).step) is None and not is_watched(type(optimizer).step):
+        state, groups = getattr(optimizer, "state", None), getattr(optimizer, "param_groups", None)
+        shared = ((each, getattr(each, "state", 0), getattr(each, "param_groups", 0)) for each in held(optimizer))
+        inner = next((each for each, its, own in shared if its is state and own is groups), None)
+        if inner is None:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def held(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that another one holds as attributes, or in lists and dicts."""
+    found: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        found += [each for each in inside if isinstance(each, Optimizer) and each is not optimizer]
+    return found
+
+
+def steppers(optimizer: Optimizer, inside: Iterable[Optimizer] = ()) -> list[Optimizer]:
+    """Return the optimizers that step where `optimizer` does, each of which is to be attached.
+
+    These are the optimizer and those that it holds and that have other parameters (a Muon may hold an AdamW); in place
+    of one that never ran `Optimizer.__init__`, those that it holds.
+
+    inside: others that it may hold.
+    """
+    optimizer = unwrapped(optimizer)
+    known = {id(each): each for each in (*held(optimizer), *inside)}
+    if known and not takes_hooks(optimizer):
+        return [each for one in known.values() for each in steppers(one)]
+    own = set(parameters_of(optimizer)) if known else set()
+    return [optimizer, *(each for each in known.values() if (its := parameters_of(each)) and own.isdisjoint(its))]
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -180,6 +223,13 @@ def detach(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    optimizer = unwrapped(optimizer)
+    stepping = steppers(optimizer)
+    for each in stepping:
+        if each is not optimizer:
+            detach(each)
+    if optimizer not in stepping:
+        return
     optimizer, attachment = inside_zero(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
@@ -189,17 +239,21 @@ def detach(optimizer: Optimizer) -> None:
     step_count.remove(optimizer)
 
 
+def refuse_unseen(optimizer: Optimizer) -> None:
+    """Raise an HmpxError if the steps of an optimizer cannot be seen."""
+    if not takes_hooks(optimizer):
+        raise HmpxError(
+            f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
+            "attach the optimizer that it holds"
+        )
+
+
 def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
     """Check that an optimizer can be attached; nothing is changed.
 
     Raises:
         HmpxError: it cannot.
     """
-    if not takes_hooks(optimizer):
-        raise HmpxError(
-            f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
-            "attach the optimizer that it holds"
-        )
     if settings.release_gradients:
         RELEASED.require()
     refuse_graphs(optimizer)

@@ -92,8 +92,8 @@ def detached(optimizer: Optimizer) -> None:
 
 
 def is_needed() -> bool:
-    """Whether a conversion, an open region or an attached optimizer needs hmpx in optimizer steps."""
-    return bool(_attached or open_caches or process_state.converted or process_state.off.by)
+    """Whether a conversion, a recipe, an open region or an attached optimizer needs hmpx in optimizer steps."""
+    return bool(_attached or open_caches or process_state.installed or process_state.off.by)
 
 
 def _watch() -> None:

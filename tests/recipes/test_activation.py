@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -16,9 +17,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
+from hmpx.recipes.activate import activate_for
+from hmpx.recipes.reading import as_recipe
 from hmpx.updates.attach import attached
 from tests.support import ranks
-from tests.support.optimizers import Around
+from tests.support.optimizers import Around, UnlistedSGD
 from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
@@ -100,6 +103,97 @@ def test_an_optimizer_around_another_takes_its_place():
         model = _net()
         alone = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
     assert all(torch.equal(p, q) for p, q in zip(inside, alone, strict=True))
+
+
+def _split(model):
+    return [[p for p in model.parameters() if (p.dim() == 2) is matrices] for matrices in (True, False)]
+
+
+class Inside(UnlistedSGD):
+    """A combined optimizer, as a Muon that has an AdamW for what is no matrix."""
+
+    def __init__(self, model, other=None):
+        matrices, others = _split(model)
+        super().__init__(matrices, lr=1e-2)
+        self.other = optim.AdamW(others, lr=1e-2) if other is None else other
+
+    def step(self, closure=None):
+        super().step()
+        self.other.step()
+
+
+class Consists(optim.Optimizer):
+    """It never runs `Optimizer.__init__`, and holds its parts in a list."""
+
+    def __init__(self, model):
+        matrices, others = _split(model)
+        self.parts = [optim.SGD(matrices, lr=1e-2), optim.AdamW(others, lr=1e-2)]
+
+    def step(self, closure=None):
+        for each in self.parts:
+            each.step()
+
+
+class HandsOn:
+    """As Lightning Fabric wraps an optimizer."""
+
+    def __init__(self, model):
+        self._own = optim.AdamW(model.parameters(), lr=1e-2)
+        self.__class__ = type("HandsOn", (HandsOn, optim.AdamW), {})
+
+    def step(self, closure=None):
+        return self._own.step()
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("how", ["activate", "prepare"])
+def test_each_optimizer_that_steps_is_attached(how, caplog):
+    """Which ones are, is told by the parameters, state and groups that they share, and by no module's name."""
+    makers = {
+        "inside": Inside,
+        "made before": lambda model: Inside(model, optim.AdamW(_split(model)[1], lr=1e-2)),
+        "parts": Consists,
+        "wrapper": HandsOn,
+    }
+    for name, make in makers.items():
+        model = _net()
+        with hmpx.activate("bf16-sr") if how == "activate" else contextlib.nullcontext():
+            optimizer = make(model)
+            if how == "prepare":
+                hmpx.prepare(model, optimizer, "bf16-sr")
+            assert {p.dtype for p in model.parameters()} == {BF16}
+            before = [p.detach().clone() for p in model.parameters()]
+            model(torch.ones(2, 8)).float().square().sum().backward()
+            optimizer.step()
+        assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), name
+        stepping = {"inside": ["other"], "made before": ["other"], "wrapper": ["_own"]}.get(name, [])
+        inner = [getattr(optimizer, each) for each in stepping] or optimizer.parts
+        assert all(map(attached, inner)) and (name == "parts" or attached(optimizer) is not None), name
+        hmpx.restore(optimizer)
+        assert not any(map(attached, inner)), name
+    assert not caplog.text, "no step is rounded to nearest"
+    if how == "prepare":
+        with pytest.raises(hmpx.HmpxError, match=r"never ran Optimizer\.__init__"):
+            hmpx.prepare(model, object.__new__(optim.AdamW), "bf16-sr")
+
+
+def test_a_load_before_the_attachment_keeps_fp32_state_where_no_op_is_converted():
+    """A trainer loads a checkpoint into an optimizer that is attached afterwards."""
+    recipe = as_recipe({"extends": "neuron-bf16-sr", "opt_level": None})
+    model = _net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    _train(*hmpx.prepare(model, optimizer, "neuron-bf16-sr"))
+    saved = optimizer.state_dict()
+    del optimizer
+    hmpx.restore()
+    gc.collect()
+    with contextlib.ExitStack() as undo:
+        activate_for("a trainer", recipe, undo)
+        resumed = optim.AdamW(model.parameters(), lr=1e-2)
+        resumed.load_state_dict(saved)
+        assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.float32}
 
 
 def test_models_and_names():
