@@ -40,21 +40,22 @@ def with_items(container: Any, items: Collection[Any]) -> Any:
 
     A mapping that cannot be written to becomes a dict, as for ``torch.amp.custom_fwd(cast_inputs=...)``.
     """
-    kind = type(container)
+    new: Any
+    kind: Any = type(container)
     if kind in (list, tuple):
         return kind(items)
     if isinstance(container, tuple):
         if hasattr(container, "_fields"):
             return kind(*items)
         try:
-            new: Any = tuple.__new__(kind, items)
+            new = tuple.__new__(kind, items)
         except TypeError:  # one of `torch.return_types`
             return kind(items)
         vars(new).update(vars(container))
         return new
     if kind is dict or not isinstance(container, (list, MutableMapping)):
         return dict(zip(container.keys(), items, strict=True))
-    new = container.copy() if kind in _COPIED else copy.copy(container)
+    new = kind.copy(container) if kind in _COPIED else copy.copy(container)
     for key, item in zip(range(len(items)) if isinstance(new, list) else list(new.keys()), items, strict=True):
         new[key] = item
     return new

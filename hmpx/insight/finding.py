@@ -74,8 +74,8 @@ def _script() -> str:
     if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
         return ""
     package = getattr(main, "__package__", None)
-    module = package if name == "__main__" else f"{package}.{name}".lstrip(".")
-    script = sys.argv if package is None else ["-m", module, *sys.argv[1:]]
+    module = str(package) if name == "__main__" else f"{package}.{name}".lstrip(".")
+    script: list[str] = sys.argv if package is None else ["-m", module, *sys.argv[1:]]
     return shlex.join(script)
 
 

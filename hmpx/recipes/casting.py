@@ -82,7 +82,7 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
             undo.callback(_assign, each, each.data, grad)
             _assign(each, data, None if grad is None else grad.to(data.dtype))
     if parts:
-        name = others[parts[0]]
+        name = next(name for p, name in others.items() if p is parts[0])
         logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", name, len(parts) - 1)
     return [*others]
 

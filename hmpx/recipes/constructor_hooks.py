@@ -44,7 +44,8 @@ def watch_optimizers(made: Callable[[Optimizer, list[Optimizer]], None], changes
                 if outer is not None:
                     outer.append(new)
                 return
-            running.inside = inside = []
+            inside: list[Any] = []
+            running.inside = inside
             try:
                 init(new, *args, **kwargs)
                 made(new, [each for each in inside if each is not new])  # hmpx itself may make an optimizer

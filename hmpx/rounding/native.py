@@ -121,7 +121,7 @@ def raise_counts(addresses: array[int]) -> None:
     _kernels().add_one(addresses.buffer_info()[0], len(addresses))
 
 
-class Places(NamedTuple):
+class Spans(NamedTuple):
     """Where tensors lie in one block of memory: the byte at which each begins there, and how many it has."""
 
     offsets: array[int]

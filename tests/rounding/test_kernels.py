@@ -338,7 +338,7 @@ def test_places_tell_which_tensors_have_other_bits_than_they_had(threads):
     held = [torch.randn(n).bfloat16() for n in (1, 300, 80_000)] + [torch.tensor([0.0, float("nan")]).bfloat16()]
     for dtype, widened in ((torch.bfloat16, False), (torch.float32, True)):
         ends = list(itertools.accumulate(each.numel() * dtype.itemsize for each in held))
-        places = native.Places(array("Q", [0, *ends[:-1]]), array("Q", [each.nbytes for each in held]))
+        places = native.Spans(array("Q", [0, *ends[:-1]]), array("Q", [each.nbytes for each in held]))
         room, at = torch.empty(ends[-1], dtype=torch.uint8), array("Q", [each.data_ptr() for each in held])
         if widened:
             room.view(dtype).copy_(torch.cat(held))

@@ -24,7 +24,7 @@ from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
-from hmpx.insight.looks.tables import Tables
+from hmpx.insight.looks.tables import PositionTables
 from hmpx.insight.looks.updates import Updates
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
@@ -164,7 +164,7 @@ class Examination(Capture):
         self.found, self.is_ending, self._heard = found, False, heard
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._updates, self._replicas = Updates(), Replicas()
-        looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, Tables()]
+        looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, PositionTables()]
         around = {
             each for step in at for each in (step - 1, step) if each
         }  # of a loss that is NaN, the gradient before

@@ -27,7 +27,7 @@ _STARTS = (0, 1, 2)  # numbers that positions count from
 _DTYPES = frozenset({*LOW, torch.float32})
 
 
-class Tables(Look):
+class PositionTables(Look):
     """Looks at the tensors that an iteration reads and has not made."""
 
     stages = ("forward",)

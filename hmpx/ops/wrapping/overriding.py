@@ -75,7 +75,7 @@ def _hand_over(function: Callable, op: Callable, found: list[Any], args: tuple, 
         return torch.overrides.handle_torch_function(function, found, *args, **kwargs)
     except (TypeError, AttributeError) as error:
         # torch's message for "nobody has an implementation" asks a C function for its module, which it has not.
-        unsaid = getattr(error, "obj", None) is function and error.name == "__module__"
+        unsaid = isinstance(error, AttributeError) and error.obj is function and error.name == "__module__"
         if not unsaid and isinstance(error, AttributeError):
             raise
         if op.__name__ in _BINARY:  # as torch answers for an operator, so that Python asks the other operand
@@ -347,8 +347,11 @@ def _sought_by(cls: Any) -> _Sought:
             called = [each for each in map(_function, values) if each is not None]
             codes += [each for each in called if str(each.__module__).partition(".")[0] == package]
     reached, tables = _reached(found)
-    owner = weakref.ref(cls, lambda _, kept=_kept: kept.pop(key, None))
-    _kept[key] = sought = _Sought(owner, names, reached, places, tables)
+
+    def forget(_: weakref.ref, kept: dict = _kept) -> None:  # the module's own names may be gone at exit
+        kept.pop(key, None)
+
+    _kept[key] = sought = _Sought(weakref.ref(cls, forget), names, reached, places, tables)
     return sought
 
 

@@ -25,7 +25,7 @@ from hmpx.base.torch_private import KEPT_SHADOWS, KEPT_STEPS, copy_all, private,
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import step_key
-from hmpx.rounding.native import PLAIN, Places
+from hmpx.rounding.native import PLAIN, Spans
 from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Stores
@@ -133,11 +133,11 @@ class Standing(WholeBatch):
         self._weights_at = array("Q", list(map(Tensor.data_ptr, self._params)))
         self._in_c = kernels is native
         sizes = array("Q", [p.nbytes for p in self._params])
-        self._of_weights = Places(_after_each_other(sizes), sizes)
+        self._of_weights = Spans(_after_each_other(sizes), sizes)
         sizes = array("Q", [x.numel() * (4 if self._is_wide else 2) for x in self._xs])
         at = self._room.data_ptr()
-        self._of_grads = Places(array("Q", [x.data_ptr() - at for x in self._xs]), sizes)
-        self._of_shadows = Places(array("Q", [q.data_ptr() - at for q in self._qs]), self._of_weights.sizes)
+        self._of_grads = Spans(array("Q", [x.data_ptr() - at for x in self._xs]), sizes)
+        self._of_shadows = Spans(array("Q", [q.data_ptr() - at for q in self._qs]), self._of_weights.sizes)
 
     def settle(self) -> None:
         """Count references, after the plan was made and all that is needed for making it is gone."""
@@ -355,7 +355,7 @@ class Standing(WholeBatch):
         """Keep the real gradients for `_undo`."""
         if self._grads_before is None:
             before = torch.empty(sum(self._of_grads.sizes), dtype=torch.uint8, device="cpu")
-            Places(_after_each_other(self._of_grads.sizes), self._of_grads.sizes).fill(
+            Spans(_after_each_other(self._of_grads.sizes), self._of_grads.sizes).fill(
                 before.data_ptr(), self._found.addresses
             )
             self._grads_before = self._real, self._found.tensors, before
