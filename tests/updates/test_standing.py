@@ -274,7 +274,15 @@ BEFORE = (None, "closure", some_without_gradients, another_rate, marked)
 KEPT = ("subclass", "subclass, fused, amsgrad", "loops", "factored", "marks")
 
 
-@pytest.mark.parametrize("name, way, action", list(zip(KEPT * len(STABLE), STABLE * len(KEPT), cycle(BEFORE))), ids=str)
+def told(value):
+    """Return an id that is the same in every process that collects the tests."""
+    return value.__name__ if callable(value) else str(value)
+
+
+EACH_KEPT = list(zip(KEPT * len(STABLE), STABLE * len(KEPT), cycle(BEFORE)))
+
+
+@pytest.mark.parametrize("name, way, action", EACH_KEPT, ids=told)
 def test_every_step_but_the_first_is_kept(name, way, action, monkeypatch):
     if action is some_without_gradients and "use_fp32_grad_acc" in way:
         action = None  # nothing says which dtype a missing gradient would have
