@@ -5,6 +5,10 @@
 #pragma GCC target("prefer-vector-width=512") /* for which hashes take half the instructions; GCC's choice is 256 */
 #endif
 
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || __FINITE_MATH_ONLY__ + 0
+#error "the compiler was told fast math after hmpx's own flags: NaN, infinite and denormal numbers would be lost"
+#endif
+
 #include "native.h"
 
 /* The keys of a step: that of each name, in its place among the words of a table. */

@@ -25,7 +25,14 @@ logger = logging.getLogger("hmpx")
 _PARTS = ("masters", "codes", "stored", "steps", "bits")
 _FILES = ("native.c", "native.h", *(f"native_{part}.c" for part in _PARTS))
 _SOURCES = [Path(__file__).with_name(name) for name in _FILES]  # the first includes the others
-_FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
+# A compiler, or a wrapper of one, may take fast math for granted, which has other bits. Each part of it is taken back:
+# GCC keeps a part that somebody has named where only the whole is. Linked so, a library would turn the denormal numbers
+# of the whole process into 0 at its start: ours has no start files.
+_STRICT = (
+    *("-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"),
+    *("-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off"),
+)
+_FLAGS = ("-O3", "-std=c11", *_STRICT, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
@@ -97,35 +104,46 @@ def _build() -> ctypes.CDLL:
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     flags = (f"-march={architecture()}", *_FLAGS, *variant)
     parts = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
-    name = f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-    kept = None
+    name = f"native-{_digest(b'|'.join(parts))}"
+    folder = None
     try:
-        kept = _cache_folder() / name
-        if kept.exists():
+        folder = _cache_folder()
+        for kept in sorted(folder.glob(f"{name}-*.so")):
             _check(kept)
-            return _declare(ctypes.CDLL(str(kept)))
+            if kept.stem == f"{name}-{_digest(kept.read_bytes())}":
+                return _declare(ctypes.CDLL(str(kept)))
+            logger.info("hmpx: %s is not as it was written; the C kernels are compiled anew", kept)
     except _Refused as refused:
         logger.warning("hmpx: %s; each process compiles the C kernels for itself", refused)
-        kept = None
-    except (OSError, RuntimeError) as error:  # damaged, or on a file system that executes nothing
+        folder = None
+    except (OSError, RuntimeError) as error:  # on a file system that executes nothing, for example
         logger.info("hmpx: %s; the C kernels are compiled anew", error)
     with tempfile.TemporaryDirectory() as private:
         unlinked, linked = f"{private}/native.o", f"{private}/native.so"
         _run(compiler, *flags, str(_SOURCES[0]), "-o", unlinked)
-        _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
-        if kept is not None:
+        _run(compiler, "-shared", "-nostartfiles", unlinked, "-lm", "-o", linked)
+        if folder is not None:
             try:
-                _keep(linked, kept)
+                _keep(Path(linked).read_bytes(), folder, name)
             except OSError as error:  # no room, for example
-                logger.info("hmpx: %s keeps no C kernels, so that each process compiles them: %s", kept.parent, error)
+                logger.info("hmpx: %s keeps no C kernels, so that each process compiles them: %s", folder, error)
         return _declare(ctypes.CDLL(linked))
 
 
-def _keep(built: str, path: Path) -> None:
-    """Copy a library into the cache under another name, then rename it: several processes may build at once."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-        os.chmod(shutil.copyfile(built, f"{beside}/{path.name}"), 0o700)
-        os.replace(f"{beside}/{path.name}", path)
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _keep(built: bytes, folder: Path, name: str) -> None:
+    """Write a library to the disk, then give it its name, with a digest in it: several processes may build at once."""
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        path = Path(beside) / f"{name}-{_digest(built)}.so"
+        with open(path, "wb") as file:
+            file.write(built)
+            file.flush()
+            os.fsync(file.fileno())  # else the name may be there after a power failure, and not all of the content
+        path.chmod(0o700)
+        os.replace(path, folder / path.name)
 
 
 class NoCompiler(Exception):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import shutil
 import stat
 import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +20,24 @@ SOMEBODY = 65534
 PLANTED = """
 #include <stdio.h>
 __attribute__((constructor)) static void leave_a_mark(void) { fclose(fopen("%s", "w")); }
+"""
+# Says: are there kernels? Has a step that divides and takes roots, and a sum, the bits of the operators? Do denormal
+# numbers stay?
+STRICT = """
+import torch, hmpx
+from hmpx.rounding import native, native_library
+is_there, bits = native_library.library() is not None, []
+for _ in range(2):
+    numbers = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter((torch.randn(256, 256, generator=numbers) * 0.1).bfloat16())
+    optimizer = torch.optim.NAdam([p], lr=1e-3)
+    hmpx.attach(optimizer, "split")
+    for _ in range(4):
+        p.grad = torch.randn(p.shape, generator=numbers).bfloat16()
+        optimizer.step()
+    bits.append((p.detach(), *optimizer.state[p].values()))
+    native.can_read = lambda *tensors: False
+print(is_there, all(map(torch.equal, *bits)), (torch.tensor([1e-42]) * 1).item() != 0)
 """
 
 
@@ -43,9 +65,10 @@ def planted(folder):
     native_library._build()
     (name,) = os.listdir(folder)
     (folder / name).unlink()
-    mark = folder.parent / "mark"
-    _compile(folder / name, PLANTED % mark)
-    return folder / name, mark
+    mark, built = folder.parent / "mark", folder.parent / "planted.so"
+    _compile(built, PLANTED % mark)
+    name = name.rpartition("-")[0] + f"-{hashlib.sha256(built.read_bytes()).hexdigest()[:16]}.so"
+    return built.rename(folder / name), mark
 
 
 def test_a_planted_library_of_the_right_owner_and_mode_would_be_loaded(planted):
@@ -93,14 +116,48 @@ def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, library)] == [0o700, 0o700]
 
 
-def test_an_empty_library_is_compiled_anew_and_kept(folder, caplog):
-    """As a power failure may leave one."""
+DAMAGED = {
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[: len(content) // 2],
+    "a page of zeros": lambda content: content[:4096] + bytes(4096) + content[8192:],
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_library_is_compiled_anew_and_kept(how, folder, caplog):
+    """As a power failure may leave one: to load it could end the process."""
     caplog.set_level("INFO", "hmpx")
     native_library._build()
     (library,) = folder.iterdir()
-    library.write_bytes(b"")
-    assert native_library._build()._name != str(library) and "the C kernels are compiled anew" in caplog.text
+    content = library.read_bytes()
+    library.write_bytes(DAMAGED[how](content))
+    assert native_library._build()._name != str(library)
+    assert "is not as it was written; the C kernels are compiled anew" in caplog.text
     assert native_library._build()._name == str(library) and os.listdir(folder) == [library.name]
+    assert library.read_bytes() == content
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        told = functools.partial(lambda name, function, *args: (done.append(name), function(*args)), name)
+        monkeypatch.setattr(native_library.os, name, functools.partial(told, getattr(os, name)))
+    native_library._build()
+    assert done == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("flags", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_compiler_that_takes_fast_math_for_granted_gives_strict_kernels_or_none(flags, place, tmp_path):
+    """Intel's icx does, and wrappers. GCC also links code that turns denormal numbers of the whole process into 0."""
+    wrapper = tmp_path / "cc"
+    flags = f'{flags} "$@"' if place == "before" else f'"$@" {flags}'
+    wrapper.write_text(f"#!/bin/sh\nexec {shutil.which('gcc') or shutil.which('cc')} {flags}\n")
+    wrapper.chmod(0o755)
+    variables = {**os.environ, "HMPX_CACHE_DIR": str(tmp_path / "cache"), "CC": str(wrapper)}
+    done = subprocess.run([sys.executable, "-c", STRICT], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1:] == ["True", "True"], done.stderr
+    assert place == "after" or done.stdout.split()[0] == "True"
 
 
 @pytest.mark.parametrize("how", ["full", "no folder", "no home"])
