@@ -147,8 +147,8 @@ def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Call
 def _telling_of_swaps(swap_tensors: Callable) -> Callable:
     @functools.wraps(swap_tensors)
     def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        with step_count.without(t1, t2):
-            swap_tensors(t1, t2)
+        swap_tensors(t1, t2)
+        step_count.swapped(t1, t2)
         gradients.swapped(t1, t2)
 
     return swap

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import hmpx
 
-BF16 = torch.bfloat16
+BF16, SWAP = torch.bfloat16, torch.utils.swap_tensors
 
 
 def make():
@@ -145,8 +145,8 @@ def test_the_version_moves_with_the_step_number(caplog):
     assert optimizer.param_groups[0]["hmpx_step"] == 2 and not caplog.messages
 
 
-def test_numbers_outlive_restore_and_are_in_no_swaps_way():
-    """torch swaps no tensor with a weak reference: while hmpx is in steps it gets out of the way, after that it is."""
+def test_numbers_outlive_restore_and_are_in_no_swaps_way(tmp_path):
+    """torch swaps no tensor with a weak reference: there is none. A number stays with the object, as its optimizer."""
     params, _ = make()
     for number in (1, 2, 3):
         optimizer = optim.SGD([(f"p{i}", p) for i, p in enumerate(params)], lr=0.125)
@@ -155,10 +155,11 @@ def test_numbers_outlive_restore_and_are_in_no_swaps_way():
             step(params, optimizer)
             assert optimizer.param_groups[0]["hmpx_step"] == number
             for p in params:
-                torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+                other = nn.Parameter(p.detach().clone())
+                SWAP(p, other)  # as code does that has imported it before
+                SWAP(p, other)
+                torch.utils.swap_tensors(p, other)
             hmpx.detach(optimizer)
         hmpx.restore()
-        for p in params:
-            other = nn.Parameter(p.detach().clone())
-            torch.utils.swap_tensors(p, other)
-            torch.utils.swap_tensors(p, other)
+    torch.save(params, tmp_path / "weights")
+    assert all(map(torch.equal, torch.load(tmp_path / "weights", weights_only=True), params))

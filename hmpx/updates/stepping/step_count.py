@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks import checks
@@ -34,10 +33,7 @@ _trial = threading.local()  # runs: whether a trial step is running in this thre
 # groups that are there.
 _known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict | None, dict[str, Any]]] = WeakKeyDictionary()
 
-# By parameter: the number of its next step, in a list that the optimizer of its last step writes to. Weak references
-# are in the way of `torch.utils.swap_tensors`: `without` and `leave` take them off.
-_next: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_LEFT = "_hmpx_next_step"  # an attribute of a parameter, while hmpx is in no optimizer step: that number
+_NEXT = "_hmpx_next_step"  # of a parameter: the number of its next step, in a list that its last optimizer writes to
 
 
 def stored(optimizer: Optimizer) -> dict[str, Any]:
@@ -65,37 +61,26 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
 
 def first_of(params: Iterable[torch.Tensor]) -> int:
     """Return the number of the first step of a new optimizer: one by which none of these parameters was rounded."""
-    return max([_next[p][0] if p in _next else vars(p).get(_LEFT, 0) for p in params], default=0)
+    return max([vars(p).get(_NEXT, (0,))[0] for p in params], default=0)
 
 
 def follow(params: Iterable[torch.Tensor], number: list[int]) -> None:
     """From here on, the next step of these parameters has the number in this list."""
     for p in params:
-        _next[p] = number
-        vars(p).pop(_LEFT, None)
+        vars(p)[_NEXT] = number
 
 
 def follows(param: torch.Tensor, number: list[int]) -> bool:
     """Whether the next step of this parameter has the number in this list."""
-    return _next.get(param) is number
+    return vars(param).get(_NEXT) is number
 
 
-@contextlib.contextmanager
-def without(*tensors: torch.Tensor) -> Iterator[None]:
-    """Inside, there is no weak reference to these tensors; after it, each has its number again."""
-    held = [(each, _next.pop(each)) for each in tensors if each in _next]
-    try:
-        yield
-    finally:
-        for each, number in held:
-            _next[each] = number
-
-
-def leave() -> None:
-    """Leave the number of its next step on each parameter: hmpx goes out of all optimizer steps."""
-    for p, number in list(_next.items()):
-        vars(p)[_LEFT] = number[0]
-    _next.clear()
+def swapped(*tensors: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors` has exchanged the attributes of two tensors: each has its own number again."""
+    found = [vars(each).pop(_NEXT, None) for each in tensors]
+    for each, number in zip(tensors, reversed(found), strict=True):
+        if number is not None:
+            vars(each)[_NEXT] = number
 
 
 def is_of_before(optimizer: Optimizer) -> bool:
