@@ -70,7 +70,7 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
     mapped = recipe.mapped()
     buffers = [buffer for model in models for buffer in model.buffers()]
     to.update((buffer, mapped[buffer.dtype]) for buffer in buffers if buffer.dtype in mapped)
-    _note(models, others, dtypes)
+    _note(models, others, dtypes, undo)
     parts: list[Tensor] = []
     for members in _by_storage([*to], [*named, *buffers]):
         new = _cast_together(members, to, named) if len(members) > 1 else {}
@@ -88,12 +88,17 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
 
 
 def _note(
-    models: Sequence[torch.nn.Module], others: dict[Parameter, str], dtypes: dict[Parameter, torch.dtype]
+    models: Sequence[torch.nn.Module],
+    others: dict[Parameter, str],
+    dtypes: dict[Parameter, torch.dtype],
+    undo: contextlib.ExitStack,
 ) -> None:
     for module in (module for model in models for module in modules_in(model)):
         cast = {name: p.dtype for name, p in own_parameters(module).items() if p in others and dtypes[p] in LOW}
         if cast:
-            vars(module)[CAST] = vars(module).get(CAST, {}) | cast
+            before = vars(module).get(CAST)
+            undo.callback(vars(module).pop if before is None else vars(module).__setitem__, CAST, before)
+            vars(module)[CAST] = (before or {}) | cast
 
 
 def _by_storage(cast: Sequence[Tensor], known: Sequence[Tensor]) -> Iterator[list[Tensor]]:

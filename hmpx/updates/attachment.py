@@ -165,8 +165,8 @@ class Attachment:
         step_hooks.install(optimizer)
         self._gone = weakref.finalize(optimizer, self._undo.close)  # restores the parameters
         own.update({ATTRIBUTE: self, **methods})
-        self.watch_step()
         try:
+            self.watch_step()
             self._checkpoints = Checkpoints(self._updates)
             self._checkpoints.register(self._alive, self._undo)
             if outer is not None and outer is not self.optimizer:

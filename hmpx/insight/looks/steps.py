@@ -304,6 +304,6 @@ class SteppedOptimizer:
 def _share(grad: Tensor) -> float:
     """Return the share of a parameter's elements that a gradient is to move."""
     if grad.is_sparse:
-        return grad._nnz() / max(len(grad), 1)
+        return grad.coalesce().indices().shape[1] / max(len(grad), 1)
     few = sample(grad)
     return int(few.count_nonzero()) / max(few.numel(), 1)

@@ -122,7 +122,7 @@ def _methods() -> Named:
     for attribute in dir(Tensor.__base__):  # which is written in C
         method = getattr(Tensor, attribute)
         # One that torch has written in Python calls others; one that somebody else has put there stands for torch's.
-        if attribute.startswith("__") or _is_of(torch._tensor, method):
+        if attribute.startswith("__") or _is_of(Tensor.__deepcopy__.__globals__, method):
             continue
         if callable(method) and schemas(attribute):
             signature = functools.partial(read_signature, attribute, "self")
@@ -130,8 +130,8 @@ def _methods() -> Named:
             yield attribute.removesuffix("_"), Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place)
 
 
-def _is_of(module: types.ModuleType, function: Any) -> bool:
-    return inspect.isfunction(function) and function.__globals__ is vars(module)
+def _is_of(namespace: dict[str, Any], function: Any) -> bool:
+    return inspect.isfunction(function) and function.__globals__ is namespace
 
 
 def _operators() -> Named:
