@@ -42,6 +42,7 @@ Optimizer = torch.optim.Optimizer
 
 ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
 _MODULE = "torch.distributed.checkpoint.state_dict"
+_NOT_LOADED = "nothing was loaded. Without the key, the load starts from 0"
 _loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
 
 
@@ -126,7 +127,7 @@ def _widen_hyperparameters(values: dict[str, Any]) -> None:
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:
     @functools.wraps(load_state_dict)
     def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
-        step_count.check(state_dict)
+        step_count.check(state_dict.get("param_groups", ()), "the checkpoint's", _NOT_LOADED)
         attachment, before = own_attachment(self), getattr(_loading, "attached", False)
         _loading.attached = attachment is not None
         try:

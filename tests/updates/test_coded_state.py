@@ -437,3 +437,33 @@ def test_a_count_of_another_dtype_is_counted_as_torch_does(dtype):
             assert optimizer.state[p]["step"] == 4, cls
             found.append(p.detach())
         assert torch.equal(*found)
+
+
+class MakesStateBesideSteps(KeepsWeights):
+    """As Sophia does, whose loop calls `update_hessian` every ten steps."""
+
+    @torch.no_grad()
+    def update_hessian(self):
+        for p in self.param_groups[0]["params"]:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+            self.state[p]["momentum"].mul_(0.9).addcmul_(p.grad, p.grad)
+
+
+@pytest.mark.parametrize("methods", [(), ("update_hessian",)])
+def test_state_that_is_made_beside_its_codes_is_said(methods):
+    p = nn.Parameter(torch.full((4, 128), 5.0, dtype=BF16))
+    optimizer = MakesStateBesideSteps([("w", p)])
+    hmpx.attach(optimizer, state_dtype="8bit", methods=methods)
+    p.grad = torch.ones_like(p)
+    for _ in range(3):  # the plan of the second step is kept
+        optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[p].items()}
+    optimizer.update_hessian()
+    error = pytest.raises(hmpx.HmpxError, match=r"'momentum' of parameter 'w' is there twice: in 8 bits.*methods=")
+    with contextlib.nullcontext() if methods else error:
+        optimizer.step()
+    if not methods:
+        del optimizer.state[p]["momentum"]  # nothing is lost
+        assert all(torch.equal(optimizer.state[p][key], value) for key, value in before.items())
+    optimizer.step()

@@ -88,6 +88,23 @@ def test_numbers_that_are_written_into_the_groups_count():
     assert (group["hmpx_step"], group["hmpx_seed"]) == (7, 9)
 
 
+@pytest.mark.parametrize("key", ["hmpx_step", "hmpx_seed"])
+@pytest.mark.parametrize("value", [-1, 1 << 64, 2.0, True, "3"])
+def test_numbers_that_are_none_of_64_bits_are_refused_where_they_are_written(key, value):
+    params, optimizer = make()
+    hmpx.attach(optimizer)
+    step(params, optimizer)
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(hmpx.HmpxError, match=f"param_groups' '{key}' is .*, not an integer in .*no step was taken"):
+        step(params, optimizer)
+    assert all(map(torch.equal, params, before))
+    optimizer.param_groups[0][key] = (1 << 64) - 1
+    step(params, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())  # the last number is followed by the first
+    assert optimizer.param_groups[0]["hmpx_step"] == (0 if key == "hmpx_step" else 2)
+
+
 @pytest.mark.parametrize("how", ["attach", "region", "prepare"])
 def test_an_optimizer_that_is_made_anew_does_not_repeat_random_numbers(how):
     """200 steps of 1e-5 in 40 rounds: in the mean the weights go the way of FP32, whoever stays is none of most."""

@@ -244,8 +244,8 @@ def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "")
         The state, with codes and scales in their own dtypes and contiguous, as kernels read them.
 
     Raises:
-        HmpxError: codes or scales are missing, have lost something in another dtype, or are no tensors; the code or a
-            shape does not fit the parameter, or this rank holds another part.
+        HmpxError: codes or scales are missing, have lost something in another dtype, or are no tensors; the same state
+            is there in another form; the code or a shape does not fit the parameter, or this rank holds another part.
     """
     of, found = "a parameter" if name == "" else f"parameter {name!r}", state
     for key, codes in state.items():
@@ -256,6 +256,12 @@ def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "")
                 raise HmpxError(f"{key!r} of {of} are scales without codes of {own!r}")
             continue
         layout, own = StateBlocks.of(param), key.removeprefix(code.prefix)
+        if own in state:
+            raise HmpxError(
+                f"{own!r} of {of} is there twice: in {code.bits} bits, as hmpx holds it between steps, and as somebody "
+                "has made it since, who does not know that. If a method of the optimizer has, beside step(), name it: "
+                "hmpx.attach(optimizer, methods=[...])"
+            )
         if SCALES + own not in state:
             raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
         scales = state[SCALES + own]

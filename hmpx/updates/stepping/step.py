@@ -106,7 +106,7 @@ class WeightUpdates:
         try:
             result = self._step(call, write_back, found)
             if not _skipped(optimizer):
-                self._number[0] = key.step + (not step_count.is_trial())
+                self._number[0] = (key.step + (not step_count.is_trial())) % 2**64
                 step_count.keep(optimizer, **{STEP_KEY: self._number[0], SEED_KEY: key.seed})
             write_back.written.clear()
         except BaseException as error:
@@ -272,6 +272,7 @@ class WeightUpdates:
         The first step of an optimizer with a given seed is 0.
         """
         known = step_count.stored(optimizer)
+        step_count.check([known])
         given = seed if seed is not None else self.settings.seed
         step = known.get(STEP_KEY)
         if step is None:

@@ -105,20 +105,17 @@ def remove(optimizer: Optimizer) -> None:
         _drop(group)
 
 
-def check(state_dict: Mapping[str, Any]) -> None:
-    """Check step number and seed in a checkpoint, before it is loaded.
+def check(groups: Iterable[Mapping[str, Any]], whose: str = "param_groups'", rest: str = "no step was taken") -> None:
+    """Check step number and seed in groups, to which a user may write, or in those of a checkpoint.
 
     Raises:
         HmpxError: one is no integer in [0, 2^64).
     """
-    for group in state_dict.get("param_groups", ()):
+    for group in groups:
         for key in _KEYS:
             value = group.get(key, 0)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-                raise HmpxError(
-                    f"the checkpoint's {key!r} is {value!r}, not an integer in [0, 2^64); nothing was loaded. Without "
-                    "the key, the load starts from 0"
-                )
+                raise HmpxError(f"{whose} {key!r} is {value!r}, not an integer in [0, 2^64); {rest}")
 
 
 class StepCounts:
