@@ -34,10 +34,10 @@ LISTED = {word for feature in FEATURES for name in feature.names for word in re.
 # Words of Python's own objects, of namedtuples, of and of other libraries than torch
 OTHERS = frozenset(
     """
-    _AdamW _SubParsersAction _actions _asdict _at_fork_reinit _current_frames _dlopen _fields _fp32_to_bf16_sr _get_running_loop
-    _getframe _init_lr _lru_cache_wrapper _replace _shared_state _signal _target bitcast construct_object dest element_ty
-    get_dtype get_shape get_single_node get_slice get_total_flops global_step is_replicate option_strings problem_mark returncode
-    start_mark start_ns submodule_search_locations total_memory
+    _AdamW _SubParsersAction _actions _asdict _at_fork_reinit _current_frames _dlopen _fields _fp32_to_bf16_sr
+    _get_running_loop _getframe _init_lr _lru_cache_wrapper _replace _shared_state _signal _target bitcast
+    construct_object dest element_ty get_dtype get_shape get_single_node get_slice get_total_flops global_step
+    is_replicate option_strings problem_mark returncode start_mark start_ns submodule_search_locations total_memory
     """.split()
 )
 # Documented, without words of their own
