@@ -63,6 +63,12 @@ def has_numbers(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > last * tensor.element_size()
 
 
+def low_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the low precision that all of some FP32 numbers are numbers of, where some are not 0; None for none."""
+    fits = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(tensor.to(dtype).float(), tensor))
+    return next(fits, None) if bool(tensor.any()) else None
+
+
 def memory(tensor: Tensor) -> int:
     """Return the address at which the storage of a tensor begins; its views have the same one.
 

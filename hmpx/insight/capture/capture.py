@@ -25,6 +25,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside
 from hmpx.insight.capture.notes import Notes
+from hmpx.insight.trainers import words_of_trainer
 from hmpx.ops.wrapping.callers import frames
 from hmpx.updates.stepping.names import inside_zero, names_in, parameters
 from hmpx.updates.stepping.step_call import StepCall
@@ -54,7 +55,8 @@ class Capture:
         notes: what the ops have told. iterations: which iterations were looked at.
         optimizers: the optimizers that have stepped here. steps: the number of steps, by the identity of an optimizer.
         models: the models of an optimizer, by its identity. names: the names of all their parameters, trained or not.
-        elsewhere: passes and steps of other threads, which no look sees. trouble: the first errors of looks.
+        elsewhere: passes and steps of other threads, which no look sees. words: of the trainer that owns the loop.
+        trouble: the first errors of looks.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Capture:
         self.names: dict[Parameter, str] = {}
         self.models: dict[int, list[torch.nn.Module]] = {}
         self.elsewhere: dict[str, None] = {}
+        self.words: dict[str, str] = {}
         self._watch = OpWatch(self.notes, looks, self.trouble)
         self._leader: Optimizer | None = None  # whose steps end the iterations
         self._since: Counter[int] = Counter()  # steps in this iteration, by the identity of an optimizer
@@ -102,8 +105,9 @@ class Capture:
             backward = Attribute(torch.autograd, "backward", "torch.autograd.backward")
             changes.put(backward, self._backward(torch.autograd.backward))
             if not self._only_at:
-                place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
-                changes.put(place, self._scaled(torch.amp.GradScaler.step))
+                for name, wrapped in (("step", self._scaled), ("unscale_", self._divided)):
+                    place = Attribute(torch.amp.GradScaler, name, f"torch.amp.GradScaler.{name}")
+                    changes.put(place, wrapped(getattr(torch.amp.GradScaler, name)))
             if self.iterations.first_is_due or not self._only_at:
                 most = self._most if self._only_at else math.inf
                 self._watch.look_at(most, setting_up=not self.iterations.first_is_due)
@@ -111,9 +115,7 @@ class Capture:
 
     def close(self) -> None:
         """Tell the looks that the run is over."""
-        for each in self.looks:
-            with aside(self.trouble, is_whole=True):
-                each.close(self.optimizers)
+        self._tell_all(lambda look: look.close(self.optimizers))
 
     def is_enough(self, steps: int) -> None:
         """Hear a count of steps: an optimizer's, a scaler's, or by hand. An override may raise, to end the program."""
@@ -206,6 +208,8 @@ class Capture:
                 self._watch.suspend()
             try:
                 backward(tensors, grad_tensors, *args, **kwargs)
+                if is_here:
+                    self._tell_all(lambda look: look.passed(self.notes))
             finally:
                 if hides:
                     self._watch.resume()
@@ -216,6 +220,8 @@ class Capture:
         @functools.wraps(step)
         def scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.steps.total()
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # its step divides them, and not `unscale_`
+                self._tell_all(lambda look: look.unscaled(optimizer, scaler.get_scale()))
             result = step(scaler, optimizer, *args, **kwargs)
             is_skipped = self.steps.total() == before
             if scaler.is_enabled():
@@ -226,6 +232,14 @@ class Capture:
             return result
 
         return scaled
+
+    def _divided(self, unscale: Callable) -> Callable:
+        @functools.wraps(unscale)
+        def divided(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+            self._tell_all(lambda look: look.unscaled(optimizer, scaler.get_scale()))
+            unscale(scaler, optimizer)
+
+        return divided
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
         """Note that a step begins. If it has a closure, return arguments with a closure that reports here."""
@@ -256,6 +270,7 @@ class Capture:
             self.iterations.restart()
             self.notes.iteration, self._leader = 1, optimizer
         self.optimizers.append(optimizer)
+        self.words = self.words or words_of_trainer(caller)
         self.models[id(optimizer)] = [*_models_around(caller, {*parameters(optimizer)})]
         for model in self.models[id(optimizer)]:
             self.names = {**names_in(model), **self.names}
@@ -268,10 +283,14 @@ class Capture:
         """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode while it runs."""
         if hides_step:
             self._watch.suspend()
+        self._tell_all(lambda look: look.begin(optimizer, self.notes.iteration))
+
+    def _tell_all(self, tell: Callable[[Look], None]) -> None:
+        """Tell each look, which may compute what it likes."""
         with self._watch.paused():
             for each in self.looks:
                 with aside(self.trouble, is_whole=True):
-                    each.begin(optimizer, self.notes.iteration)
+                    tell(each)
 
     def _evaluated(self, optimizer: Optimizer, closure: Callable) -> Callable:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -293,10 +312,7 @@ class Capture:
             self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
-        with self._watch.paused():
-            for each in self.looks:
-                with aside(self.trouble, is_whole=True):
-                    each.end(optimizer, self._evaluations)
+        self._tell_all(lambda look: look.end(optimizer, self._evaluations))
         self.steps[id(optimizer)] += 1
         self._since[id(optimizer)] += 1
         if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader no longer steps

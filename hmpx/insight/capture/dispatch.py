@@ -326,6 +326,12 @@ class Look:
     def loss(self, notes: Notes, losses: Sequence[torch.Tensor]) -> None:
         """A backward pass begins with these losses."""
 
+    def passed(self, notes: Notes) -> None:
+        """A backward pass is over."""
+
+    def unscaled(self, optimizer: Optimizer, scale: float) -> None:
+        """A GradScaler is about to divide the gradients of an optimizer by this scale."""
+
     def begin(self, optimizer: Optimizer, iteration: int) -> None:
         """A step begins, and its gradients are there. iteration: the number of the current iteration, from 1."""
 

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 from hmpx.base import process_state
@@ -21,13 +21,16 @@ from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
 from hmpx.insight.finding import Problem, merged
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.nonfinite import Nonfinite
+from hmpx.insight.looks.passed_low import PassedLow
 from hmpx.insight.looks.replicas import Replicas
+from hmpx.insight.looks.scaling import Scale
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
 from hmpx.insight.looks.tables import PositionTables
 from hmpx.insight.looks.updates import Updates
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
+from hmpx.insight.trainers import in_words
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.gradients import whole_copies
 from hmpx.updates.stepping.names import parameters
@@ -168,7 +171,9 @@ class Examination(Capture):
         around = {
             each for step in at for each in (step - 1, step) if each
         }  # of a loss that is NaN, the gradient before
-        super().__init__([*looks, products.PRODUCTS, products.SCALE, Sums(), self._updates, self._replicas], around)
+        super().__init__(
+            [*looks, products.PRODUCTS, Scale(), PassedLow(), Sums(), self._updates, self._replicas], around
+        )
 
     def is_enough(self, steps: int) -> None:
         if self._enough is not None and steps >= self._enough:
@@ -208,6 +213,7 @@ class Examination(Capture):
                 problems, unchecked = self._replicas.gathered(problems, unchecked, names, self.optimizers)
         found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
         with aside(self.trouble, is_whole=True):
+            found.findings[:] = [replace(each, do=in_words(each.do, self.words)) for each in found.findings]
             script = Script(self)
             found.findings[:] = [legal(each, script) for each in found.findings]
             found.recipe, found.reasons, found.recipe_text = recipe_for(found.findings, script, self._base)

@@ -32,7 +32,7 @@ from hmpx.ops.wrapping.callers import frames, users_frame
 from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
 
 Tensor = torch.Tensor
-SCHEMA = "hashes 1"
+SCHEMA = "hashes 2"
 _LANES = 1021  # a prime, so that rows of a matrix do not fall onto one another
 _SAMPLES, _ROWS = 16, 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,8 @@ class HashedCall:
         op, where, module: its name at torch's dispatcher, or that of the parameter; file:line; the module's name.
         dtypes: of inputs and of results. shapes: of both. settings: other arguments.
         is_random: whether it draws random numbers. offset: where the part of the gradient begins that a rank holds.
-        given: the hashes of the inputs. results: of each, the hash, the largest magnitude and 16 of the numbers.
+        given: the hashes of the inputs. results: of each, the hash, the largest magnitude, 16 of the numbers, and of 16
+            blocks the size and the sums; none of a part that a rank holds.
     """
 
     iteration: int
@@ -80,6 +81,7 @@ class Hashes(Look):
         self._read = 0  # so many of the calls
         self._losses: list[tuple[int, Tensor]] = []
         self._figures: list[Tensor] = []  # of this iteration: the bits of a hash, extremes and samples, as float64
+        self._has_sums: list[bool] = []  # of each of them
         self._made: dict[int, tuple[StorageWeakRef, int, dict[tuple | None, int]]] = {}  # by address: which figures
         self._named: list[tuple[HashedCall, torch.nn.Parameter]] = []
         self._iteration = 0  # of this step
@@ -180,11 +182,13 @@ class Hashes(Look):
             bits, numbers, end = values.view(torch.int64).tolist(), values.tolist(), 0
             for i in here:
                 at, end = end, end + len(self._figures[i])
-                found[i] = bits[at], max(map(abs, numbers[at + 1 : at + 3])), numbers[at + 3 : end]
+                some = at + 3 + (1 + _SAMPLES) * self._has_sums[i]
+                found[i] = bits[at], max(map(abs, numbers[at + 1 : at + 3])), numbers[some:end], numbers[at + 3 : some]
         for call in self._calls[self._read :]:
             call.given, call.results = [found[i][0] for i in call.given], [found[i] for i in call.results]
         self._read = len(self._calls)
         self._figures.clear()
+        self._has_sums.clear()
         self._made.clear()
 
     def named(self, names: Mapping[torch.nn.Parameter, str], compiles: bool) -> None:
@@ -249,16 +253,22 @@ class Hashes(Look):
         rest = words[rows * _LANES :]
         parts = words[: rows * _LANES].view(rows, _LANES).split(each)
         numbers = values.split(each * _LANES * count // max(len(words), 1) or 1)
-        sums, extremes = list[Tensor](), list[Tensor]()
+        lanes, extremes = list[Tensor](), list[Tensor]()
         for part, some_of_it in itertools.zip_longest(parts, numbers):
-            sums += [part.sum(0)] if part is not None and rows else []
+            lanes += [part.sum(0)] if part is not None and rows else []
             extremes += torch.aminmax(some_of_it) if some_of_it is not None and count else (weights[0] * 0,)
         hashed = (rest * weights[: len(rest)]).sum()
-        if sums:
-            hashed = hashed + ((sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)) * weights).sum()
+        if lanes:
+            hashed = hashed + ((lanes[0] if len(lanes) == 1 else torch.stack(lanes).sum(0)) * weights).sum()
         found = torch.stack(extremes)
         found = found if len(found) < 3 else torch.stack(torch.aminmax(found))
-        self._figures.append(torch.cat([hashed.view(1).view(torch.float64), found.double(), some.double()]))
+        size, sums = count // _SAMPLES, []
+        self._has_sums.append(size > 0 and whole in (0, count))
+        if self._has_sums[-1]:
+            blocks = values[: size * _SAMPLES].view(_SAMPLES, size).sum(1, dtype=torch.float64)
+            blocks[-1] += values[size * _SAMPLES :].sum(dtype=torch.float64)
+            sums = [blocks.new_tensor([size]), blocks]
+        self._figures.append(torch.cat([hashed.view(1).view(torch.float64), found.double(), *sums, some.double()]))
         return len(self._figures) - 1
 
 

@@ -1,4 +1,4 @@
-"""In which precision products run, and whether the gradients of FP16 reach the weights."""
+"""In which precision products run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from hmpx.insight.capture.dispatch import FEW, OpLook, in_autocast
+from hmpx.insight.capture.dispatch import OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, asked, percent, some
+from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.places import short_place
-from hmpx.insight.tensors import LOW, sample
+from hmpx.insight.tensors import LOW
 
 _WIDE = torch.float32
-_SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 MATMULS = frozenset(
     "mm addmm bmm baddbmm addmv mv dot convolution mkldnn_rnn_layer _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
@@ -80,44 +79,4 @@ def of_products(notes: Notes, names: Names) -> Iterator[Problem]:
         yield Problem("matmul precision", False, f"{said}{digits} of each number", do, weight=0.1)
 
 
-def look_at_scale(notes: Notes, op: OpCall) -> None:
-    """Count the gradients that FP16 cannot hold."""
-    for result in op.results:
-        if result.dtype is torch.float16 and result.numel() > 1:
-            size = sample(result, FEW).float().abs()
-            tiny = (size > 0) & (size < torch.finfo(torch.float16).smallest_normal)
-            notes.note("gradient in FP16", op, nonzero=int((size > 0).sum()), tiny=int(tiny.sum()))
-
-
-def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
-    recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
-    spots, late = notes.spots("gradient in FP16"), notes.skipped[len(notes.skipped) // 2 :]
-    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
-    if spots and not nonzero and not notes.skipped:
-        said = "FP16 without a GradScaler: all gradients that were looked at are zero, so nothing is trained"
-        yield Problem(
-            "loss scaling", True, said, "torch.amp.GradScaler, or BF16, which needs none", weight=0.9, recipe=recipe
-        )
-    if nonzero and not notes.skipped:
-        share = sum(spot.numbers["tiny"] for spot in spots) / nonzero
-        said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
-        device = next((p.device.type for p in names), "cuda")
-        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * share
-        yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
-    if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
-        said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
-        lasts = notes.scale <= 1
-        said += "gradients are inf or NaN at any scale" if lasts else "it is still falling, so nothing is known of them"
-        do = f"look for the first op that makes them ({asked('--at 3', 'hmpx.doctor(at=[3])')}), or use BF16, which "
-        do += "needs no scale"
-        yield Problem("GradScaler", lasts, said, do, weight=0.9, recipe=recipe)
-
-
-def _still_falling(notes: Notes) -> list[str]:
-    late = notes.skipped[len(notes.skipped) // 2 :]
-    is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
-    return [f"steps: the GradScaler skips them, at a scale of {notes.scale:g} that still falls"] if is_falling else []
-
-
 PRODUCTS = OpLook(look_at_products, of_products, "forward")
-SCALE = OpLook(look_at_scale, of_scale, "backward", unchecked=_still_falling)

@@ -7,7 +7,7 @@ the weights move as FP32 weights would, 0 where they stay. It judges every way t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
@@ -193,7 +193,8 @@ class SteppedOptimizer:
         unchecked: why its updates could not be looked at; "" if they could.
         asked, arrived: what weight decay does in FP32, and what arrives in the weights, in ulp. decay: the most that it
             takes of a weight in a step.
-        falls, stays: by key of state in low precision: elements that fall where the gradient is 0, and those that stay.
+        falls, stays: by key of state in low precision: by how many shares of them elements fall where the gradient is
+            0, and how much of that is lost. state_dtype: of such state.
     """
 
     def __init__(self, optimizer: Optimizer, where: str) -> None:
@@ -203,8 +204,8 @@ class SteppedOptimizer:
         self._medians: list[float] = []
         self.unchecked = ""
         self.asked = self.arrived = self.decay = 0.0
-        self.falls: Counter[str] = Counter()
-        self.stays: Counter[str] = Counter()
+        self.falls, self.stays = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.state_dtype: torch.dtype | None = None
         self.active: dict[Parameter, float] = {}  # the share of its elements that a gradient is to move
         self.has_low = False  # whether weights in low precision were stepped
         self._window = 0
@@ -295,10 +296,11 @@ class SteppedOptimizer:
             low = {key: v for key, v in each.state.items() if v.dtype in LOW}
             in_fp32, held = (twin.again(0.0, is_fp32, known).state() if low else {} for is_fp32 in (True, False))
             for key, before in low.items():
+                self.state_dtype = before.dtype
                 share = in_fp32[key] / before.float()  # a part of 1 where it decays; Kahan terms go to 0
                 falls = (share > 0.5) & (share < 1) & (in_fp32[key].abs() > 1e-30)
-                self.falls[key] += int(falls.sum())
-                self.stays[key] += int((falls & (held[key] == before)).sum())
+                self.falls[key] += float((1 - share)[falls].sum())
+                self.stays[key] += float((held[key].float() / before.float() - share)[falls].sum())
 
 
 def _share(grad: Tensor) -> float:

@@ -90,6 +90,9 @@ class Sums(Look):
             said = f"gradients of {self._most} backward passes are accumulated in {dtype_name(self._dtype)}, and are "
             of_noise = (self._error / max(self._noise, 1e-12 * self._size)) ** 0.5
             said += f"off by {percent(error)}, {min(of_noise, 1e6):.2g} of the noise between batches"
-            do, recipe = "accumulate in float32: use_fp32_grad_acc in hmpx.attach", {"use_fp32_grad_acc": True}
+            do, recipe = (
+                "hmpx.attach(optimizer, use_fp32_grad_acc=True) accumulates in float32",
+                {"use_fp32_grad_acc": True},
+            )
             wrong, weight = error > 0.01 and of_noise > _FELT, min(0.2 + error, 0.8)
             yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)

@@ -1,13 +1,14 @@
-"""Tables of positions that were rounded when they were made, whenever that was: in a first forward pass, in a file.
+"""Tables of positions and data that were rounded before an op reads them: in a first forward pass, in a file.
 
 Above 256 not every whole number is one of BF16, so neighbours in a table of BF16 positions are the same, and so are
 their angles and sines. A table whose neighbours are equal exactly where those of BF16 (or FP16) positions are was made
-of these, whatever was computed of them.
+of these, whatever was computed of them. FP32 data that were in low precision have the grid of its numbers.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,13 +17,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.containers import tensors_in
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import base_of
-from hmpx.insight.capture.dispatch import Look
+from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem
-from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, memory
+from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
 
 _ENOUGH = 64  # neighbours that are as those of rounded positions by no accident
 _COLUMNS = 64  # that are looked at, at most
+_ROWS = 256  # of data, likewise
+_OFF, _LEAST = 0.29, 0.02  # of a digit: what rounding is off by; and of what data vary by: less harms nothing
 _STARTS = (0, 1, 2)  # numbers that positions count from
 _DTYPES = frozenset({*LOW, torch.float32})
 
@@ -36,6 +39,7 @@ class PositionTables(Look):
         self._iteration = 0
         self._made = set[int]()  # addresses
         self._asked: dict[int, StorageWeakRef] = {}
+        self._grids: dict[int, StorageWeakRef] = {}
 
     def see(self, notes: Notes, op: OpCall) -> None:
         if notes.iteration != self._iteration:
@@ -47,14 +51,19 @@ class PositionTables(Look):
             whole = base_of(each) if each.dim() else None
             table = each if whole is None or whole.dtype is not each.dtype else whole
             count = next((n for n in table.shape if n > 1), 1)
+            if memory(table) not in self._made:
+                self._ask_grid(notes, op, table)
             if count > EXACT_UP_TO[torch.bfloat16] + _ENOUGH and not table.requires_grad and table.dtype in _DTYPES:
                 self._ask(notes, op, table, each, count)
+        if (
+            op.name == "_to_copy" and op.given and op.given[0].dtype in LOW and not op.trains
+        ):  # a line of this iteration rounds them
+            self._ask_grid(notes, op, op.out)
         self._made.update(memory(each) for each in op.results if each.dtype in _DTYPES)
 
     def _ask(self, notes: Notes, op: OpCall, table: Tensor, read: Tensor, count: int) -> None:
         at = memory(table)
-        known = self._asked.get(at)
-        if at in self._made or (known is not None and not known.expired()):
+        if at in self._made or _is_known(self._asked, table):
             return
         places = [int(t.max()) for t in tensors_in(op.args) if t.dtype in (torch.int64, torch.int32) and t.numel()]
         end = read.storage_offset() + sum((n - 1) * step for n, step in zip(read.shape, read.stride(), strict=True))
@@ -73,11 +82,41 @@ class PositionTables(Look):
                     said = f"{int(alike.sum())} of {len(rows)} rows of a table are the same as the one before, as "
                     notes.note("table", op, f"{said}positions in {dtype_name(dtype)} are")
 
+    def _ask_grid(self, notes: Notes, op: OpCall, table: Tensor) -> None:
+        """Note data of so few numbers of BF16 or FP16 that their rounding is a part of what they vary by."""
+        is_data = table.dtype is torch.float32 and not table.requires_grad and table.numel() >= _ENOUGH
+        if not is_data or _is_known(self._grids, table):
+            return
+        self._grids[memory(table)] = StorageWeakRef(table.untyped_storage())
+        if low_dtype(few(table)) is None:
+            return
+        rows = table.detach().reshape(-1, table.shape[-1] if table.shape[-1] <= _COLUMNS else 1)
+        rows = rows[:: max(len(rows) // _ROWS, 1)]
+        for dtype in LOW:
+            size = ulp(rows, dtype)
+            odd = ((rows / size) % 2 == 1).float().mean()  # half of the numbers of a grid are an odd number of steps
+            spread = (rows - rows.mean(0)).square().sum().sqrt()
+            off = float((_OFF * size).square().sum().sqrt() / spread)
+            if low_dtype(rows) is dtype and 0.25 < odd < 0.75 and bool((size != 1).any()) and _LEAST < off < math.inf:
+                apart = float(size.median())
+                said = f"{dtype_name(dtype)}, where these are {apart:.2g} apart: that is {percent(min(off, 1))} of"
+                notes.follow(op, {notes.note("data", op, said)})
+
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+        for spot in notes.spots("data"):
+            said = f"float32 data hold numbers of {spot.said} what they vary by"
+            said += f"{'' if spot.is_read else '; no gradient depends on it'}{spot.place.within}"
+            do = "make and keep them in float32; or subtract what all of them have in common before they are rounded"
+            yield Problem("rounded data", spot.is_read, said, spot.advice(do), spot.where, weight=0.5)
         for spot in notes.spots("table") if not notes.spots("integers") else ():  # which names where it is made
             said = f"positions in low precision ({spot.said}; it is read here)"
             do = "make the table of positions in float32 or in an integer dtype, outside of autocast"
             yield Problem("integers", True, said + spot.place.within, spot.advice(do), spot.where, (), (), 0.65)
+
+
+def _is_known(known: dict[int, StorageWeakRef], table: Tensor) -> bool:
+    held = known.get(memory(table))
+    return held is not None and not held.expired()
 
 
 @functools.cache

@@ -76,10 +76,11 @@ class Twin:
         is_sampled: whether it copies samples of the parameters, joined to one, instead of whole parameters.
         is_wide: whether the copy is in FP32; otherwise it is in the dtype of its parameters.
         known: samples by name, for several twins of one step to share.
+        is_fresh: whether it begins without state.
         changed: options of the param group that differ from the optimizer's.
 
     Attributes:
-        params: the parameters in low precision. group: the param group of the first parameter.
+        params: those of which something is in low precision, or else all. group: that of the first parameter.
         rows: of a table whose gradient touches only some rows, those that are looked at; None: all rows.
     """
 
@@ -90,17 +91,20 @@ class Twin:
         is_sampled: bool,
         is_wide: bool = True,
         known: dict[str, Tensor] | None = None,
+        is_fresh: bool = False,
         **changed: Any,
     ) -> None:
         self._known = known
         self.rows = (
             _rows(grad) if len(params) == 1 and (grad := params[0].grad) is not None and _by_rows(grad) else None
         )
-        self.params = [p for p in params if p.dtype in LOW]
+        self.params = [p for p in params if is_rounded(optimizer, p)] or [*params]
         self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
         self._wide, self._changed = _widened if is_wide else _left, changed
         self.group = next(group for group in optimizer.param_groups if any(p is params[0] for p in group["params"]))
         self._copies = (self._sample if is_sampled else self._whole)()
+        if is_fresh:
+            self._twin.state = defaultdict(dict)
 
     def _sample(self) -> dict[Parameter, Parameter]:
         self._twin = _copied(self.optimizer, {}, {"state", "param_groups"})
@@ -183,7 +187,7 @@ class Twin:
         return self._flat(self._watched(), self.is_sampled).detach().float().clone()
 
     def _watched(self) -> list[Parameter]:
-        return [q for p, q in self._copies.items() if p.dtype in LOW]
+        return [q for p, q in self._copies.items() if any(p is each for each in self.params)]
 
     def take_weights(self) -> None:
         """Give the copies the weights that the parameters have now."""
@@ -243,8 +247,16 @@ def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
     return {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
 
 
+def is_rounded(optimizer: Optimizer, p: Parameter) -> bool:
+    """Whether a step rounds a weight, or what the optimizer itself keeps of it, to low precision."""
+    if p.dtype in LOW or own_attachment(optimizer) is not None:
+        return p.dtype in LOW
+    state = (optimizer.state.get(p) or {}).values()
+    return any(isinstance(each, Tensor) and each.dtype in LOW and each.shape == p.shape for each in state)
+
+
 def twins_of(optimizer: Optimizer) -> list[Twin]:
-    """Return copies of the parameters in low precision that have a gradient; those that are alike share one.
+    """Return copies of the parameters with a gradient that `is_rounded`; those that are alike share one.
 
     Raises:
         NotChecked: they cannot be copied.
@@ -254,7 +266,7 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
             by = "runs the model several times, by a closure" if each.name == "closure" else f"takes {each.name}"
             raise NotChecked(f"its step {by}")
     every = [p for p in parameters(optimizer) if p.grad is not None and local(p).numel() and has_numbers(p)]
-    low = [p for p in every if p.dtype in LOW]
+    low = [p for p in every if is_rounded(optimizer, p)]
     odd = next((p for p in low if type(p) not in PLAIN and not is_sharded(p)), None)
     if odd is not None:
         raise NotChecked(f"weights are a {type(odd).__name__}, whose values hmpx does not read")

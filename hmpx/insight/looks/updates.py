@@ -113,6 +113,10 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     if loses_no_update and any(way.is_coded for way in ways):
         do = "hmpx.attach(optimizer, state_dtype=torch.bfloat16): its state is in too few bits for these gradients"
         recipe["state_dtype"] = "bfloat16"
+    state = next((dtype_name(each.state_dtype) for each in seen if each.state_dtype), "")
+    is_wide = not any(p.dtype in LOW for each in seen for p in parameters(each.optimizer))
+    if is_wide:  # what is rounded is the state of weights in FP32
+        recipe, do = {}, "keep it in float32, as the weights are: hmpx.attach rounds state beside BF16 weights alone"
     lost = _lost(where, seen, names, do, recipe)
     if lost is not None:
         yield lost
@@ -128,10 +132,10 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     for key in dict.fromkeys(key for each in seen for key in each.falls):
         falls, stays = sum(each.falls[key] for each in seen), sum(each.stays[key] for each in seen)
         if stays > 0.5 * falls:
-            said = f"the decay of {key} is lost in {dtype}: where a gradient is 0, {percent(stays / falls)} of its "
-            said += "numbers stay as they are, and are to become smaller in each step"
-            is_why = lost is not None and lost.wrong
-            yield Problem("optimizer state", is_why, said, do, where, weight=0.25, recipe=recipe)
+            said = f"the decay of {key} is lost in {state}: where a gradient is 0, {percent(min(stays / falls, 1))} of "
+            said += "what its numbers are to lose in a step stays"
+            is_why = is_wide or (lost is not None and lost.wrong)
+            yield Problem("optimizer state", is_why, said, do, where, weight=0.25 + 0.3 * is_wide, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
     low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
     if low is not None:
@@ -212,32 +216,31 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     wrong = share > _SHARE or (falls_behind and losing > _SHARE)
     dtype = dtype_name(next(iter(params)).dtype)
     steps = f" in steps {first} to {first + LENGTH - 1}" if first and len(windows) > 2 else ""
+    as_far = f"as far as {'float32 weights would' if dtype != 'float32' else 'with state in float32'}"
     if share in (0, 1) or (wrong and falls_behind and (kept <= _HALF or share <= _SHARE)):
-        said = f"{dtype} weights move {percent(kept)} as far as float32 weights would{'' if is_behind else steps}"
+        said = f"{dtype} weights move {percent(kept)} {as_far}{'' if is_behind else steps}"
     else:
-        how = f"move {percent(within.kept_by(group))} as far as float32 weights would"
+        how = f"move {percent(within.kept_by(group))} {as_far}"
         if not is_slow:
             dead = all(worst.rows[p].kept < _DEAD for p in group)
-            how = f"{'do not move' if dead else 'move less than half as far as float32 weights would'}{steps}"
+            how = f"{'do not move' if dead else f'move less than half {as_far}'}{steps}"
         said = f"{percent(share)} of the {dtype} weights{_which(group, within.rows, names)} {how}"
     meant = [p for p in params if params[p].kept < LIMIT or p in {*worst.half_dead}] or [*params]
     told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
-    figures = tuple(_figures(params, worst.rows, seen, names))
+    of_all = is_slow or is_behind
+    figures = tuple(_figures(every if of_all else worst, "" if of_all else steps, seen, names))
     weight = 0.5 + 0.45 * max(1 - kept, share) if wrong else 0.2 * share
     return Problem("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
 
 
-def _figures(
-    params: Mapping[Parameter, Moves], rows: Mapping[Parameter, Moves], seen: Sequence[SteppedOptimizer], names: Names
-) -> Iterator[str]:
-    every, worst = total(params.values()), min(rows, key=lambda p: rows[p].kept)
-    losing = [p for p in params if params[p].kept < LIMIT]
+def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[str]:
+    rows, every = within.rows, within.whole
+    losing, least = [p for p in rows if rows[p].kept < LIMIT], min(rows, key=lambda p: rows[p].kept)
+    of = " and ".join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))
     yield (
-        f"{len(losing)} of {number(len(params), 'parameter')} of "
-        f"{' and '.join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))} move less than "
-        f"{100 * LIMIT:.0f} % as far as float32 copies; the least, {names[worst]}, "
-        f"{percent(min(max(rows[worst].kept, 0), 1))}; weighted by squared updates, all move "
-        f"{percent(min(max(every.kept, 0), 1))}"
+        f"{len(losing)} of {number(len(rows), 'parameter')} of {of} move less than {100 * LIMIT:.0f} % as far as "
+        f"float32 copies{steps}; the least, {names[least]}, {percent(min(max(rows[least].kept, 0), 1))}; weighted by "
+        f"squared updates, all move {percent(min(max(every.kept, 0), 1))}"
     )
     medians = [each for one in seen for each in one.medians]
     yield (

@@ -189,8 +189,9 @@ def _whole(gradients: Iterable[HashedCall]) -> dict[str, HashedCall]:
     found = {}
     for name, by_offset in parts.items():
         held = [by_offset[offset] for offset in sorted(by_offset)]
-        values, largest, some = zip(*(each.results[0] for each in held), strict=True)
-        whole = (sum(values) + 2**63) % 2**64 - 2**63, max(largest), [*itertools.chain(*some)]
+        values, largest, *lists = zip(*(each.results[0] for each in held), strict=True)
+        joined = ([*itertools.chain(*each)] for each in lists)
+        whole = (sum(values) + 2**63) % 2**64 - 2**63, max(largest), *joined
         found[name] = replace(held[0], results=[whole], given=[value for each in held for value in each.given])
     return found
 
@@ -230,7 +231,9 @@ def read(path: str) -> Run:
             if found["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {found['schema']!r}, and not {SCHEMA!r}")
             for row in found["calls"]:
-                results = [(value, _number(most), [*map(_number, some)]) for value, most, some in row[-1]]
+                results = [
+                    (bits, _number(most), *([*map(_number, each)] for each in lists)) for bits, most, *lists in row[-1]
+                ]
                 calls.append(replace(HashedCall(*row), results=results))
             for i, loss in found["losses"]:
                 losses.setdefault(i, []).append(_number(loss))

@@ -202,11 +202,16 @@ def _apart(part: CallPair) -> tuple[float, float]:
     a, b = _compared_calls(part)
     if a is None or b is None:
         return math.nan, math.nan
-    (_, largest, some), (_, other, others) = a.results[0], b.results[0]
+    (_, largest, some, sums), (_, other, others, others_sums) = a.results[0], b.results[0]
     if len(some) != len(others) or not all(map(math.isfinite, (largest, other, *some, *others))):
         return math.nan, math.nan
     most = max(largest, other) or 1.0
-    return max([abs(largest - other), *(abs(x - y) for x, y in zip(some, others, strict=True))]) / most, most
+    apart = max([abs(largest - other), *(abs(x - y) for x, y in zip(some, others, strict=True))]) / most
+    if sums and len(sums) == len(others_sums):  # of blocks: so far apart are sums of numbers that differ in last digits
+        size, off = sums[0], max(abs(x - y) for x, y in zip(sums, others_sums, strict=True)) / most
+        eps = _eps(part)
+        apart = apart if off <= eps * max(_DIGITS[eps > 1e-5] * size**0.5, size / 4) else max(apart, off / size**0.5)
+    return apart, most
 
 
 def _how_bad(part: CallPair) -> str:
@@ -221,10 +226,13 @@ def _how_bad(part: CallPair) -> str:
 
 def _is_rounding(part: CallPair) -> bool:
     """Whether results of one dtype differ in their last digits only."""
-    dtypes = {each.dtypes[1].partition(" and ")[0] for each in _compared_calls(part) if each}
-    kinds = [getattr(torch, each) for each in dtypes]
-    eps = max((torch.finfo(each).eps for each in kinds if each.is_floating_point), default=0.0)
-    return len(dtypes) == 1 and _apart(part)[0] <= eps * _DIGITS[eps > 1e-5]
+    is_one = len({each.dtypes[1].partition(" and ")[0] for each in _compared_calls(part) if each}) == 1
+    return is_one and _apart(part)[0] <= _eps(part) * _DIGITS[_eps(part) > 1e-5]
+
+
+def _eps(part: CallPair) -> float:
+    kinds = [getattr(torch, each.dtypes[1].partition(" and ")[0]) for each in _compared_calls(part) if each]
+    return max((torch.finfo(each).eps for each in kinds if each.is_floating_point), default=0.0)
 
 
 def _worst(gradients: Sequence[CallPair]) -> str:

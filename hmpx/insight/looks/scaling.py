@@ -1,0 +1,152 @@
+"""Whether the gradients of FP16 reach the weights: a GradScaler that is missing, that finds no scale, or is clipped."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hmpx.insight.capture.dispatch import FEW, Look, few
+from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.finding import Names, Problem, asked, percent
+from hmpx.insight.looks.steps import window_of
+from hmpx.insight.looks.twin import NotChecked, Twin
+from hmpx.insight.tensors import held_here, sample
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.optimizer_classes import scope_of
+
+Optimizer = torch.optim.Optimizer
+_SETTLED = 5  # calls of a GradScaler after which it should have found its scale
+_SHORT = 0.25  # of the gradient: what leaves less shortens a step
+
+
+class _Clipped(NamedTuple):
+    """What became of a gradient between its backward pass and the division by its scale.
+
+    left: the share of it. scale: the GradScaler's. is_fixed: whether what is left has a size that does not know the
+    scale. way: of the step that the whole gradient would have made, as far as it goes; NaN if that is not known.
+    """
+
+    left: float
+    scale: float
+    is_fixed: bool
+    way: float
+
+
+class Scale(Look):
+    """Counts the gradients that FP16 cannot hold, and follows gradients from a backward pass to the unscaling."""
+
+    stages = ("backward",)
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}  # by the identity of an optimizer
+        self._optimizers: dict[int, Optimizer] = {}
+        self._where: dict[int, str] = {}
+        self._clipped: dict[int, list[_Clipped]] = {}
+
+    def met(self, optimizer: Optimizer, where: str) -> None:
+        self._optimizers[id(optimizer)], self._where[id(optimizer)] = optimizer, where
+
+    def see(self, notes: Notes, op: OpCall) -> None:
+        for result in op.results:
+            if result.dtype is torch.float16 and result.numel() > 1:
+                size = sample(result, FEW).float().abs()
+                tiny = (size > 0) & (size < torch.finfo(torch.float16).smallest_normal)
+                notes.note("gradient in FP16", op, nonzero=int((size > 0).sum()), tiny=int(tiny.sum()))
+
+    def passed(self, notes: Notes) -> None:
+        for key, optimizer in self._optimizers.items() if notes.skipped else ():
+            if window_of(len(notes.skipped) + 1):
+                grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()}
+                self._made[key] = {p: few(held_here(grad)).clone() for p, grad in grads.items() if not grad.is_sparse}
+
+    def unscaled(self, optimizer: Optimizer, scale: float) -> None:
+        made = self._made.pop(id(optimizer), {})
+        made = {p: each for p, each in made.items() if p.grad is not None and not p.grad.is_sparse}
+        if not made:
+            return
+        now = [few(held_here(p.grad)).float() for p in made if p.grad is not None]
+        counts = [(p.numel() / each.numel()) ** 0.5 for p, each in made.items()]  # a sample stands for the whole
+        was, is_now = (
+            torch.cat([each.float().flatten() * n for each, n in zip(some, counts, strict=True)])
+            for some in (made.values(), now)
+        )
+        dot, squares, left = float(was @ is_now), float(was @ was), float(is_now @ is_now)
+        if not 0 < squares < torch.inf or not left < torch.inf:
+            return
+        share = dot / squares
+        is_along = dot * dot > 0.99 * squares * left
+        size = left**0.5 if is_along else max(float(each.abs().max()) for each in now)  # of a norm, or of a value
+        is_short = share < _SHORT and size * size < scale
+        way = _way(optimizer, max(made, key=torch.Tensor.numel), share, scale) if is_short and share > 0 else 1.0
+        self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, way))
+
+    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+        yield from _of_scale(notes, names)
+        for key, seen in self._clipped.items():
+            short = [each for each in seen if each.is_fixed]
+            if 2 * len(short) <= len(seen):
+                continue
+            left, way = (
+                statistics.median(values) for values in zip(*((each.left, each.way) for each in short), strict=True)
+            )
+            said = f"gradients are clipped while a GradScaler's scale of {short[-1].scale:g} is still in them: "
+            said += f"{_share(left)} of them is left, in {len(short)} of {len(seen)} steps that were looked at"
+            said += f", and a step goes {_share(way)} as far" if way == way else "; it is not known how far a step goes"
+            do, wrong = "scaler.unscale_(optimizer) before the line that clips", not way > 0.9
+            yield Problem("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
+
+    def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
+        late = _late(notes.skipped)
+        is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
+        if is_falling:
+            yield f"steps: the GradScaler skips them, at a scale of {notes.scale:g} that still falls"
+
+
+def _way(optimizer: Optimizer, p: torch.nn.Parameter, share: float, scale: float) -> float:
+    """Return how far a step with a share of a gradient goes, as a share of one with all of it; NaN if unknown.
+
+    Both begin without state. So Adam, which divides by the size of its gradients, goes as far.
+    """
+    try:
+        ways = []
+        for factor in (1 / scale, 1 / (share * scale)):
+            twin = Twin(optimizer, [p], scope_of(optimizer) == "element", is_fresh=True)
+            before = twin.weights()
+            twin.step(factor)
+            ways.append(float((twin.weights() - before).norm()))
+    except NotChecked:
+        return float("nan")
+    return ways[0] / ways[1] if ways[1] else float("nan")
+
+
+def _share(share: float) -> str:
+    return percent(share) if share > 1e-3 else f"{share:.1g}"
+
+
+def _late(skipped: Sequence[bool]) -> Sequence[bool]:
+    return skipped[len(skipped) // 2 :]
+
+
+def _of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
+    recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
+    spots, late = notes.spots("gradient in FP16"), _late(notes.skipped)
+    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
+    if spots and not notes.skipped:
+        share = sum(spot.numbers["tiny"] for spot in spots) / max(nonzero, 1)
+        said = "all gradients that were looked at are zero, so nothing is trained"
+        said = f"{percent(share)} of the nonzero gradients are below its normal numbers" if nonzero else said
+        device = next((p.device.type for p in names), "cuda")
+        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * share
+        wrong = share > 0.01 or not nonzero
+        said, weight = f"FP16 without a GradScaler: {said}", weight if nonzero else 0.9
+        yield Problem("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
+    if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
+        said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
+        lasts = notes.scale <= 1
+        said += "gradients are inf or NaN at any scale" if lasts else "it is still falling, so nothing is known of them"
+        do = f"look for the first op that makes them ({asked('--at 3', 'hmpx.doctor(at=[3])')}), or use BF16, which "
+        do += "needs no scale"
+        yield Problem("GradScaler", lasts, said, do, weight=0.9, recipe=recipe)
