@@ -84,6 +84,8 @@ gradients_rounded: dict[str, int] = {}
 
 # The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
 examined: list[Any] = []
+# The words of a command line that name the script, or module, that `python -m hmpx doctor` runs, and its arguments.
+script: list[str] = []
 
 # What is to be called when a module is imported, by its name (hmpx.base.awaited).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}

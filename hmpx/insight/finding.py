@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hmpx.base import process_state
 from hmpx.insight.places import short_places
 
-_SPAWNED = "hmpx.shell.spawned"  # the spec of a script that a command of hmpx runs
 Names = Mapping[torch.nn.Parameter, str]
 
 
@@ -56,7 +54,7 @@ class Problem:
     def to_do(self) -> str:
         """What to do, and whether a recipe does it as well."""
         left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
-        how = "--fix recipe.yaml" if _script() else 'found.fix("recipe.yaml")'
+        how = "--fix recipe.yaml" if process_state.script else 'found.fix("recipe.yaml")'
         return f"{self.do}, or {how}{left}" if self.recipe else self.do
 
     def as_json(self) -> dict[str, Any]:
@@ -65,18 +63,7 @@ class Problem:
 
 def asked(option: str, call: str) -> str:
     """Return the command line that runs this script again with an option of doctor; in a region of a script, `call`."""
-    return f"python -m hmpx doctor {option} {script}" if (script := _script()) else call
-
-
-def _script() -> str:
-    """Return the command line of the script that a command of hmpx runs, without that of hmpx; "" if none does."""
-    main, name = sys.modules.get("__main__"), Path(sys.argv[0]).stem
-    if getattr(getattr(main, "__spec__", None), "name", "") != _SPAWNED:
-        return ""
-    package = getattr(main, "__package__", None)
-    module = str(package) if name == "__main__" else f"{package}.{name}".lstrip(".")
-    script: list[str] = sys.argv if package is None else ["-m", module, *sys.argv[1:]]
-    return shlex.join(script)
+    return f"python -m hmpx doctor {option} {shlex.join(process_state.script)}" if process_state.script else call
 
 
 def merged(problems: Iterable[Problem]) -> list[Problem]:

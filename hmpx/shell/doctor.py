@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from hmpx.base import forks
+from hmpx.base import forks, process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
 from hmpx.insight.doctor.fix import Base
@@ -106,6 +106,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if recipe and named:
         is_file, folder = os.path.splitext(named)[1], os.path.dirname(options.fix or "") or "."
         base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
+    process_state.script[:] = [*(["-m"] if options.as_module else []), options.script, *options.arguments]
     report = _Report(outputs)
     status = 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import hmpx
 from hmpx.insight.looks.steps import Moves
 from hmpx.insight.tensors import ulp
+from hmpx.insight.trainers import _TRAINERS, in_words
+from hmpx.recipes.activate import recipe_of_trainer
 from hmpx.updates.stepping.names import parameters
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -396,6 +399,15 @@ def test_weights_that_are_copied_of_masters_are_covered(how):
                 p.data = m.bfloat16()
 
     assert diagnosis(model, step).status == 0
+
+
+@pytest.mark.parametrize("words", _TRAINERS.values())
+def test_what_a_user_of_a_trainer_is_told_to_write_makes_a_legal_recipe(words):
+    for keys in ("", ", state_dtype=torch.bfloat16", ", use_fp32_grad_acc=True"):
+        said = in_words(f"do this: hmpx.attach(optimizer{keys}), or that", words)
+        assert said.startswith("do this: Trainer(") and said.endswith(", or that") and "hmpx.attach" not in said
+        call = re.search(r"(HmpxCallback|HmpxPrecision)(\(.*?\))", said)[2]
+        assert eval(f"recipe_of_trainer{call}", {"recipe_of_trainer": recipe_of_trainer}).weights == "stochastic"
 
 
 def test_a_sum_of_gradients_that_is_off_by_less_than_batches_differ_is_a_note():

@@ -23,6 +23,30 @@ from tests.support import python, ranks
 NOISE = itertools.count(1)
 
 
+LIBRARY = torch.library.Library("parting", "DEF")
+LIBRARY.define("rows(Tensor x) -> Tensor")
+SHORT = [False]  # whether the kernel leaves out the last row
+
+
+def rows(x):
+    y = 2 * x
+    y.view(-1, y.shape[-1])[-1] *= 0.5 if SHORT[0] else 1
+    return y
+
+
+LIBRARY.impl("rows", rows, "CPU")
+
+
+class Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ops.parting.rows(x)  # rows
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 class Net(torch.nn.Module):
     """Its lines are known by their ends: # norm, # attention, # out."""
 
@@ -34,6 +58,9 @@ class Net(torch.nn.Module):
 
     def forward(self, tokens):
         x = F.layer_norm(self.embed(tokens), [16], eps=1e-3 if "eps" in self.planted else 1e-5)  # norm
+        if "rows" in self.planted:
+            SHORT[0] = "short" in self.planted
+            x = Rows.apply(x)
         if self.planted == "noise":
             x = x + next(NOISE) / 64  # noise
         q, k, v = self.inner(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -155,6 +182,7 @@ PART, INPUTS = "They part at ", "Their inputs differ already, at "
         ("", "dtype", PART, "out", "fp32 -> bf16; bf16"),
         ("", "math", PART, "attention", "last digits, as of sums in another order"),
         ("", "eps", PART, "norm", "more than last digits"),
+        ("rows", "short rows", PART, "rows", "more than last digits"),
         ("nan", "nan, eps", PART, "norm", "native_layer_norm"),  # losses that are NaN in both hide nothing
         ("", "dropout", PART, "dropout", "random numbers differ"),
         ("dropout", "dropout, other seed", PART, "dropout", "seed both alike"),

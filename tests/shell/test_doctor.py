@@ -43,6 +43,7 @@ def test_lost_updates_are_told_and_the_recipe_that_is_written_mends_them(script,
     assert done.returncode == 1 and done.stdout == "", done.stderr  # it ends after 50 steps
     assert "WRONG  lost updates: train.py:11: bfloat16 weights move " in done.stderr
     assert "50 steps of AdamW; parameters: 9,610 in bfloat16" in done.stderr
+    assert "or --fix recipe.yaml" in " ".join(done.stderr.split()), done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["wrong"] and [each["kind"] for each in found["findings"]] == ["lost updates"]
     assert set(found["findings"][0]["names"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}

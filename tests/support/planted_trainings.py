@@ -588,10 +588,66 @@ planted_by(
 )
 
 
+# What is FP32, and was rounded
+
+
+class OwnAdam(optim.Optimizer):
+    def __init__(self, params, dtype, decay=0.999):
+        super().__init__(params, {"dtype": dtype, "decay": decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                square = state.setdefault("square", torch.zeros_like(p, dtype=group["dtype"]))
+                square.mul_(group["decay"]).add_(p.grad.square(), alpha=1 - group["decay"])
+                p.sub_(1e-4 * p.grad / (square.float().sqrt() + 1e-8))
+
+
+def fp32_weights(optimizer, dtype):
+    model = mlp()
+    train(model, optimizer(model.parameters(), dtype))
+
+
+planted_in_bf16("rounded state", fp32_weights, state_beside_fp32_weights=OwnAdam)
+
+
+def rounded_between(between, dtype):
+    model = mlp()
+    train(model, optim.AdamW(model.parameters(), lr=1e-4), after=lambda: between(model, dtype))
+
+
+def worker_average(model, dtype):
+    for p in model.parameters():
+        p.data.copy_(torch.stack([p.detach().to(dtype), p.detach().to(dtype)]).float().mean(0))
+
+
+planted_in_bf16(
+    "rounded between steps",
+    rounded_between,
+    checkpoint_in_bf16=lambda net, dtype: net.load_state_dict({k: v.to(dtype) for k, v in net.state_dict().items()}),
+    average_of_workers_in_bf16=worker_average,
+)
+
+
+def on_data(data, dtype):
+    model, data = mlp(), data.to(dtype).float()
+    train(model, optim.SGD(model.parameters(), lr=1e-6), loss_of=lambda logits, y: model(data).square().mean())
+
+
+planted_in_bf16(
+    "rounded data",
+    on_data,
+    points_far_from_the_origin=torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) + 100,
+    times_of_a_day=torch.rand(64, 16, generator=torch.Generator().manual_seed(0)) * 100 + 8000,
+)
+
+
 # FP16, inf and NaN
 
 
-def scaled(model, scaler, steps=14, broken=lambda i: False):
+def scaled(model, scaler, steps=14, broken=lambda i: False, clip=lambda params: None, unscales=False):
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for i in range(steps):
         x, y = batch(i)
@@ -604,6 +660,9 @@ def scaled(model, scaler, steps=14, broken=lambda i: False):
             optimizer.step()
         else:
             scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            clip([*model.parameters()])
             scaler.step(optimizer)
             scaler.update()
 
@@ -611,6 +670,22 @@ def scaled(model, scaler, steps=14, broken=lambda i: False):
 @planted("loss scaling")
 def fp16_without_scaler(sick):
     scaled(mlp(), None if sick else torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def by_hand(params):
+    norm = torch.stack([p.grad.norm() for p in params]).norm()
+    for p in params:
+        p.grad.mul_(torch.clamp(0.5 / norm, max=1))
+
+
+planted_by(
+    "clipping",
+    lambda clip, unscales: scaled(mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**14), clip=clip, unscales=unscales),
+    (False, True),
+    a_norm_is_clipped_while_scaled=lambda params: nn.utils.clip_grad_norm_(params, 0.5),
+    values_are_clipped_while_scaled=lambda params: nn.utils.clip_grad_value_(params, 0.01),
+    a_norm_is_clipped_by_hand_while_scaled=by_hand,
+)
 
 
 @planted("GradScaler")

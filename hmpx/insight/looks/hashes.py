@@ -53,7 +53,7 @@ class HashedCall:
         dtypes: of inputs and of results. shapes: of both. settings: other arguments.
         is_random: whether it draws random numbers. offset: where the part of the gradient begins that a rank holds.
         given: the hashes of the inputs. results: of each, the hash, the largest magnitude, 16 of the numbers, and of 16
-            blocks the size and the sums; none of a part that a rank holds.
+            blocks the size and the sums of magnitudes; none of a part that a rank holds.
     """
 
     iteration: int
@@ -175,7 +175,7 @@ class Hashes(Look):
 
     def _finish(self) -> None:
         """Read the figures of an iteration, those of a device at once."""
-        found: dict[int, tuple[int, float, list[float]]] = {}
+        found: dict[int, tuple[int, float, list[float], list[float]]] = {}
         for device in {each.device for each in self._figures}:
             here = [i for i, each in enumerate(self._figures) if each.device == device]
             values = torch.cat([self._figures[i] for i in here]).cpu()
@@ -240,7 +240,8 @@ class Hashes(Look):
         values = flat.abs() if flat.is_complex() else flat.float() if width == 1 and flat.is_floating_point() else flat
         step = -(-(whole or count) // _SAMPLES) | 1  # odd, or it would stay in one column of a matrix
         at = torch.arange(min(-offset % step, count), count, step, device=t.device)
-        some = (t if values is flat else values).take(at)
+        ordered = t if values is flat else values  # not as its numbers lie in memory
+        some = ordered.take(at)
         if in_words and count * width % 8 == 0:
             flat, width = flat.clone() if flat.storage_offset() * width % 8 else flat, 8
         words = flat.view(_WORDS[min(width, 8)])
@@ -265,8 +266,10 @@ class Hashes(Look):
         size, sums = count // _SAMPLES, []
         self._has_sums.append(size > 0 and whole in (0, count))
         if self._has_sums[-1]:
-            blocks = values[: size * _SAMPLES].view(_SAMPLES, size).sum(1, dtype=torch.float64)
-            blocks[-1] += values[size * _SAMPLES :].sum(dtype=torch.float64)
+            inside = ordered.reshape(-1) if ordered.is_floating_point() else ordered.reshape(-1).double()
+            whole_blocks, last = inside[: size * _SAMPLES].view(_SAMPLES, size), inside[size * _SAMPLES :]
+            blocks = torch.linalg.vector_norm(whole_blocks, 1, 1, dtype=torch.float64)
+            blocks[-1] += torch.linalg.vector_norm(last, 1, dtype=torch.float64)
             sums = [blocks.new_tensor([size]), blocks]
         self._figures.append(torch.cat([hashed.view(1).view(torch.float64), found.double(), *sums, some.double()]))
         return len(self._figures) - 1

@@ -56,7 +56,7 @@ class PositionTables(Look):
             if count > EXACT_UP_TO[torch.bfloat16] + _ENOUGH and not table.requires_grad and table.dtype in _DTYPES:
                 self._ask(notes, op, table, each, count)
         if (
-            op.name == "_to_copy" and op.given and op.given[0].dtype in LOW and not op.trains
+            op.name == "_to_copy" and op.given and op.results and op.given[0].dtype in LOW and not op.trains
         ):  # a line of this iteration rounds them
             self._ask_grid(notes, op, op.out)
         self._made.update(memory(each) for each in op.results if each.dtype in _DTYPES)
