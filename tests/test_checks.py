@@ -25,7 +25,6 @@ FLOORS = (
     "converting",
     "hmp",
     "insight integrations",
-    "bench",
     "hmpx",  # the public names
     "shell",
     "__main__",

@@ -12,8 +12,8 @@ import torch
 
 import hmpx
 from hmpx.base.files import WriteError, write
-from hmpx.bench import measure
 from hmpx.shell.options import save
+from tests.support.bench import measure
 
 
 @contextlib.contextmanager

@@ -289,14 +289,8 @@ TRIAL_STEPS = Feature(
     Name("torch.distributed.checkpoint.state_dict._init_optim_state", "takes a step that is none of the training"),
 )
 
-# bench, record, doctor, compare, tune
+# record, doctor, compare, tune
 
-HOST = Feature(
-    "bench host",
-    "it cannot call torch's fused steps on empty tensors",
-    Name("torch.[_fused_adam_|_fused_adamw_]", "the step, without what the host does"),
-    Name("torch.optim.adam._fused_adam", "counts of steps that are on a GPU are not raised"),
-)
 DISPATCH = Feature(
     "record, doctor, compare and tune",
     "they cannot look at ops",

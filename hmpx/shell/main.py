@@ -16,10 +16,11 @@ from hmpx.base.torch_private import FEATURES
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.check import check_files, features_table
 from hmpx.insight.explain import explain_op, is_known, list_lines, ops_table, recipe_lines, recipes_table
+from hmpx.insight.memory import memory_lines
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.wrapping.callers import users_frame
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
-from hmpx.shell import bench, doctor, record, run_script, trials
+from hmpx.shell import doctor, record, run_script, trials
 from hmpx.shell.options import add_recipe_options, recipe_asked, with_options
 from hmpx.shell.processes import started_processes
 from hmpx.shell.run_script import add_script, own_words, recipe_to_run, running
@@ -31,7 +32,7 @@ weight update has, check lists and recipes, and run a training script under one.
 _MORE = """\
 exit status:
   0    done: nothing is wrong
-  1    doctor, check, compare, report --diff: something was found; tune, bench gpu, bench host: the aim was missed
+  1    doctor, check, compare, report --diff: something was found; tune: the aim was missed
   2    an error, which is said; doctor: nothing is wrong in what it could look at, but some of it it could not
   run, record and doctor hand on the status of a script that ends with another one
 
@@ -148,8 +149,11 @@ def _add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "Of a recipe: what it does to weights, ops, gradients, state and checkpoints.\n"
         "Of any other text, or with --all: a table of the ops with this in their name. It has the rule of each, `-`\n"
         "where torch's own function runs, and the names that it is called by.\n"
-        "Without a word: what the recipe or the lists do, and the names in each list.",
-        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\npool --recipe autocast-cuda\n--list mine.txt",
+        "Without a word: what the recipe or the lists do, and the names in each list.\n"
+        "With --params: what a model of that size, which need not exist, takes on each rank under a recipe; without\n"
+        "one, in every way to hold weights. A way to distribute that a recipe refuses has no row; a note says why.",
+        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\npool --recipe autocast-cuda\n--list mine.txt\n"
+        "lean --params 7e9 --ranks 1,8,64",
     )
     explain.add_argument(
         "what",
@@ -159,6 +163,12 @@ def _add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         help="an op's name, a recipe's name or file, or a part of the names of ops",
     )
     explain.add_argument("--all", action="store_true", help="a table of every op")
+    explain.add_argument("--params", type=_size, metavar="N", help="bytes of a model with N parameters, 7e9 for one")
+    explain.add_argument(
+        "--ranks", type=_counts, default=[1, 8, 64, 512], metavar="N,...", help="of --params, default 1,8,64,512"
+    )
+    words = "tensors the optimizer keeps, of --params, default 2"
+    explain.add_argument("--states", type=int, choices=range(9), default=2, help=words)
     add_recipe_options(explain)
     explain.set_defaults(run=_explain)
 
@@ -179,7 +189,6 @@ def _add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 
     record.add(add)
     trials.add(add)
-    bench.add(subparsers, prog)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -214,9 +223,17 @@ def _recipes(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     what = options.what
-    if what in recipe_names() or Path(what).suffix in (".yaml", ".yml"):
-        if options.recipe:
-            raise HmpxError(f"{what} is a recipe itself; --recipe goes with an op")
+    is_recipe = what in recipe_names() or Path(what).suffix in (".yaml", ".yml")
+    if is_recipe and options.recipe:
+        raise HmpxError(f"{what} is a recipe itself; --recipe goes with an op")
+    if options.params:
+        if what and not is_recipe:
+            raise HmpxError(f"--params counts the bytes of a recipe, and {what} is none; see `recipes`")
+        name = what or options.recipe
+        recipes = {name: with_options(as_recipe(name), options)} if name else {}
+        print(*memory_lines(recipes, options.params, options.ranks, options.states), sep="\n")
+        return 0
+    if is_recipe:
         print(*recipe_lines(with_options(as_recipe(what), options)), sep="\n")
         return 0
     if Path(what).suffix in (".txt", ".json"):
@@ -234,6 +251,20 @@ def _explain(options: argparse.Namespace) -> int:
     several = "" if is_known(what, policy) else ops_table(policy, what)
     print(several or explain_op(what, policy, choose(recipe.kernels), recipe_names(), recipe.overlays()))
     return 0
+
+
+def _size(text: str) -> float:
+    number = float(text)
+    if not 1 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of parameters")
+    return number
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{min(counts)} is no count")
+    return counts
 
 
 def _check(options: argparse.Namespace) -> int:

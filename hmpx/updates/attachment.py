@@ -33,7 +33,7 @@ _QUEUE = private("torch.autograd.Variable._execution_engine.queue_callback")
 _lock = forks.lock()  # while parameters take a part of a step
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
 _GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
-_GONE["kept_steps"] = "measure a step with `python -m hmpx bench step`"
+_GONE["kept_steps"] = "measure a step with `python examples/bench step`"
 
 
 class Attachment:

@@ -11,14 +11,12 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hmpx.bench import gpt, gpu, updates
-from hmpx.bench.measure import Bench, Line
-from hmpx.shell.main import main
+from tests.support.bench import Bench, Line, gpt, gpu, main, updates
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
-    assert main(["bench", "gpu", "--folder", str(tmp_path)]) == 2
+    assert main(["gpu", "--folder", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == 1 and "wants a GPU" in said.err
     assert not [*tmp_path.iterdir()]
@@ -27,13 +25,13 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("part", ["fp8", "host", "train"])
 def test_a_part_alone_wants_a_gpu_too(part, capsys):
-    assert main(["bench", "gpu", part]) == 2
-    assert "bench gpu wants a GPU" in capsys.readouterr().err
+    assert main(["gpu", part]) == 2
+    assert "bench: gpu wants a GPU" in capsys.readouterr().err
 
 
 def test_a_part_that_is_not_there_is_an_error_that_names_those_that_are(capsys):
-    assert main(["bench", "gpu", "rounding", "steps"]) == 2
-    assert "bench gpu steps: there is no such part; there are tests, rounding, step," in capsys.readouterr().err
+    assert main(["gpu", "rounding", "steps"]) == 2
+    assert "bench: gpu steps: there is no such part; there are tests, rounding, step," in capsys.readouterr().err
 
 
 def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
@@ -91,7 +89,7 @@ def test_each_part_writes_what_the_page_is_made_of(tmp_path, monkeypatch, capsys
     one = Bench("title", [Line("torch", {"ratio": 1.0}), Line("hmpx fused, BF16 states", {"ratio": 0.95})])
     said = f"file.write_text({json.dumps({'table': asdict(one), 'short': ['step: slow']})!r}); sys.exit(1)"
     monkeypatch.setattr(gpu, "_COMMAND", tuple(in_python(said)))
-    assert main(["bench", "gpu", "step", "models", "--folder", str(tmp_path)]) == 1
+    assert main(["gpu", "step", "models", "--folder", str(tmp_path)]) == 1
     page, whole = (tmp_path / "hmpx-gpu.md").read_text(), json.loads((tmp_path / "hmpx-gpu.json").read_text())
     assert page.startswith("# hmpx on of paper\n") and page.count("- step: slow\n") == 2
     assert [*whole["tables"]] == ["step", "models"] and f"## models\n\n```text\n{one}\n```" in page

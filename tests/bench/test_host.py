@@ -11,8 +11,7 @@ import sys
 import pytest
 import torch
 
-from hmpx.bench import host, models
-from hmpx.bench.measure import Bench, Line
+from tests.support.bench import Bench, Line, host, models
 from tests.support.fresh_python import ROOT
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -22,7 +21,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def test_without_a_gpu_steps_are_measured_and_nothing_is_launched(tmp_path):
     """In a process of its own, as Triton is told of a GPU that is not there. One launch steps all tensors."""
     file = tmp_path / "host.json"
-    command = [sys.executable, "-m", "hmpx", "bench", "host", "--tensors", "8", "--repeat", "2", "--json", str(file)]
+    command = [sys.executable, "examples/bench", "host", "--tensors", "8", "--repeat", "2", "--json", str(file)]
     done = subprocess.run([*command, "--only", "fused, stochastic, f"], cwd=ROOT, capture_output=True, text=True)
     table = json.loads(file.read_text())
     rows = {row["name"]: row["figures"] for row in table["rows"]}

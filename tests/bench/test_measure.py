@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from hmpx.bench.measure import memory
-from hmpx.bench.models import LISTS
-from hmpx.shell.main import main
+from tests.support.bench import main, memory, models
 
 CPU = torch.device("cpu")
 
@@ -40,12 +38,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_a_list_has_the_published_number_of_tensors_and_parameters(model):
-    shapes = list(LISTS[model]())
+    shapes = list(models.LISTS[model]())
     assert (len(shapes), sum(map(math.prod, shapes))) == PUBLISHED[model]
 
 
 def test_the_command_offers_every_list(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "step", "--help"])
+        main(["step", "--help"])
     said = capsys.readouterr().out
-    assert all(model in said for model in LISTS)
+    assert all(model in said for model in models.LISTS)

@@ -26,7 +26,6 @@ COMMANDS = [
     "report log.json --html FILE",
     "compare train.py:setup --json FILE",
     "compare train.py:setup --html FILE",
-    "bench rounding --json FILE",
 ]
 
 
@@ -68,7 +67,7 @@ def test_tune_writes_no_list_over_one_of_the_users(here, capsys):
 
 def test_force_writes_over_anything_and_an_empty_file_is_none(here, capsys):
     (here / "tuned").mkdir()
-    written = [here / name for name in ("tuned/bf16.txt", "tuned/tuned.json", "c.json", "c.html", "notes.md")]
+    written = [here / name for name in ("tuned/bf16.txt", "tuned/tuned.json", "c.json", "c.html")]
     for path in written:
         path.write_text("old")
     (here / "empty").touch()
@@ -76,7 +75,6 @@ def test_force_writes_over_anything_and_an_empty_file_is_none(here, capsys):
         "tune train.py:setup --quiet --out tuned --force",
         "compare train.py:setup --json c.json --html c.html --force",
         "compare train.py:setup --json /dev/null --html empty",
-        "bench memory --recipe lean --json notes.md --force",
     ):
         assert main(command.split()) in (0, 1), capsys.readouterr().err
     assert not [path for path in written if path.read_text() == "old"] and (here / "empty").stat().st_size

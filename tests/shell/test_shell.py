@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.bench import updates
 from hmpx.insight.check import is_recipe
 from hmpx.ops.policies.lists import shipped
 from hmpx.recipes.reading import read_recipe, recipe_names
@@ -91,83 +89,14 @@ def test_errors_go_to_stderr_with_status_2(capsys, tmp_path):
     assert run(capsys, "explain", "--list", str(tmp_path))[0] == 2
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("rounding", "--json", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
-        (("step", "--device", "nosuch"), "device 'nosuch':"),
-    ],
-)
-def test_bench_refuses_before_it_measures(capsys, arguments, message):
-    status, out, err = run(capsys, "bench", *arguments)
-    assert status == 2 and message in err and not out
-
-
-def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
-    file = tmp_path / "figures.json"
-    status, out, _ = run(capsys, "bench", "rounding", "--elements", "5000", "--repeat", "1", "--json", str(file))
-    rows = json.loads(file.read_text())["rows"]
-    assert status == 0 and rows[0]["name"] == "torch copy_" and rows[0]["figures"]["ratio"] == 1.0
-    assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
-
-
-def test_bench_says_what_torch_cannot_compile_here(capsys, monkeypatch):
-    """Its compiler fails where torch lies on a path with a space."""
-
-    def fails(function):
-        def compiled(x):
-            raise OSError("ld returned 1 exit status\nmore")
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", fails)
-    status, out, _ = run(capsys, "bench", "rounding", "--elements", "50", "--repeat", "1")
-    assert status == 0 and out.endswith("torchao, compiled: does not run here, OSError: ld returned 1 exit status\n")
-
-
-def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path, monkeypatch):
-    """Of other libraries one that is quick, one that is not there, and one that fails."""
-    peers = {
-        "runs": ("optimi", "AdamW", {}),
-        "absent": ("nowhere", "AdamW", {}),
-        "fails": ("optimi", "AdamW", {"k": 1}),
-    }
-    monkeypatch.setattr(updates, "_PEERS", peers)
-    file = tmp_path / "figures.json"
-    arguments = ("--elements", "20000", "--models", "toy", "--repeat", "1", "--json", str(file))
-    status, out, _ = run(capsys, "bench", "step", *arguments)
-    ways, models = json.loads(file.read_text())
-    assert status == 0 and "hmpx split, torch fused" in out and any(row["name"] == "hmpx fused" for row in ways["rows"])
-    assert (
-        "runs" in [row["name"] for row in ways["rows"]] and "\nabsent: not measured, nowhere is not installed\n" in out
-    )
-    assert "fails: does not run here, TypeError: " in out and len(ways["notes"]) == 2
-    (toy,) = models["rows"]
-    assert toy["name"] == "toy, 20 tensors, 0.01 M" and toy["figures"]["fused"] > 0 and toy["name"] in out
-
-
-@pytest.mark.slow
-def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
-    file = tmp_path / "figures.json"
-    status, out, _ = run(capsys, "bench", "casts", "--repeat", "1")
-    assert status == 0 and "hmpx/autocast" in out and "linear, BF16 comes" in out
-    status, out, _ = run(capsys, "bench", "train", "--models", "mlp", "--eager", "--repeat", "1", "--json", str(file))
-    rows = {row["name"]: row["figures"] for row in json.loads(file.read_text())["rows"]}
-    assert status == 0 and len(rows) == 4 and all(name in out for name in rows)
-    step, inference = rows["mlp, eager, step"], rows["mlp, eager, inference"]
-    assert (
-        step["hmpx/autocast"] == pytest.approx(step["hmpx ms"] / step["autocast ms"]) and "hmpx cached ms" in inference
-    )
-    assert step["hmpx record/hmpx"] == pytest.approx(step["hmpx record ms"] / step["hmpx ms"])
-
-
-def test_bench_memory_says_what_is_left_out(capsys, tmp_path):
-    status, out, _ = run(capsys, "bench", "memory", "--recipe", "lean", "neuron-bf16-sr")
-    assert status == 0 and "lean, fsdp2" in out and "lean, ddp" not in out and "neuron-bf16-sr, ddp" in out
+def test_bytes_of_a_model_say_what_is_left_out(capsys, tmp_path):
+    status, out, _ = run(capsys, "explain", "lean", "--params", "7e9")
+    assert status == 0 and "lean, fsdp2" in out and "lean, ddp" not in out
     assert out.splitlines()[-1].startswith("lean has no rows for ddp and zero1: release_gradients steps before Distri")
-    assert "has no rows" not in run(capsys, "bench", "memory", "--recipe", "neuron-bf16-sr")[1]
+    out = run(capsys, "explain", "neuron-bf16-sr", "--params", "7e9")[1]
+    assert "has no rows" not in out and "neuron-bf16-sr, ddp" in out
     (tmp_path / "mine.yaml").write_text('module_dtypes: {a: fp32}\nparameters: {"*.bias": fp32}\n')
-    said = run(capsys, "bench", "memory", "--recipe", str(tmp_path / "mine.yaml"))[1].splitlines()[-1]
+    said = run(capsys, "explain", str(tmp_path / "mine.yaml"), "--params", "7e9")[1].splitlines()[-1]
     assert "without its exceptions by name ('a', '*.bias')" in said
 
 
@@ -179,22 +108,19 @@ def test_version_and_help(capsys):
     assert re.fullmatch(r"\d+\.\d+\.\d+", hmpx.__version__)
     status, out, err = run(capsys)
     assert status == 0 and not err and "examples:" in out
-    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
+    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == COMMANDS
 
 
 COMMANDS = ["doctor", "run", "recipes", "explain", "check", "record", "report", "compare", "tune"]
 
 
-@pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
-    "rounding", "step", "casts", "train", "memory", "host", "gpu"))], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_description_an_example_and_its_arguments_explained(command, capsys):
     with pytest.raises(SystemExit):
-        main([*command, "--help"])
+        main([command, "--help"])
     out = capsys.readouterr().out
     usage, description, *_ = out.split("\n\n")
-    assert (
-        usage.startswith("usage: ") and len(description) > 30 and f" {' '.join(command)}" in out.partition("example")[2]
-    )
+    assert usage.startswith("usage: ") and len(description) > 30 and f" {command}" in out.partition("example")[2]
     assert not re.findall(r"^  (\S+)$(?!\n {10})", out.partition("options:")[0], re.MULTILINE)  # a bare positional
     assert not re.findall(r"^  (-\S+(?: [A-Z]+)?)$(?!\n {10})", out, re.MULTILINE)  # a bare option
 

@@ -50,7 +50,7 @@ WANTED = {
             "test_fp8_grouped.py::test_the_numbers_of_torchao_",
             "test_fp4.py::test_the_numbers_of_torchaos_quantizers[",
             "test_state_codes.py::test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales[",
-            "test_shell.py::test_bench_says_what_torch_cannot_compile_here",
+            "test_command.py::test_bench_says_what_torch_cannot_compile_here",
         ),
         "functional.scaled_mm": ("test_fp8_gpu.py::test_in_the_interpreter[check_launches_of_a_layer]",),
     },

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.bench.measure import memory
 from hmpx.recipes.reading import read_recipe
+from tests.support.bench import memory
 from tests.support.fresh_python import ROOT
 from tests.support.training import needs_grad_dtype
 

@@ -17,10 +17,10 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor, Shard
 
 import hmpx
-from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, optimizer_classes
+from tests.support.bench import memory
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
 from tests.support.numbers import nearly_equal
 from tests.support.training import needs_grad_dtype

@@ -9,9 +9,9 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.bench.measure import memory
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.optimizer_classes import SCOPES
+from tests.support.bench import memory
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16

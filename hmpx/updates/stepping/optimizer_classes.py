@@ -60,7 +60,7 @@ def wants_bf16(optimizer: optim.Optimizer) -> bool:
     """Whether the class, or one that it derives from, is called Muon, SOAP or Shampoo: BF16 takes the place of codes.
 
     Muon brings all singular values of its momentum to one size, the small ones with the noise of 8 bits, which costs
-    loss (figures: ``hmpx/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
+    loss (figures: ``examples/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
     Shampoo takes roots of inverses of state, which of a square weight has its shape, and SOAP turns moments into the
     directions of such state: the losses of a small network were 1.4 and 1.1 times as large in 8 bits, 4.5 and 2.5 times
     in 4 bits.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hmpx.bench import measure
-from hmpx.bench.models import Block, Gpt
+from bench import measure
+from bench.models import Block, Gpt
 from hmpx.converting import convert, restore
 from hmpx.recipes.prepare import prepare
 

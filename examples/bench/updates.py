@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from bench import measure
+from bench.models import LISTS
 from hmpx.base.torch_private import copy_all
-from hmpx.bench import measure
-from hmpx.bench.models import LISTS
 from hmpx.rounding import calls, eager, native, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights

@@ -1,11 +1,11 @@
-"""``bench memory``: what a model of any size takes on each rank, computed; nothing is allocated."""
+"""What a model of any size takes on each rank, computed; nothing is allocated."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from hmpx.bench.measure import Bench, Line
-from hmpx.recipes.reading import read_recipe
+from hmpx.insight.report import Field, table
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.footprint import MODES, Footprint
 
@@ -22,26 +22,34 @@ _WAYS = {
 }
 
 
-def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int) -> list[Bench]:
-    """Compute bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
-    ways = {name: read_recipe(name) for name in recipes} or _WAYS
+def memory_lines(recipes: Mapping[str, Recipe], params: float, ranks: Sequence[int], states: int) -> Iterator[str]:
+    """Yield two tables: bytes per parameter by what they are for, and GiB on each rank by how the model is distributed.
+
+    recipes: by name; every way to hold weights where there is none. states: tensors that the optimizer keeps.
+    """
+    ways = recipes or _WAYS
     prints = {name: recipe.footprint(states) for name, recipe in ways.items()}
-    return [
-        Bench(
-            f"bytes per parameter, {states} state tensors; MiB: what a step of all of it takes more, by device",
-            [Line(name, _by_purpose(each, params)) for name, each in prints.items()],
-        ),
-        Bench(
-            f"GiB on each rank, {params:.3g} parameters, without activations; by number of ranks",
-            [
-                Line(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
-                for name, each in prints.items()
-                for mode in MODES
-                if mode == "fsdp2" or not ways[name].release_gradients  # see `_notes`
-            ],
-            list(_notes(ways)),
-        ),
-    ]
+    yield f"bytes per parameter, {states} state tensors; MiB: what a step of all of it takes more, by device"
+    yield from _table({name: _by_purpose(each, params) for name, each in prints.items()})
+    yield ""
+    yield f"GiB on each rank, {params:.3g} parameters, without activations; by number of ranks"
+    yield from _table(
+        {
+            f"{name}, {mode}": {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks}
+            for name, each in prints.items()
+            for mode in MODES
+            if mode == "fsdp2" or not ways[name].release_gradients  # see `_notes`
+        }
+    )
+    yield from _notes(ways)
+
+
+def _table(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    def column(name: str) -> Field:
+        return Field(f"{name:>12}", lambda row: f"{figures[row][name]:.2f}", right=True)
+
+    columns = next(iter(figures.values()))
+    return table([Field(""), *map(column, columns)], [*figures], sys.maxsize)
 
 
 def _by_purpose(each: Footprint, params: float) -> dict[str, float]:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from bench import gpt, host, updates
+from bench.measure import Bench, Limit, Line, exceeded
 from hmpx.base.files import write
-from hmpx.bench import gpt, host, updates
-from hmpx.bench.measure import Bench, Limit, Line, exceeded
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
 
@@ -93,7 +93,7 @@ def run(parts: Sequence[str], folder: Path, repeat: int, say: Say) -> list[str]:
     return report(folder, surroundings(), found)
 
 
-_COMMAND = sys.executable, "-m", "hmpx", "bench", "gpu"
+_COMMAND = sys.executable, str(Path(__file__).parent), "gpu"
 
 
 def apart(part: str, command: Sequence[str], file: Path) -> dict:
@@ -137,7 +137,7 @@ def gpu() -> torch.device:
         HmpxError: torch sees none.
     """
     if not torch.cuda.is_available():
-        raise HmpxError(f"bench gpu wants a GPU, and torch {torch.__version__} sees none: run it where it does")
+        raise HmpxError(f"gpu wants a GPU, and torch {torch.__version__} sees none: run it where it does")
     return torch.device("cuda")
 
 

@@ -1,35 +1,37 @@
-"""`bench`: tables of time and memory."""
+"""The command line: a table of figures each, measured on this machine beside torch and the libraries that are here."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from bench import casts, gpu, host, measure, updates
+from bench.measure import Bench
 from hmpx.errors import HmpxError
 from hmpx.shell.options import add_force, check_outputs, outputs_asked
 
-if TYPE_CHECKING:
-    from hmpx.bench.measure import Bench
-
+_PROG = "python examples/bench"
 _LISTS = ("toy", "resnet50", "bert-base", "gpt2-small")
 _MODELS = ("mlp", "convnet", "transformer")
 
 
-def _tables(options: argparse.Namespace) -> Iterator[Bench]:
-    """Yield each table as it is made. Imports stand here so that other commands do not pay for torch's profiler."""
-    if options.what == "memory":
-        from hmpx.bench import memory
+def main(arguments: list[str] | None = None) -> int:
+    """Print one table. Exit status 1: a figure exceeds its limit; 2: an error, which is said."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except HmpxError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
 
-        yield from memory.run(options.params, options.ranks, options.recipe, options.states)
-        return
-    with _in_a_checkout(options.what):
-        from hmpx.bench import casts, host, updates
+
+def _tables(options: argparse.Namespace) -> Iterator[Bench]:
+    """Yield each table as it is made."""
     repeat, device = options.repeat, _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.what == "host":
         yield host.run(repeat, device, options.tensors, options.only)
@@ -55,21 +57,13 @@ def _bench(options: argparse.Namespace) -> int:
         benches.append(table)
         print("" if len(benches) == 1 else "\n", table, sep="")
     if options.json:
-        from hmpx.bench import measure
-
         measure.save(benches, options.json)
-    if options.what != "host":
-        return 0
-    from hmpx.bench import host
-
-    return _tell_short(host.exceeded(benches[0]))
+    return _tell_short(host.exceeded(benches[0])) if options.what == "host" else 0
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    with _in_a_checkout(options.what):
-        from hmpx.bench import gpu
     if unknown := [part for part in options.parts if part not in gpu.ALONE]:
-        raise HmpxError(f"bench gpu {unknown[0]}: there is no such part; there are {', '.join(gpu.ALONE)}")
+        raise HmpxError(f"gpu {unknown[0]}: there is no such part; there are {', '.join(gpu.ALONE)}")
     say = functools.partial(print, flush=True)
     if len(options.parts) == 1:
         outputs_asked(options, "json")
@@ -89,16 +83,6 @@ def _tell_short(short: list[str]) -> int:
     return 1 if short else 0
 
 
-@contextlib.contextmanager
-def _in_a_checkout(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise HmpxError(
-            f"bench {what} is no part of an installed hmpx ({error}): run it in a checkout; `bench memory` is"
-        ) from None
-
-
 def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
@@ -113,36 +97,26 @@ def _count(text: str) -> int:
     return number
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
-
-
-def _size(text: str) -> float:
-    number = float(text)
-    if not 1 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of parameters")
-    return number
-
-
-def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
-    """Add the command `bench`, with one of its own for each table."""
-    bench = subparsers.add_parser(
-        "bench",
-        help="time and memory, side by side with the peers that are installed",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
         description="Measure on this machine, beside torch and the libraries that are installed. Every table\n"
-        "names the device and the number of threads. `memory` measures nothing.",
-        epilog=f"examples:\n  {prog} bench rounding --threads 1\n  {prog} bench memory --params 7e9 --recipe lean",
+        "names the device and the number of threads.",
+        epilog=f"example:\n  {_PROG} rounding --threads 1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = bench.add_subparsers(required=True, metavar="TABLE", dest="what", title="tables")
+    what = parser.add_subparsers(required=True, metavar="TABLE", dest="what", title="tables")
 
     def add_one(name: str, words: str, description: str = "", example: str = "--json figures.json", run=_bench):
-        described = description or f"{words[0].upper()}{words[1:]}."
         command = what.add_parser(
-            name, help=words, description=described, epilog=f"example:\n  {prog} bench {name} {example}"
+            name,
+            help=words,
+            description=description or f"{words[0].upper()}{words[1:]}.",
+            epilog=f"example:\n  {_PROG} {name} {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        if run is _bench:
-            command.add_argument("--json", type=Path, metavar="FILE", help="the figures as JSON too")
+        command.add_argument("--json", type=Path, metavar="FILE", help="the figures as JSON too; of gpu, of one part")
         add_force(command)
         return command
 
@@ -193,20 +167,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     words = "tests, rounding, step, models, host, train or fp8; default all but fp8"
     command.add_argument("parts", nargs="*", metavar="PART", help=words)
     command.add_argument("--folder", type=Path, default=Path(), metavar="FOLDER", help="for both files, default here")
-    command.add_argument("--json", type=Path, metavar="FILE", help="of one part, the figures as JSON")
-
-    command = add_one(
-        "memory",
-        "what a model takes on each rank, computed for every way to hold weights",
-        "What a model that need not exist takes on each rank: bytes per parameter by what they are for,\n"
-        "and GiB by how it is distributed. A way to distribute that a recipe refuses has no row; a note says why.",
-        "--params 7e9 --ranks 1,8,64 --recipe nxd-standard lean",
-    )
-    command.add_argument("--params", type=_size, default=7e9, metavar="N", help="of the model, default 7e9")
-    command.add_argument("--ranks", type=_counts, default=[1, 8, 64, 512], metavar="N,...", help="default 1,8,64,512")
-    command.add_argument("--recipe", nargs="+", default=[], metavar="NAME", help="default: every way to hold weights")
-    words = "tensors the optimizer keeps, default 2"
-    command.add_argument("--states", type=int, choices=range(9), default=2, help=words)
+    return parser
 
 
 def _add_repeat(command: argparse.ArgumentParser, rounds: int = 15) -> None:

@@ -6,13 +6,14 @@ that most of a model's memory is never touched.
 
 These names of hmpx are replaced, and no others. Where one has moved, `mock` raises, so that nothing is measured wrong:
 
-=======================  ===========================================================================
+=======================  ==========================================================================
 ``native.can_read``      no: a tensor is on no CPU
 ``triton.can_read``      as it is, but for tensors on a CPU
 ``batching.slice_size``  that of an accelerator
 ``batching._memory``     that of a GPU of 80 GiB
 ``Waiting.ELEMENTS``     that of an accelerator
-=======================  ===========================================================================
+``own_code._PUBLISHERS``  with this package: what stands in torch's place here is taken for torch's
+=======================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 
-from hmpx.base.torch_private import add_to_all, private
+from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import batching, released
+from hmpx.updates.stepping import batching, own_code, released
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -93,7 +94,7 @@ def no_gpu() -> Iterator[Counter[str]]:
         HmpxError: Triton is not installed.
     """
     if not triton.available():
-        raise HmpxError("bench host wants Triton where there is no GPU: pip install triton")
+        raise HmpxError("host wants Triton where there is no GPU: pip install triton")
     from triton.runtime import driver
 
     told, inside = Counter[str](), [False]
@@ -122,8 +123,9 @@ def no_gpu() -> Iterator[Counter[str]]:
         (released.Waiting, "ELEMENTS", released.Waiting.ELEMENTS_OF_ACCELERATORS),
         (_adam, "_fused_adam", fused_adam),
         (torch, "_foreach_add_", foreach_add_),
-        (torch, "_fused_adamw_", _TorchsStep(private("torch._fused_adamw_"))),
-        (torch, "_fused_adam_", _TorchsStep(private("torch._fused_adam_"))),
+        (torch, "_fused_adamw_", _TorchsStep(torch._fused_adamw_)),
+        (torch, "_fused_adam_", _TorchsStep(torch._fused_adam_)),
+        (own_code, "_PUBLISHERS", own_code._PUBLISHERS | {"bench"}),
         (torch, "zeros_like", torch.empty_like),  # state, of which no page is ever touched
     ]
     with contextlib.ExitStack() as patches:

@@ -28,9 +28,9 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.bench import measure
-from hmpx.bench.models import Shape, gpt
-from hmpx.bench.no_gpu import no_gpu
+from bench import measure
+from bench.models import Shape, gpt
+from bench.no_gpu import no_gpu
 from hmpx.updates.attach import attach, detach
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
 from hmpx.updates.holding.stores import WAYS as WEIGHTS

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hmpx.bench import measure
-from hmpx.bench.models import MODELS
+from bench import measure
+from bench.models import MODELS
 from hmpx.converting import convert
 from hmpx.errors import HmpxError
 from hmpx.insight.recording.record import record

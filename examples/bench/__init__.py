@@ -1,0 +1,1 @@
+"""Figures, each beside its peers in one run: ``python examples/bench``, in a checkout."""

@@ -1,1 +1,0 @@
-"""Figures, each beside its peers in one run: ``python -m hmpx bench``."""
