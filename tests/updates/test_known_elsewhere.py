@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 
 import pytest
 import torch
@@ -92,6 +93,23 @@ def bind(o, change):
     o.param_groups[0]["params"] = change(o.param_groups[0]["params"])
 
 
+def with_default(own):
+    def has(p, *, own=own):
+        return id(p) in own
+
+    return has
+
+
+class Slotted:
+    __slots__ = ("ids",)
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def has(self, one):
+        return one in self.ids
+
+
 def writes_real_gradients(o):
     for p in o.own():
         p.grad.mul_(0.5)
@@ -114,6 +132,10 @@ KINDS = {
     "deque": ({"begin": lambda o: collections.deque(), "buffer": in_deque}, KNOWN),
     "objects in objects": (
         {"begin": lambda o: SPACE(a=SPACE(b=SPACE(of={}))), "buffer": in_dict(lambda o: o.own.a.b.of)},
+        KNOWN,
+    ),
+    "objects deep in objects": (
+        {"begin": lambda o: SPACE(a=[[SPACE(a=[SPACE(of={})])]]), "buffer": in_dict(lambda o: o.own.a[0][0].a[0].of)},
         KEPT,
     ),
     "global dict": ({"buffer": in_dict(lambda o: _GLOBAL)}, KEPT),
@@ -130,6 +152,29 @@ KINDS = {
     ),
     "ids of an object": (
         {"begin": lambda o: SPACE(ids=ids(o)), "rate": of_ids(lambda own, p: id(p) in own.ids)},
+        KNOWN,
+    ),
+    "ids in a slot": ({"begin": lambda o: Slotted(ids(o)), "rate": of_ids(lambda own, p: id(p) in own.ids)}, KNOWN),
+    "ids of a bound method": (
+        {"begin": lambda o: Slotted(ids(o)).has, "rate": of_ids(lambda own, p: own(id(p)))},
+        KNOWN,
+    ),
+    "ids as a default": (
+        {"begin": lambda o: with_default(ids(o)), "rate": of_ids(lambda own, p: own(p))},
+        KNOWN,
+    ),
+    "weak references": (
+        {
+            "begin": lambda o: [weakref.ref(o.param_groups[0]["params"][0])],
+            "rate": of_ids(lambda own, p: p is own[0]()),
+        },
+        KNOWN,
+    ),
+    "addresses": (
+        {
+            "begin": lambda o: {o.param_groups[0]["params"][0].data_ptr()},
+            "rate": of_ids(lambda own, p: p.data_ptr() in own),
+        },
         KNOWN,
     ),
     "ParameterList": (

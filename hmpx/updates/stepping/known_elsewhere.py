@@ -7,11 +7,13 @@ in a set or a dict of its own does not find the copy there, and steps on as if t
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 import types
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +28,8 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 Tensor = torch.Tensor
 _use_count = private("torch._C._storage_Use_Count")
-_EMPTY = types.CellType()
-_Container = list | tuple | set | frozenset | deque | Mapping
-
-_SEARCHED = 3  # containers inside containers
+_LEAVES = torch.nn.Module | Optimizer | type | types.ModuleType | str | bytes | float | None
+_DEPTH, _MANY = 6, 1 << 14  # how deep a search goes, and how many objects it looks at there
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _of_all() -> frozenset[str]:
 
 
 def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> None:
-    """Refuse an optimizer of which an attribute, or an option of a group, holds its parameters or their ids.
+    """Refuse an optimizer of which an attribute, or an option of a group, holds its parameters, their ids or addresses.
 
     Args:
         shown: the FP32 copies of a step that is over: by then a class has made what it makes in its first step.
@@ -49,12 +49,14 @@ def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> Non
     """
     lists = [group["params"] for group in optimizer.param_groups]
     params = {id(p): p for params in (*lists, shown) for p in params}
+    numbers = {local(p).data_ptr() for p in params.values() if shows_values(p)} - {0} | params.keys()
     own_lists = {id(each) for each in lists}
     own = {name: value for name, value in vars(optimizer).items() if name not in _of_all()}
     groups = enumerate(optimizer.param_groups)
     options = {f"param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
     for name, value in {**own, **options}.items():
-        if id(value) not in own_lists and any(_is_one(each, params) for each in _inside(value, _SEARCHED, own_lists)):
+        found = _inside(value, own_lists)
+        if any((params.get(id(x)) is x) if isinstance(x, Tensor) else (x in numbers) for x in found):
             raise HmpxError(
                 f"{type(optimizer).__name__} knows parameters by {name}, a {type(value).__name__}, and would not find "
                 "the FP32 copies there that hmpx steps in their place: keep its weights in FP32, without hmpx.attach, "
@@ -62,48 +64,52 @@ def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> Non
             )
 
 
-def _is_one(value: Any, params: Mapping[int, Parameter]) -> bool:
-    found = params.get(id(value)) is value if isinstance(value, torch.Tensor) else False
-    return found or (type(value) is int and value in params)
+def _inside(value: Any, own_lists: Iterable[int]) -> Iterator[Any]:
+    """Yield integers, and tensors by which something may be looked up, that can be reached from an attribute.
 
-
-def _inside(value: Any, depth: int, own_lists: set[int]) -> Iterator[Any]:
-    """Yield what a container holds, keys of dicts and containers inside included; lists of `param_groups` aside."""
-    if id(value) in own_lists or depth < 0:
-        return
-    value = _held_by(value) if depth == _SEARCHED else value
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from _inside(key, depth - 1, own_lists)
-        value = [*value.values()]
-    if isinstance(value, _Container):
-        for each in value:
-            yield from _inside(each, depth - 1, own_lists)
-    else:
-        yield value
-
-
-def _held_by(value: Any) -> Any:
-    """Return by what a function or an object in an attribute may look parameters up; any other value as it is.
-
-    A model, or a list in such a place, may be there to be read. A write to a parameter in it is seen.
+    own_lists: ids of the lists of `param_groups`, which are left aside.
     """
+    level, seen = [(value, True)], set(own_lists)
+    for _ in range(_DEPTH):
+        level, found = [], level[:_MANY]
+        for each, is_sought in found:
+            if isinstance(each, Tensor) or type(each) is int:
+                if is_sought or type(each) is int:
+                    yield each
+            elif id(each) not in seen:
+                seen.add(id(each))
+                level += _held_by(each, is_sought)
+
+
+def _held_by(value: Any, is_sought: bool) -> list[tuple[Any, bool]]:
+    """Return what a container, an object or a function refers to, each with whether a tensor there is looked up by.
+
+    A model, or a list in an object, may be there to be read. A write to a parameter in it is seen.
+    """
+    found: Iterable[Any]
+    if isinstance(value, dict):
+        return [(each, True) for each in (*value, *value.values())]
+    if isinstance(value, set | frozenset | torch.nn.ParameterList | torch.nn.ParameterDict):
+        return [(each, True) for each in (value.parameters() if isinstance(value, torch.nn.Module) else value)]
+    if isinstance(value, list | tuple | deque):
+        return [(each, is_sought) for each in value]
+    if isinstance(value, weakref.ref):
+        return [(value(), is_sought)] if isinstance(value(), Tensor) else []
     if isinstance(value, functools.partial):
-        return [value.args, value.keywords, _held_by(value.func)]
-    if isinstance(value, torch.nn.ParameterList | torch.nn.ParameterDict):
-        return list(value.parameters())
-    if isinstance(value, torch.nn.Module | Optimizer | type | types.ModuleType | Tensor | _Container):
-        return value
-    found = list(getattr(value, "__dict__", {}).values())
+        return [(value.args, is_sought), (value.keywords, True), (value.func, False)]
+    if isinstance(value, _LEAVES) or "hmpx" in (_publisher(value), _publisher(type(value))):
+        return []
     if isinstance(value, types.FunctionType):
-        found = [*(cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY), value.__defaults__]
-    if not found or type(value).__module__.startswith("hmpx.") or getattr(value, "__module__", "").startswith("hmpx."):
-        return value
-    lists = [isinstance(each, list | tuple | deque) for each in found]
-    found = [
-        [x for x in v if not isinstance(x, Tensor)] if is_list else v for v, is_list in zip(found, lists, strict=True)
-    ]
-    return [each for each in found if not isinstance(each, Tensor)]
+        found = value.__closure__, value.__defaults__, value.__kwdefaults__
+    else:
+        own = getattr(value, "__dict__", None)
+        found = [each for each in gc.get_referents(value) if each is not own]
+        found += own.values() if isinstance(own, dict) else ()
+    return [(each, False) for each in found]
+
+
+def _publisher(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
 def references(tensors: Iterable[Tensor], known: Iterable[Any]) -> list[tuple[int, int, int]]:
