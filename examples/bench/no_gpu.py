@@ -9,7 +9,7 @@ These names of hmpx are replaced, and no others. Where one has moved, `mock` rai
 =======================  ==========================================================================
 ``native.can_read``      no: a tensor is on no CPU
 ``triton.can_read``      as it is, but for tensors on a CPU
-``batching.slice_size``  that of an accelerator
+``plan.room_size``       that of an accelerator
 ``batching._memory``     that of a GPU of 80 GiB
 ``Waiting.ELEMENTS``     that of an accelerator
 ``own_code._PUBLISHERS``  with this package: what stands in torch's place here is taken for torch's
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import batching, own_code, released
+from hmpx.updates.stepping import batching, own_code, plan, released
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -98,10 +98,10 @@ def no_gpu() -> Iterator[Counter[str]]:
     from triton.runtime import driver
 
     told, inside = Counter[str](), [False]
-    size, own_step, add = batching.slice_size, _adam._fused_adam, add_to_all
+    own_step, add = _adam._fused_adam, add_to_all
 
-    def slice_size(elements: int, parts: int = batching._PARTS, device: object = None) -> int:
-        return size(elements, parts, torch.device("cuda"))
+    def room_size(elements: int, device: object = None, **options: bool) -> int:
+        return batching.room_size(elements, torch.device("cuda"), **options)
 
     def fused_adam(*args: Any, **kwargs: Any) -> None:
         inside[0] = True
@@ -118,7 +118,7 @@ def no_gpu() -> Iterator[Counter[str]]:
         (driver, "_active", _driver(told)),
         (native, "can_read", lambda *tensors: False),
         (triton, "can_read", _can_read),
-        (batching, "slice_size", slice_size),
+        (plan, "room_size", room_size),
         (batching, "_memory", lambda device: 80 << 30),
         (released.Waiting, "ELEMENTS", released.Waiting.ELEMENTS_OF_ACCELERATORS),
         (_adam, "_fused_adam", fused_adam),

@@ -43,10 +43,11 @@ _STATE = {
     "4bit": "4 bits with a scale for 128 elements, rounded stochastically",
 }
 _KERNELS = f"in the arithmetic of hmpx's kernels for {FUSED}"
+_COPIES = "in FP32 copies of the largest parameter or more"
 _STEPS = {  # who takes them, and who chose
-    None: f"{_KERNELS}, but for groups with {', '.join(OWN)}; others by the optimizer's code (fused is not set)",
+    None: f"{_KERNELS}, but for groups with {', '.join(OWN)}; others by their own code, {_COPIES} (fused is not set)",
     True: f"{_KERNELS}, but for groups with {', '.join(OWN)} (fused: true)",
-    False: "by the optimizer's own code, with its bits (fused: false)",
+    False: f"by the optimizer's own code, with its bits, {_COPIES} (fused: false)",
 }
 
 

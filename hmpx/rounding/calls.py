@@ -51,7 +51,6 @@ def row_of_rounding(
 
 def row_of_move(
     held: StoredTensor,
-    start: int,
     x: torch.Tensor,
     first: int = 0,
     *,
@@ -59,23 +58,20 @@ def row_of_move(
     grad: int | None = None,
     room: int | None = None,
 ) -> TableRow:
-    """Return the row that reads elements of a held tensor into FP32 `x`, or writes them from `x` by its step's key.
+    """Return the row that reads a held tensor into FP32 `x`, or writes it from `x` by its step's key.
 
     Args:
-        held: the whole tensor.
-        start: the index in `held` of the first element that moves; in codes, a block begins there.
         first: the index in the whole parameter of the first element of `held`, if `held` is a part of it.
         grad: the index of `held` among all gradients, if it is one: each step has its gradients at other addresses.
         room: where in a room `x` begins, in bytes, if `x` lies in one.
     """
     size, own = x.numel(), StoredTensor(x, FP32)
-    at = start if held.row else 0  # without codes there are no blocks
-    lain = Lain.alone(size, held.row or size, at, first + start - at)
+    lain = Lain.alone(size, held.row or size, offset=first)
     in_room = None if room is None else (int(is_read), room)
     if not is_read:
-        return TableRow(lain, (own, held.part(start, size)), (None, _drawn(held)), by_name=True, room=in_room)
-    of_grad = None if grad is None else (0, grad, start * held.tensor.element_size())
-    return TableRow(lain, (held.part(start, size), own), (None, None), grad=of_grad, room=in_room)
+        return TableRow(lain, (own, held), (None, _drawn(held)), by_name=True, room=in_room)
+    of_grad = None if grad is None else (0, grad)
+    return TableRow(lain, (held, own), (None, None), grad=of_grad, room=in_room)
 
 
 def _drawn(held: StoredTensor | None) -> int | None:
@@ -87,7 +83,7 @@ def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
     """Return the row that steps a parameter; `grad`: the index of its gradient, if each step has another one."""
     lain, held = Lain.alone(one.weight.tensor.numel(), one.row, offset=one.first), one.tensors()
     drawn = tuple(map(_drawn, held))
-    return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad, 0))
+    return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad))
 
 
 def step_list(kernels: ModuleType, kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:

@@ -42,14 +42,6 @@ class StoredTensor(NamedTuple):
         """The number of elements."""
         return self.tensor.numel() * (2 if self.kind == FOUR else 1)
 
-    def part(self, start: int, size: int) -> StoredTensor:
-        """Return `size` elements from `start` on. The part has the scales of the whole tensor."""
-        if size == self.size:
-            return self
-        stop, each = start + size, 2 if self.kind == FOUR else 1
-        beside = self.beside if self.beside is None or self.row else self.beside.view(-1)[start:stop]
-        return self._replace(tensor=self.tensor.view(-1)[start // each : stop // each], beside=beside)
-
     @classmethod
     def of(cls, tensor: torch.Tensor, name: int = 0) -> StoredTensor:
         """Return an FP32 tensor, or a BF16 one that is rounded stochastically."""

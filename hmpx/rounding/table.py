@@ -54,9 +54,9 @@ class Lain(NamedTuple):
         return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
 
     @classmethod
-    def alone(cls, count: int, row: int, start: int = 0, offset: int = 0) -> Lain:
-        """Lay out `count` elements, from `start` on, of a tensor that begins at element `offset` of the parameter."""
-        return cls(count, offset + start, count, 0, row, _blocks(row), start)
+    def alone(cls, count: int, row: int, offset: int = 0) -> Lain:
+        """Lay out a tensor of `count` elements that begins at element `offset` of the parameter."""
+        return cls(count, offset, count, 0, row, _blocks(row))
 
     @property
     def is_even(self) -> bool:
@@ -92,8 +92,7 @@ class TableRow(NamedTuple):
         keys: for each tensor, the key of its random numbers; None if it needs none.
         by_name: whether `keys` are ids of names instead. Each step makes the keys from them.
         scalars: those of the optimizer's step, if they are known already.
-        grad: the index of the gradient in `tensors`, its index among all gradients, and the byte of it with which the
-            row begins.
+        grad: the index of the gradient in `tensors`, and its index among all gradients.
         room: the index in `tensors` of the tensor that lies in a room, and the byte of the room with which it begins.
     """
 
@@ -102,7 +101,7 @@ class TableRow(NamedTuple):
     keys: tuple[int | None, ...]
     by_name: bool = False
     scalars: tuple[float, ...] = ()
-    grad: tuple[int, int, int] | None = None
+    grad: tuple[int, int] | None = None
     room: tuple[int, int] | None = None
 
     def alike(self) -> tuple[int, ...]:
@@ -139,7 +138,7 @@ class _Places:
         self._places, self._indices, self._offsets = array("q"), array("q"), array("q")
         self._slice: slice | None = None
 
-    def add(self, place: int, index: int, offset: int) -> None:
+    def add(self, place: int, index: int, offset: int = 0) -> None:
         self._places.append(place)
         self._indices.append(index)
         self._offsets.append(offset)
@@ -266,7 +265,7 @@ class Table:
                 self._names.extend([key for key, _ in named])
                 self._keys.extend([at for _, at in named])
             if row.grad is not None:
-                self._grads.add(place + _STORED * row.grad[0], *row.grad[1:])
+                self._grads.add(place + _STORED * row.grad[0], row.grad[1])
                 if constants[-1] == _ALIGNED:
                     self._aligned.append(row.grad[1])
             if row.room is not None:

@@ -85,7 +85,9 @@ def attach(
             differentiable or capturable, and sparse gradients. Results agree with the optimizer's own to rounding and
             not to the bit. They are the same on every device, in every layout and on any number of ranks: where no
             kernel can take a parameter (the head of `stepping/fused_batch.py` has the list), torch's operators give the
-            same bits, slower. True: refuse other classes. False: the optimizer's own step, with its bits.
+            same bits, slower. True: refuse other classes. False: the optimizer's own step, with its bits. Its own code,
+            and torch's operators, step FP32 copies of a few parameters at a time, in a room of at least the largest
+            parameter; a class that hmpx does not know sees all of them at once.
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 

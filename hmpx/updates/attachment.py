@@ -266,12 +266,9 @@ class Attachment:
         self._updates.waited = self._waiting.settle(self._updates.have_stepped) if self.is_open else []
         if self.is_open:  # some have stepped in a backward that failed
             released.finish(self._dtypes)
-        found = self._updates.look(call)
-        if found is None:
-            self.sync_parameters()
         self._counts.compare(call.optimizer, self._updates, call.seed)
         try:
-            return self._updates.step(call, found)
+            return self._updates.step(call, self.sync_parameters)
         finally:  # the step may be complete and still raise: from a signal that has waited for its end
             if not self._updates.is_open:
                 self._waiting.taken.clear()

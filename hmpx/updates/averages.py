@@ -89,5 +89,5 @@ def _average(
         function(wide, [weight.float() for weight in weights[i : i + size]], count)
         for average, x in zip(some, wide, strict=True):
             name = f"average of {names.get(local(average).data_ptr(), '')}"
-            key.round_into(local(average), local(x), name, 0, box_of(average, name))
+            key.round_into(local(average), local(x), name, box_of(average, name))
         key.flush()

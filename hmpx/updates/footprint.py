@@ -9,7 +9,7 @@ import torch
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.stepping.batching import slice_size
+from hmpx.updates.stepping.batching import room_size
 from hmpx.updates.stepping.released import Waiting
 
 # Ways to distribute a model, each with the tensors that are divided among the ranks.
@@ -40,9 +40,10 @@ class Footprint:
             with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.
         waiting: of a gradient that is released; so many elements wait in backward, and the parameter that makes it
             enough (`hmpx.updates.stepping.released`).
-        slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
-            and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice. 0 where hmpx's
-            kernels step. A class that hmpx does not know sees all at once; on a CPU, up to 128 MiB of that stay.
+        copies: in a step, for each element that is stepped at once: FP32 weight and gradient, FP32 state that is not
+            held so, and two temporaries of torch's own. These are the elements of the largest parameter, or of as many
+            as `hmpx.updates.stepping.batching` says, if that is more. 0 where hmpx's kernels step. A class that hmpx
+            does not know sees all at once; on a CPU, up to 128 MiB of that stay.
         stepped_by: who takes the steps, and by whose choice.
         codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole
             weights on each rank, and none where layers are checkpointed.
@@ -53,15 +54,21 @@ class Footprint:
     buckets: int
     masters: float
     state: float
-    slice: int
+    copies: int
     waiting: int = 0
     codes: int = 0
     stepped_by: str = ""
 
-    def transient(self, elements: float, device: str = "cpu") -> int:
-        """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
+    def transient(self, elements: float, device: str = "cpu", largest: float = 0) -> int:
+        """Return the most bytes that a step allocates beyond the rest.
+
+        Args:
+            elements: of the parameters that this rank steps.
+            largest: of the largest of them. 0: it is not known, and taken for a small one.
+        """
         waiting = Waiting.ELEMENTS if device == "cpu" else Waiting.ELEMENTS_OF_ACCELERATORS
-        at_once = (self.slice, slice_size(int(elements), device=torch.device(device))), (self.waiting, waiting)
+        room = max(room_size(int(elements), torch.device(device)), int(largest))
+        at_once = (self.copies, room), (self.waiting, waiting)
         return sum([each * min(size, int(elements)) for each, size in at_once])
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:
@@ -90,7 +97,7 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
-        slice=_FP32 * (4 + (0 if form.as_left else states)) if settings.fused is False else 0,
+        copies=_FP32 * (4 + (0 if form.as_left else states)) if settings.fused is False else 0,
         stepped_by=_STEPPED_BY[settings.fused],
         waiting=dtype.itemsize if settings.release_gradients else 0,
     )

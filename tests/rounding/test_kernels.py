@@ -269,14 +269,14 @@ def test_halves_are_exact_on_all_bit_patterns():
 
 def read(held):
     out = torch.empty_like(held.tensor, dtype=torch.float32)
-    calls.launch_once(native, [calls.row_of_move(held, 0, out, is_read=True)])
+    calls.launch_once(native, [calls.row_of_move(held, out, is_read=True)])
     return out
 
 
 def written_in_c(x, held):
     """Write `x` to a tensor that is held in this way, and return what C reads from there."""
     table = Table(x.device, native)
-    launches = table.add("move_list", [calls.row_of_move(held, 0, x, is_read=False)])
+    launches = table.add("move_list", [calls.row_of_move(held, x, is_read=False)])
     table.send(step_key(*STEP))
     run_all(launches)
     return read(held)

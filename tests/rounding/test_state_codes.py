@@ -157,25 +157,6 @@ def test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales():
         )
 
 
-@of_every_code
-@torch.no_grad()
-def test_parts_have_the_bits_of_the_whole(code):
-    for shape in shapes_of(code):
-        x = spread(shape)
-        whole, parts, p = written(x, code), HeldCodes.new(STATE_CODES[code], x), torch.nn.Parameter(x.bfloat16())
-        parts.tensor.fill_(77)
-        parts.scales.fill_(7)
-        segments = list(Segment(p, "w").parts(64, StateBlocks.of(x).rows.floor))
-        for segment in segments:
-            parts.write(segment, x.view(-1)[segment.start : segment.stop], "w.exp_avg", RoundingKey(**KEY))
-        assert torch.equal(parts.tensor, whole.tensor) and torch.equal(parts.scales, whole.scales)
-        seen = [torch.empty(segment.stop - segment.start) for segment in segments]
-        for segment, part in zip(segments, seen, strict=True):
-            parts.read(segment, part)
-        assert torch.equal(torch.cat(seen), whole.whole().view(-1))
-        assert [segment.start for segment in segments[1:]] == [segment.stop for segment in segments[:-1]]
-
-
 def test_blocks_lie_in_rows():
     for shape in SHAPES:
         length = row_length(shape)

@@ -24,7 +24,7 @@ from tests.support.recipe_memory import RECIPES, assert_memory_of
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
-SHAPE = 15, 133_312  # each row is a slice of a model of four
+SHAPE = 15, 133_312
 COUNT = 4 * 15 * 133_312
 
 
@@ -50,14 +50,8 @@ def test_every_way_takes_what_the_table_says(settings, foreach):
     peak, left = memory(optimizer.step, torch.device("cpu"))
     assert stays / COUNT == pytest.approx(expected.masters + expected.state, abs=0.001)
     assert params[0].element_size() == expected.weights and params[0].grad.element_size() == expected.gradients
-    most = expected.transient(COUNT)
-    on_masters = settings == {
-        "weights": "master",
-        "state_dtype": torch.float32,
-        "fused": False,
-    }  # of which no copy is taken
-    less = bool(foreach) + on_masters  # of FP32 temporaries, a foreach step has one less
-    least = most * (1 - 4 * less / expected.slice) if less else most
+    most = expected.transient(COUNT, largest=COUNT // 4)
+    least = most * (1 - 4 / expected.copies) if foreach else most  # of FP32 temporaries, a foreach step has one less
     assert 0.99 * least <= peak - left <= most * 1.01 + 100_000
     hmpx.detach(optimizer)
 
@@ -73,7 +67,7 @@ def test_fp32_weights():
     _, stays = memory(optim.AdamW(params).step, torch.device("cpu"))
     expected = footprint(Settings(), torch.float32)
     assert stays / 1e6 == pytest.approx(expected.state + expected.masters, abs=0.001)
-    assert (expected.weights, expected.gradients, expected.slice) == (4, 4, 0)
+    assert (expected.weights, expected.gradients, expected.copies) == (4, 4, 0)
 
 
 def _held_in_all(rank, modes, settings):
@@ -116,7 +110,7 @@ def test_what_two_ranks_hold():
         expected = footprint(Settings(**settings[i]), BF16)
         parts = {part: getattr(expected, part) for part in kept}
         on_rank = expected.on_rank(1e9, 2, mode) / 1e9 - (2 if mode != "fsdp2" else 0)  # buckets
-        on_rank -= expected.slice / 60 / (1 if mode == "ddp" else 2)  # on a GPU, a slice is a sixtieth
+        on_rank -= expected.copies / 60 / (1 if mode == "ddp" else 2)  # on a GPU, a sixtieth is stepped at once
         assert on_rank == pytest.approx(_on_two(parts, cut[mode]) / 2, abs=0.03)
         assert held + other[mode, i] == pytest.approx(_on_two(parts, cut[mode])), (mode, settings[i])
 

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping.batch import Batch
+from hmpx.updates.stepping.chunk import Chunk
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.numbers import nearly_equal
 from tests.support.state_codes import PREFIXES, held_as, in_code, read
@@ -41,12 +41,12 @@ def train(named, optimizer, start, stop, after=lambda step: None):
 
 @pytest.fixture
 def by_kernels(monkeypatch):
-    """No step is taken in slices."""
+    """No step is taken by the optimizer's own code."""
 
     def refused(self, *step):
         raise AssertionError(f"{[segment.name for segment in self.segments]} in slices")
 
-    monkeypatch.setattr(Batch, "step", refused)
+    monkeypatch.setattr(Chunk, "step", refused)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_state_in_codes_is_that_of_the_fp32_kernel_rounded(name, code, monkeypat
                 **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
             )[0]
             reference.state[p]["step"] += 0
-    monkeypatch.setattr(Batch, "step", None)  # nothing is left to it
+    monkeypatch.setattr(Chunk, "step", None)  # nothing is left to it
     for step in range(3):
         train(wide, reference, step, step + 1)
         train(named, optimizer, step, step + 1)

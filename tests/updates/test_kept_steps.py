@@ -177,23 +177,6 @@ def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, 
     assert same(*results)
 
 
-def test_masters_are_stepped_where_they_are(monkeypatch):
-    seen, begin = set(), optim.AdamW._init_group
-
-    def told(self, group, *lists):
-        seen.update(p.untyped_storage().data_ptr() for p in group["params"])
-        return begin(self, group, *lists)
-
-    monkeypatch.setattr(optim.AdamW, "_init_group", told)
-    monkeypatch.setattr(optimizer_classes, "is_own", lambda *_: True)  # this class's step is still torch's
-    _, optimizer, handle = made(*ADAM, weights="master")
-    for turn in range(4):
-        give_gradients(optimizer, turn)
-        seen.clear()
-        optimizer.step()
-    assert seen == {each.untyped_storage().data_ptr() for kept in handle._updates.stores.beside() for each in kept}
-
-
 def masters_given(params, optimizer, handle):
     if handle.settings.weights in ("master", "split", "split8"):
         handle._updates.set_masters(optimizer, {p: p.detach().float() + 2**-12 for p in params})
@@ -238,7 +221,7 @@ CHANGES = {
     "strided gradients": lambda ps, o, h: setattr(ps[0], "grad", ps[0].grad.t().contiguous().t()),
 }
 WAYS = {
-    "stochastic, in slices": {"floor": 1024},
+    "stochastic, in chunks": {"floor": 1024},
     "nearest, 8-bit state": {"weights": "nearest", "state_dtype": "8bit"},
     "split, BF16 state": {"weights": "split", "state_dtype": BF16},
     "rules": {"parameters": {"p1": {"weights": "split"}, "p4": {"state_dtype": BF16}}},

@@ -43,8 +43,8 @@ def test_a_step_tells_little_and_asks_for_nothing(how, weights, state_dtype):
     told = step_of(elements, how, weights, state_dtype, by_kernels=True)
     assert told.calls + told.launches <= 2000 and told.syncs == 0
     assert told.moved / elements <= 1.2 * minimum(elements, how, weights, state_dtype)
-    assert told.peak / elements <= 0.5
-    if how == "hmpx" or (how == "fused" and state_dtype is torch.float32):  # slices do not depend on how state is held
+    assert told.peak / elements <= (0.5 if how == "hmpx" else 24 / 32)  # FP32 copies of one of 32, and temporaries
+    if how == "hmpx" or (how == "fused" and state_dtype is torch.float32):
         larger = step_of(8 * elements, how, weights, state_dtype, by_kernels=True)
         assert larger.calls + larger.launches <= told.calls + told.launches
 
@@ -58,7 +58,7 @@ def test_without_triton_a_step_asks_for_nothing_either(monkeypatch):
 
 def test_without_triton_a_step_grows_with_the_number_of_tensors():
     told = [step_of(1 << size, "foreach", "stochastic", BF16, by_kernels=False) for size in (26, 28)]
-    assert told[0].calls == told[1].calls and told[1].peak <= 1 << 27
+    assert told[0].calls == told[1].calls and told[1].peak <= 32 * (1 << 28) / 32  # copies of one of 32 matrices
 
 
 def test_a_value_that_a_step_asks_for_is_seen(monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.stepping import batching
-from hmpx.updates.stepping.optimizer_classes import SCOPES
+from hmpx.updates.stepping.optimizer_classes import SCOPES, formula_of
 from tests.support.bench import memory
 from tests.support.training import needs_grad_dtype
 
@@ -27,8 +27,9 @@ def prepared(cls, shapes, **options):
 
 
 @pytest.mark.parametrize("cls, foreach", [*zip(BY_ELEMENT, cycle([False, True])), (optim.AdamW, None)])
-def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach):
-    made = []
+def test_a_step_by_element_takes_at_most_copies_of_the_largest_parameter(cls, foreach):
+    """FP32 weights and gradients, and up to three temporaries of torch's own; kernels need none of them."""
+    made, most = [], 0.5 * COUNT if formula_of(cls([nn.Parameter(torch.ones(1))])) else 20 * 4_000_000
 
     def first():
         made.append(cls(params, foreach=foreach))
@@ -36,9 +37,9 @@ def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach)
         made[0].step()
 
     params, _ = prepared(cls, [(2000, 1500), (4_000_000,), (1000, 1000)])
-    for step in (first, *[lambda: made[0].step()] * 2):  # the third takes the batches of the second
+    for step in (first, *[lambda: made[0].step()] * 2):  # the third takes the plan of the second
         peak, stays = memory(step, torch.device("cpu"))
-        assert (peak - stays) / COUNT <= 0.5
+        assert peak - stays <= most
 
 
 @needs_grad_dtype
@@ -79,17 +80,18 @@ def test_releasing_gradients_keeps_one_at_a_time():
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])
-def test_channels_last_parameters_are_sliced_too(cls, monkeypatch):
-    monkeypatch.setattr(batching, "_FLOOR", 1 << 12)
+def test_channels_last_parameters_take_copies_of_one(cls, monkeypatch):
     torch.manual_seed(1)
     weight = torch.randn(64, 32, 3, 3).bfloat16()
     layouts = (weight.clone(memory_format=torch.channels_last), weight.clone())
-    params = [nn.Parameter(w) for w in layouts]
-    optimizers = [cls([p], lr=0.1) for p in params]
-    for optimizer, p in zip(optimizers, params, strict=True):
+    monkeypatch.setattr(batching, "_FLOOR", 1 << 12)
+    params = [[nn.Parameter(w.clone()) for _ in range(4)] for w in layouts]
+    optimizers = [cls(some, lr=0.1) for some in params]
+    for optimizer, some in zip(optimizers, params, strict=True):
         hmpx.attach(optimizer)
-        p.grad = torch.ones_like(p)
+        for p in some:
+            p.grad = torch.ones_like(p)
         optimizer.step()
         peak, stays = memory(optimizer.step, torch.device("cpu"))
-        assert (peak - stays) / p.numel() <= 4  # 4096 elements at a time of 18432; whole shadows would take 8 and more
-    assert torch.equal(*params) and not params[0].is_contiguous()
+        assert (peak - stays) / some[0].numel() <= 16  # FP32 weight and gradient, and what rounds them
+    assert torch.equal(params[0][0], params[1][0]) and not params[0][0].is_contiguous()

@@ -140,12 +140,12 @@ def _taken_by_kernels(rank):
     for dim, state_dtype in itertools.product((0, 1), (torch.float32, "8bit")):
         stepped = []
 
-        class Told(fused_batch.FusedBatch):
-            def __init__(self, segments, *args, stepped=stepped):
-                super().__init__(segments, *args)
-                stepped += [segment.name for segment in segments]
+        class Told(fused_batch.KernelBackend):
+            def __init__(self, taken, *args, stepped=stepped):
+                super().__init__(taken, *args)
+                stepped += [each.segment.name for each in taken]
 
-        with mock.patch.object(fused_batch, "FusedBatch", Told):
+        with mock.patch.object(fused_batch, "KernelBackend", Told):
             train((optim.AdamW, {}, {"state_dtype": state_dtype}, SHAPES), placer(line, Shard(dim)))
         found[dim, state_dtype] = {*stepped}
     return found

@@ -13,7 +13,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
-from hmpx.updates.stepping.shown import ShownState
+from hmpx.updates.stepping.shadow import ShownState
 from tests.support.optimizers import UnlistedAdamW
 from tests.support.training import parameters, set_gradients
 
@@ -158,7 +158,7 @@ def test_a_module_as_the_closure_of_a_torch_optimizer_is_called_as_torch_calls_i
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_place(monkeypatch):
-    """Which would take memory and time, slice by slice."""
+    """Which would take memory and time, chunk by chunk."""
     monkeypatch.setattr(batching, "_FLOOR", 64)
     named = parameters(sizes=((40, 9), (130,)))
     optimizer = optim.AdamW(named)

@@ -135,10 +135,10 @@ def test_explain_and_footprint_say_who_chose(capsys):
         hmpx.explain({"fused": fused})
         (said[fused],) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("steps "))
         found = footprint(Settings(fused=fused), BF16)
-        assert f"fused={fused}" in found.stepped_by and (found.slice > 0) == (fused is False)
+        assert f"fused={fused}" in found.stepped_by and (found.copies > 0) == (fused is False)
     assert "kernels for Adagrad, Adam, AdamW" in said[None] and "(fused is not set)" in said[None]
     assert "amsgrad" in said[None] and "(fused: true)" in said[True]
-    assert said[False].endswith("by the optimizer's own code, with its bits (fused: false)")
+    assert said[False].endswith("with its bits, in FP32 copies of the largest parameter or more (fused: false)")
     hmpx.explain({"parameter_dtype": "float32"})
     assert not any(line.startswith("steps ") for line in capsys.readouterr().out.splitlines())
 

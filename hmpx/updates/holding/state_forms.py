@@ -19,7 +19,6 @@ To add a code, see `hmpx.rounding.state_codes`. To add another form, derive a cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class StateForm:
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         """Return a holder for a state tensor of the parameter's shape: `before` if it has this form, else a new one.
 
-        value: the state tensor that the step has left, or a part of it.
+        value: the state tensor that the step has left.
         """
         return before if isinstance(before, HeldState) else _like(param, value.dtype)
 
@@ -92,10 +91,6 @@ class StateForm:
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         """Return, as it is held, a state value that has not the parameter's shape."""
         return value
-
-    def ends(self, param: Tensor) -> Callable[[int], int] | None:
-        """Return a function that gives the last place up to an element where a part may end; None: anywhere."""
-        return None
 
 
 class InBF16(StateForm):
@@ -125,7 +120,7 @@ class InBF16(StateForm):
             return value
         reuse = is_moment(before) and before.dtype is BF16 and before.shape == value.shape
         out = before if reuse else torch.empty_like(value, dtype=BF16)
-        rounding_key.round_into(local(out), local(value).float(), name, 0, box_of(value, name))
+        rounding_key.round_into(local(out), local(value).float(), name, box_of(value, name))
         return out
 
 
@@ -178,10 +173,6 @@ class InCodes(StateForm):
     def _code_for(self, param: Tensor) -> StateCode:
         return StateBlocks.of(param).code_for(self._code, param.shape)
 
-    def ends(self, param: Tensor) -> Callable[[int], int] | None:
-        layout = StateBlocks.of(param)
-        return (lambda element: 0) if layout.cut or layout.is_scattered else layout.rows.floor
-
 
 def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:
     return HeldTensor(torch.empty_like(param, dtype=dtype, requires_grad=False))
@@ -215,17 +206,21 @@ def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: Ro
     return found
 
 
-def written(form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey) -> Any:
-    """Write a state value that a step has left for a segment. Return it as it is held: a `HeldState`, or a value.
+def written(
+    form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey, shape: torch.Size
+) -> Any:
+    """Write a state value that a step has left for a parameter. Return it as it is held: a `HeldState`, or a value.
 
-    before: what was held under this key before the step.
+    Args:
+        before: what was held under this key before the step.
+        shape: of the weights that the optimizer has seen: those of this rank, or of all.
     """
-    name, p, is_part = f"{segment.name}.{key}", segment.param, segment.start is not None
+    name, p = f"{segment.name}.{key}", segment.param
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in (BF16, FP32)
-    if not is_dense or is_single(p) or value.shape != (segment.of(p) if is_part else p).shape:
+    if not is_dense or is_single(p) or value.shape != shape:
         return form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)
     holder = form.holder(p, value, before)
-    if is_part or holder is not before or not _is_kept(holder, value):
+    if shape != p.shape or holder is not before or not _is_kept(holder, value):
         holder.write(segment, value, name, rounding_key)
     return holder
 

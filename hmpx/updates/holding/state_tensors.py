@@ -22,7 +22,7 @@ from hmpx.rounding.coding import BLOCK, BlockCodes, Rows, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
-from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local, sizes_and_offsets
+from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local, part_of, sizes_and_offsets
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -146,16 +146,13 @@ class HeldTensor(HeldState):
         super().__init__(tensor)
         self.kind = native.BF16 if tensor.dtype is BF16 else None
 
-    def itself(self, segment: Segment) -> Tensor | None:
-        return None if self.tensor.dtype is BF16 else segment.of(self.tensor)
-
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
+        x, held = part_of(segment.param, x), local(self.tensor)
         if held.dtype is x.dtype:
             held.copy_(x)
         else:
             assert held.dtype is BF16, "kernels write two bytes an element"
-            rounding_key.round_into(held, x, name, segment.at, segment.box)
+            rounding_key.round_into(held, x, name, segment.box)
 
 
 class HeldCodes(HeldState):
@@ -188,38 +185,33 @@ class HeldCodes(HeldState):
         return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.rows.width)
 
     def read(self, segment: Segment, out: Tensor) -> None:
-        if self._layout.is_scattered:  # its one segment is all that this rank holds
-            out.copy_(local(self.whole()).reshape(out.shape))
+        if self._layout.is_scattered:
+            out.copy_(local(self.whole()))
             return
         flat = out if out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        self.code.decode(flat.view(-1), self._codes(segment))
+        self.code.decode(flat.view(-1), self._codes())
         if flat is not out:
             out.copy_(flat)
 
-    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        layout = self._layout
-        if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
-            if value.shape != self._param.shape or is_sharded(value):
-                value = full(like(self._param, local(value).view(local(self._param).shape)))
-            whole = HeldCodes.new(self.code, value)
-            whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
+    def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        layout, param = self._layout, self._param
+        if layout.is_scattered or (is_sharded(param) and not is_sharded(x) and x.shape != local(param).shape):
+            if x.shape != param.shape or is_sharded(x):
+                x = full(like(param, local(x)))
+            whole = HeldCodes.new(self.code, x)
+            whole.write(Segment(segment.param, segment.name), x, name, rounding_key)
             local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
             local(self.scales).copy_(held_part(self.scales, whole.scales))
             return
-        x, scales = local(value).float().contiguous().view(-1), local(self.scales)
+        x, scales = local(x).float().contiguous().view(-1), local(self.scales)
         if layout.cut:
             found = layout.over_ranks(*self.code.largest(x, layout.rows, 0))
             scales.view(-1).copy_(self.code.scales_for(*found))
-        numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
-        self.code.encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
+        numbers = rounding_key.spans(x.numel(), segment.box), rounding_key.keys(name)
+        self.code.encode(self._codes(), x, *numbers, given=bool(layout.cut))
 
-    def _codes(self, segment: Segment | None = None) -> BlockCodes:
-        """Return the codes of a segment, or of all that this rank holds."""
-        codes, scales, rows = local(self.tensor).view(-1), local(self.scales), self._layout.rows
-        if segment is not None and segment.start is not None and segment.stop is not None:
-            each = self.code.per_byte
-            return BlockCodes(codes[segment.start // each : segment.stop // each], scales, rows, segment.start)
-        return BlockCodes(codes, scales, rows)
+    def _codes(self) -> BlockCodes:
+        return BlockCodes(local(self.tensor).view(-1), local(self.scales), self._layout.rows)
 
     def whole(self) -> Tensor:
         param = self._param

@@ -3,8 +3,8 @@
 ==========  ==========================================================  =======================
 stochastic  BF16 weights, stochastic rounding on write-back             + 0 bytes a parameter
 nearest     BF16 weights, round to nearest, which loses small updates   + 0
-master      BF16 weights beside FP32 masters that the optimizer works   + 4
-            on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
+master      BF16 weights beside FP32 masters (Neuron's FP32ParamsCopy,   + 4
+            NxD's use_master_weights)
 split       the same masters, bit for bit: the BF16 weight is their     + 2
             upper half, an int16 the rest
 split8      masters of 24 bits: an int8 is the rest, rounded            + 1
@@ -47,13 +47,11 @@ class Store(Held):
         beside: the tensors kept beside the weights. When one of them is exchanged, this becomes another tuple.
         bytes_beside: how many bytes are kept for each weight, beside the weight.
         has_masters: whether the result of `masters` has more digits than the BF16 weights.
-        shows_masters: whether a whole FP32 master is kept for each weight, so that a step may work on it.
     """
 
     beside: tuple[Tensor, ...] = ()
     bytes_beside: ClassVar[float] = 0.0
     has_masters: ClassVar[bool] = False
-    shows_masters: ClassVar[bool] = False
 
     def begin(self) -> None:
         """Make the data beside the weights fit the weights as they are now. A step calls this first."""
@@ -84,7 +82,7 @@ class Stochastic(Store):
     kind = native.BF16
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        rounding_key.round_into(segment.of(self.tensor), x, name, segment.at, segment.box)
+        rounding_key.round_into(local(self.tensor), x, name, segment.box)
 
 
 class Nearest(Store):
@@ -93,7 +91,7 @@ class Nearest(Store):
     kind = native.NEAREST
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        segment.of(self.tensor).copy_(x)
+        local(self.tensor).copy_(x)
 
 
 class Master(Store):
@@ -102,7 +100,6 @@ class Master(Store):
     kind = native.MASTER
     bytes_beside: ClassVar[float] = 4.0
     has_masters: ClassVar[bool] = True
-    shows_masters: ClassVar[bool] = True
 
     def begin(self) -> None:
         masters = self.beside[0] if self.beside else None
@@ -110,17 +107,12 @@ class Master(Store):
         if fitting is not masters:
             self.beside = (fitting,)
 
-    def itself(self, segment: Segment) -> Tensor | None:
-        return None if segment.by_rows else segment.of(self.beside[0]).data
-
     def read(self, segment: Segment, out: Tensor) -> None:
-        read_masters(segment.of(self.beside[0]), segment.of(self.tensor), out)
+        read_masters(self.beside[0], local(self.tensor), out)
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        master = segment.of(self.beside[0])
-        if not shows_values(master) or master.data_ptr() != x.data_ptr():  # else `x` is the master
-            master.copy_(x)
-        segment.of(self.tensor).copy_(x)
+        self.beside[0].copy_(x)
+        local(self.tensor).copy_(x)
 
     def take_masters(self, masters: Tensor) -> None:
         self.beside = (laid_as(held_part(self.tensor, masters), local(self.tensor), torch.float32),)
@@ -164,15 +156,14 @@ class Split(Store):
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._loaded is not None:
-            read_masters(segment.of(self._loaded), segment.of(self.tensor), out)
+            read_masters(self._loaded, local(self.tensor), out)
         else:
-            join(segment.of(self.tensor), segment.of(self.beside[0]), out)
+            join(local(self.tensor), self.beside[0], out)
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        spans = rounding_key.spans(x.numel(), segment.at, segment.box)
-        split(x, segment.of(self.tensor), segment.of(self.beside[0]), spans, rounding_key.keys(name))
-        if segment.is_last:
-            self._keep(None, self._lower)
+        spans = rounding_key.spans(x.numel(), segment.box)
+        split(x, local(self.tensor), self.beside[0], spans, rounding_key.keys(name))
+        self._keep(None, self._lower)
 
     def take_masters(self, masters: Tensor) -> None:
         self._keep(laid_as(held_part(self.tensor, masters), local(self.tensor), torch.float32), None)

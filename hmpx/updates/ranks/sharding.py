@@ -148,6 +148,17 @@ def held_part(param: Tensor, value: Tensor) -> Tensor:
     return full(value)
 
 
+def share(tensor: Tensor) -> int:
+    """Return about how many elements each rank holds; the same number on all ranks."""
+    return tensor.numel() // tensor.device_mesh.size() if is_sharded(tensor) else tensor.numel()
+
+
+def part_of(param: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is sharded as `param` is, is whole, or is this part already."""
+    is_part = not is_sharded(value) and value.shape == local(param).shape
+    return value if is_part else held_part(param, value)
+
+
 def box_of(tensor: Tensor, name: str) -> Box | None:
     """Return the box of this rank's elements of a DTensor; None for a whole tensor."""
     if not is_sharded(tensor):

@@ -1,10 +1,11 @@
-"""Parameters that one fused kernel steps and writes back, in one pass over weights, gradients and state.
+"""Parameters that are stepped by a formula, whatever their optimizer's own step does, and how: by kernels or torch.
 
-Every class with a formula in `optimizer_classes.py` steps so, unless ``fused=False`` asks for its own step. The kernel
+Every class with a formula in `optimizer_classes.py` steps so, unless ``fused=False`` asks for its own step. A formula
 has its own order of operations, so results agree with the optimizer's to rounding and not to the bit. State has the
 optimizer's keys and shapes, so a training run may change between fused and other steps.
 
-`formula_step.py` gives the same bits for the parameters that no kernel takes as they are held:
+A kernel, in C or in Triton, steps and writes back in one pass over weights, gradients and state. torch's operators step
+parameters that no kernel takes as they are held, from FP32 copies and with the same bits:
 
 - there is no C compiler, or no Triton; the device is neither a CPU nor CUDA; or the tensor has an unknown subclass;
 - this rank's elements have gaps between them in the whole parameter, or reach past its first 2^32;
@@ -30,50 +31,61 @@ from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.calls import row_of_step
-from hmpx.rounding.devices import kernels_for
+from hmpx.rounding.devices import kernels_for, lacks_data
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, run_all
-from hmpx.updates.holding.held import Segment
+from hmpx.updates.holding.held import RoundingKey, Segment
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks, by_own_keys
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, StateBlocks, by_own_keys, held_states
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.by_torch import TorchBackend
 from hmpx.updates.stepping.optimizer_classes import Formula
-from hmpx.updates.stepping.shown import StepContext
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack
 
 Tensor = torch.Tensor
 
 
 def fused_batches(
-    segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
+    segments: list[Segment], formula: Formula, context: StepContext, key: RoundingKey, tables: Tables
 ) -> list[FusedBatch]:
-    """Make a fused batch for each device. It has the parameters there that a kernel can step."""
-    optimizer, together = context.optimizer, dict[torch.device, list[Segment]]()
+    """Make a batch for the parameters of each device that a kernel can step, and one for those that torch steps."""
+    optimizer, found = context.optimizer, dict[tuple[torch.device, bool], list[Segment]]()
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
-        grad = context.gradients[context.indices[p]]
-        if _takes(formula, group, segment, grad, optimizer.state.get(p) or {}):
-            together.setdefault(p.device, []).append(segment)
-    return [FusedBatch(each, formula, context, write_back, tables) for each in together.values()]
+        grad, state = context.gradients[context.indices[p]], optimizer.state.get(p) or {}
+        if _takes(formula, group, segment, grad, state):
+            by_kernel = _can_be_by_kernel(formula, group, segment, grad, state)
+            if by_kernel or not lacks_data(local(p)):
+                found.setdefault((p.device, by_kernel), []).append(segment)
+    return [FusedBatch(each, formula, context, key, tables if by else None) for (_, by), each in found.items()]
 
 
 def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
-    """Whether a kernel can step this parameter.
+    """Whether the formula steps this parameter. If not, the optimizer's own step does, or raises.
 
     Raises:
         HmpxError: a state tensor has a dtype that no step gives it.
     """
+    if not formula.takes(group, by_own_keys(state)) or grad.layout is not torch.strided:
+        return False
+    _refuse_dtypes(segment, formula.states(group), state)
+    held = held_states(state, segment.param)
+    found = [held.get(key) for key in formula.states(group) if key is not None]
+    return all([value is None or isinstance(value, HeldState) for value in found])
+
+
+def _can_be_by_kernel(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
+    """Whether a kernel can step this parameter as it is held."""
     if segment.first is None or segment.first + segment.count > 2**32:
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel knows this way to hold weights
         return False
     p, kernels, known = local(segment.param), kernels_for(local(segment.param)), by_own_keys(state)
-    if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
+    if kernels is None or formula.kernel not in kernels.KERNELS:
         return False
-    _refuse_dtypes(segment, formula.states(group), state)
     is_coded = segment.way.is_coded and any(formula.states(group))
     if is_coded and not _can_be_coded(segment, state):
         return False
@@ -85,8 +97,8 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
 
 
 @dataclass(eq=False, slots=True)
-class _Taken:
-    """One parameter in the form that a kernel takes. The gradient is not in it, so that its memory can be freed.
+class Taken:
+    """One parameter of a batch. The gradient is not in it, so that its memory can be freed.
 
     Attributes:
         index: the index of the gradient in the list of all gradients.
@@ -94,7 +106,6 @@ class _Taken:
         keys: the keys of the state tensors, in the kernel's order.
         known: the state by the optimizer's own keys, with the new entries.
         new: the entries that the step will put into the optimizer's state.
-        weight, states: what the kernel steps.
     """
 
     segment: Segment
@@ -103,12 +114,6 @@ class _Taken:
     keys: tuple[str | None, ...]
     known: Mapping[str, Any]
     new: dict[str, Any]
-    weight: StoredTensor
-    states: tuple[StoredTensor | None, ...]
-
-    def with_gradient(self, grad: Tensor) -> native.StepArguments:
-        """Return the arguments of the kernel."""
-        return native.StepArguments(self.weight, StoredTensor.of(grad), self.states, first=self.segment.first or 0)
 
 
 class _Counts:
@@ -136,26 +141,26 @@ class _Counts:
 
 
 class FusedBatch:
-    """Parameters of one device that a kernel steps as they are held. The methods need `torch.no_grad()`.
+    """Parameters of one device that are stepped by a formula. The methods need `torch.no_grad()`.
+
+    Args:
+        tables: of the kernels that step them. None: torch's operators do.
 
     Attributes:
         is_settled: whether the next step can use the same table, with other gradients and scalars filled in.
     """
 
     def __init__(
-        self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack, tables: Tables
+        self, segments: list[Segment], formula: Formula, context: StepContext, key: RoundingKey, tables: Tables | None
     ) -> None:
         self.segments, self._formula, self._states = segments, formula, context.optimizer.state
         self.is_settled = formula.tensors_alone
-        for segment in segments:
-            context.stores.of(segment).settle(segment, write_back.rounding_key)
         self._taken = [self._take(segment, context) for segment in segments]
-        kernels = kernels_for(local(segments[0].param))
-        assert kernels is not None, "they take these parameters"
-        pairs = [(each, context.gradients[each.index]) for each in self._taken]
-        rows = [row_of_step(each.with_gradient(gradient), each.index) for each, gradient in pairs]
-        self._table = tables.of(segments[0].param.device, kernels)
-        self._launches = self._table.add("step_list", rows, KERNELS.index(formula.kernel))
+        self._by: TorchBackend | KernelBackend
+        if tables is None:
+            self._by = TorchBackend(self._taken, formula, context)
+        else:
+            self._by = KernelBackend(self._taken, formula, context, key, tables)
         self._counts = _Counts([each.known["step"] for each in self._taken] if formula.counts else [])
         self._params = [each.segment.param for each in self._taken]
         self._names = [each.segment.name for each in self._taken]
@@ -163,7 +168,7 @@ class FusedBatch:
         in_groups = [list(each) for _, each in groupby(self._taken, lambda each: each.group)]
         self._firsts, self._sizes = [each[0] for each in in_groups], list(map(len, in_groups))
 
-    def _take(self, segment: Segment, context: StepContext) -> _Taken:
+    def _take(self, segment: Segment, context: StepContext) -> Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
         at = context.group[p]
         keys, state = formula.states(context.optimizer.param_groups[at]), self._states.get(p) or {}
@@ -178,10 +183,7 @@ class FusedBatch:
                 if count is not None:  # the optimizer's own step raises the same error
                     raise KeyError(f"{key}: parameter {segment.name!r} has a count of steps, and not this state")
                 new.update(form.zeros(p).entries(key))
-        weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
-        assert weight is not None, "the store is settled"
-        states = tuple([_stored(segment, key, {**state, **new}) for key in keys])
-        return _Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new, weight, states)
+        return Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new)
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options of all groups still ask for this kernel and for the same state tensors."""
@@ -196,7 +198,7 @@ class FusedBatch:
         formula, begin = self._formula, 0
         counted = self._counts.values() if formula.counts else array("f", bytes(4 * len(self._taken)))
         found: list[tuple[float, ...]] = []
-        self._beside: list[tuple[_Taken, Mapping[str, Any]]] = []
+        self._beside: list[tuple[Taken, Mapping[str, Any]]] = []
         for first, size in zip(self._firsts, self._sizes, strict=True):
             steps, group = counted[begin : begin + size], call.optimizer.param_groups[first.group]
             if formula.tensors_alone and not self._has_new and steps == steps[:1] * size:
@@ -206,12 +208,10 @@ class FusedBatch:
                 taken = self._taken[begin : begin + size]
                 found += self._begin_each(call.optimizer, group, taken, [step + formula.counts for step in steps])
             begin += size
-        for launch in self._launches:
-            is_all = launch.count == len(found)
-            self._table.scale(launch, found if is_all else [found[i] for i in launch.rows])
+        self._by.scale(found)
 
     def _begin_each(
-        self, optimizer: Any, group: dict, taken: list[_Taken], steps: Sequence[float]
+        self, optimizer: Any, group: dict, taken: list[Taken], steps: Sequence[float]
     ) -> list[tuple[float, ...]]:
         """Compute the scalars of each parameter of one group: their counts and other state may differ."""
         formula, scalars = self._formula, list[tuple[float, ...]]()
@@ -227,16 +227,49 @@ class FusedBatch:
                 self._beside.append((each, beside))
         return scalars
 
-    def step(self, write_back: WriteBack) -> None:
+    def step(self, write_back: WriteBack, gradients: Sequence[Tensor]) -> None:
         """Step the parameters. Before it, the caller has called `begin` and has sent the table."""
         write_back.written.append(self._names)
-        run_all(self._launches)
+        self._by.run(gradients, write_back.rounding_key)
         self._counts.raise_by_one()
         for each, beside in self._beside:
             self._states[each.segment.param].update({**each.new, **beside})
             each.new = {}
         self._has_new = False
         torch.autograd.graph.increment_version(self._params)
+
+
+class KernelBackend:
+    """Steps parameters by one launch of a kernel in C; in Triton, by one for each way to hold them."""
+
+    def __init__(
+        self, taken: list[Taken], formula: Formula, context: StepContext, key: RoundingKey, tables: Tables
+    ) -> None:
+        kernels = kernels_for(local(taken[0].segment.param))
+        assert kernels is not None, "they take these parameters"
+        for each in taken:
+            context.stores.of(each.segment).settle(each.segment, key)
+        rows = [row_of_step(self._arguments(each, context), each.index) for each in taken]
+        self._table = tables.of(taken[0].segment.param.device, kernels)
+        self._launches = self._table.add("step_list", rows, KERNELS.index(formula.kernel))
+
+    def _arguments(self, each: Taken, context: StepContext) -> native.StepArguments:
+        segment, state = each.segment, {**(context.optimizer.state.get(each.segment.param) or {}), **each.new}
+        weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
+        assert weight is not None, "the store is settled"
+        states = tuple([_stored(segment, key, state) for key in each.keys])
+        gradient = StoredTensor.of(context.gradients[each.index])
+        return native.StepArguments(weight, gradient, states, first=segment.first or 0)
+
+    def scale(self, scalars: list[tuple[float, ...]]) -> None:
+        """Put the scalars of all parameters into the table."""
+        for launch in self._launches:
+            is_all = launch.count == len(scalars)
+            self._table.scale(launch, scalars if is_all else [scalars[i] for i in launch.rows])
+
+    def run(self, gradients: Sequence[Tensor], key: RoundingKey) -> None:
+        """Step, after the table was sent."""
+        run_all(self._launches)
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:

@@ -24,7 +24,7 @@ from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment, Way
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell
+from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell, share
 from hmpx.updates.stepping.optimizer_classes import wants_bf16
 
 Tensor = torch.Tensor
@@ -182,7 +182,7 @@ class Members:
     def __init__(self, optimizer: Optimizer, segments: list[Segment]) -> None:
         self.whole = {segment.param: segment for segment in segments}
         self.group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self.elements = sum([local(p).numel() for p in self.group])
+        self.elements = sum(map(share, self.group))  # of a rank
 
 
 class BF16Parameters:

@@ -3,13 +3,13 @@
 A step must copy to FP32 what the update of one weight reads, its *scope*:
 
 ``element``
-    Each element by itself. The step runs on slices of a bounded number of elements.
+    Each element by itself. The step runs on a few parameters, of a sharded one on what this rank holds.
 ``parameter``
-    Each parameter by itself: factored moments, orthogonalised updates. The step runs on one or a few parameters.
+    Each parameter by itself: factored moments, orthogonalised updates. The step runs on a few whole parameters.
 ``whole``
     Across parameters, or nobody knows: every class that is not listed here, subclasses of listed ones included.
 
-A class is listed if its `step` does for each slice exactly what it does for the whole; the tests hold every entry
+A class is listed if its `step` does for each part exactly what it does for the whole; the tests hold every entry
 against the plain step, bit for bit. A step that somebody has replaced is of no listed class (`own_code.py`).
 
 A formula says what the fused kernel of a class takes: its state tensors, and scalars made from a group's options. The

@@ -1,4 +1,6 @@
-"""The plan of a step: all batches of an optimizer's parameters. It is kept while one look finds nothing changed.
+"""The plan of a step: all batches and chunks of an optimizer. It is kept while one look finds nothing changed.
+
+A batch is stepped by a formula, a chunk by the optimizer's own code.
 
 To make a plan, hmpx looks at each parameter, gradient and state tensor several times: for names, dtypes, overlaps,
 kernels. With many tensors this takes longer than the step. So the plan is kept, and a `Fingerprint` says, in one look,
@@ -7,6 +9,7 @@ whether it still fits.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
@@ -15,23 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, copy_all, private
+from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, private
 from hmpx.rounding import native
 from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
-from hmpx.updates.holding.held import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
-from hmpx.updates.stepping.batch import Batch, are_same, values_of
-from hmpx.updates.stepping.batching import batches_of
-from hmpx.updates.stepping.formula_step import by_formula
-from hmpx.updates.stepping.fused_batch import fused_batches
+from hmpx.updates.stepping.batching import room_size
+from hmpx.updates.stepping.chunk import chunks
+from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.names import Members, parameters, shared_names
 from hmpx.updates.stepping.optimizer_classes import Formula, is_scaled
-from hmpx.updates.stepping.shown import StepContext
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
-from hmpx.updates.stepping.whole_batch import WholeBatch
+from hmpx.updates.stepping.shown_lists import are_same, values_of
+from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -206,7 +206,7 @@ def _together(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 class Plan:
-    """The batches of parameters that have gradients. It is made and run under `torch.no_grad()`.
+    """The batches and chunks of parameters that have gradients. It is made and run under `torch.no_grad()`.
 
     A plan is made once and run in many steps. It holds no reference to the optimizer.
 
@@ -214,6 +214,7 @@ class Plan:
         params: the parameters that the plan steps.
         formula: the arithmetic of the step. None: the optimizer's own step is called.
         is_part: the optimizer steps other parameters by other plans.
+        is_whole: its own code steps all parameters at once, also those without a gradient.
     """
 
     def __init__(
@@ -225,68 +226,41 @@ class Plan:
         formula: Formula | None = None,
         *,
         is_part: bool = False,
+        is_whole: bool = False,
     ) -> None:
-        self._is_part = is_part
-        self._params, self._members, self._formula = params, members, formula
+        self._params, self._is_part, self._tables = params, is_part, Tables()
         self._fingerprint: Fingerprint | None = None
-        segments = [members.whole[p] for p in params if p in members.whole]
+        gradients = self._gradients()
+        context = StepContext(
+            optimizer,
+            write_back.stores,
+            {p: i for i, p in enumerate(params)},
+            gradients,
+            members.group,
+            functools.partial(room_size, members.elements, is_part=is_part),
+        )
+        own = members.whole if is_whole else params
+        self.segments = segments = [members.whole[p] for p in own if p in members.whole]
         for segment in segments:
-            write_back.stores.of(segment).begin()
-        indices = {p: i for i, p in enumerate(params)}
-        context = StepContext(optimizer, write_back.stores, indices, self._gradients(), members.group, {})
-        self._late = context.late
-        self._tables = Tables()
-        self._fused = [] if formula is None else fused_batches(segments, formula, context, write_back, self._tables)
-        of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
-        segments = [segment for segment in segments if segment.param not in of_kernels]
-        others = [(members.group[p], p) for p in params if p not in members.whole]
-        self._batches: list[Batch] = []
-        self._rooms: dict[torch.device, tuple[Tensor, int]] = {}  # buffers for FP32 copies, with their bytes
-        devices = list(dict.fromkeys(segment.param.device for segment in segments))
-        for device in devices or ([torch.device("cpu")] if others else []):
-            self._add([segment for segment in segments if segment.param.device == device], device, context, others)
-            others = []
-        counts = [count for batch in self._plain for count in batch.counts]
-        self._counts = [count.clone for count in counts], [count.own for count in counts]
-        last = [count for count in counts if count.is_last]
-        self._last = [count.own for count in last], [count.clone for count in last]
-
-    @property
-    def _plain(self) -> list[Batch]:
-        return [batch for batch in self._batches if not isinstance(batch, WholeBatch)]
-
-    def _add(
-        self, segments: list[Segment], device: torch.device, context: StepContext, others: list[tuple[int, Parameter]]
-    ) -> None:
-        """Make the batches of one device. All of them share one room; the first also steps `others`."""
-
-        def beside(segment: Segment) -> list[Tensor]:
-            p, state = segment.param, context.optimizer.state.get(segment.param)
-            own = [v for v in state.values() if isinstance(v, Tensor)] if isinstance(state, dict) else []
-            kept = [v for v in context.stores.of(segment).beside if v.shape == local(p).shape]
-            return [context.gradients[context.indices[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
-
-        batches: list[Batch] = []
-        elements = self._members.elements
-        for cut in batches_of(segments, context.optimizer, elements, beside, is_part=self._is_part):
-            if cut[0].is_gathered:
-                self._batches.append(WholeBatch(cut, gathers=True))
-            else:
-                batches.append(Batch(cut, context))
-                self._batches.append(batches[-1])
-        if others and not batches:
-            batches.append(Batch([], context))
-            self._batches.append(batches[0])
-        if others:
-            batches[0].others = others
-        # Two parts of a parameter may share a block of codes, so kernels move all of its parts, or operators do.
-        kernels = [batch.kernels() for batch in batches]
-        copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
-        room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
-        for batch, own in zip(batches, kernels, strict=True):
-            own = own if copied.isdisjoint([segment.param for segment in batch.segments]) else None
-            batch.place_in(room, None if own is None else self._tables.of(device, own), context.gradients)
-        self._rooms[device] = room, room.nbytes
+            context.stores.of(segment).begin()
+        self._fused: list[FusedBatch] = []
+        if formula is not None:
+            self._fused = fused_batches(segments, formula, context, write_back.rounding_key, self._tables)
+        stepped = {segment.param for batch in self._fused for segment in batch.segments}
+        others = None if is_whole else [p for p in params if p not in members.whole]
+        found = chunks([segment for segment in segments if segment.param not in stepped], others, context)
+        self._chunks, self._once = [c for c in found if c.is_in_room], [c for c in found if not c.is_in_room]
+        self._can_be_kept = not self._once
+        sizes: dict[torch.device, int] = {}
+        for chunk in self._chunks:
+            sizes[chunk.device] = max(sizes.get(chunk.device, 0), chunk.size)
+        # Buffers for the FP32 copies of each chunk in turn.
+        self._rooms = {at: torch.empty(size, dtype=torch.float32, device=at) for at, size in sizes.items()}
+        self._sizes = {at: room.nbytes for at, room in self._rooms.items()}
+        for chunk in self._chunks:
+            kernels = chunk.kernels(gradients)
+            table = None if kernels is None else self._tables.of(chunk.device, kernels)
+            chunk.place_in(self._rooms[chunk.device], table, gradients)
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, redistributed where it is not sharded as its parameter is."""
@@ -296,15 +270,11 @@ class Plan:
             found.append(p.grad if type(p.grad) is Tensor else held_part(p, p.grad))
         return found
 
-    def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> None:
-        """Take the step. found: what `fits` has returned; None in the first step."""
+    def run(self, call: StepCall, write_back: WriteBack, found: Gradients | None = None) -> Any:
+        """Take the step; return what the optimizer's own step returns. found: the result of `fits`, if it was asked."""
         key, (gradients, addresses) = write_back.rounding_key, found or (self._gradients(), None)
-        if self._batches:
-            call = by_formula(call, self._formula, self._members.group)
-            if self._fingerprint is not None:
-                for room, size in self._rooms.values():
-                    room.untyped_storage().resize_(size)
-        self._late.clear()
+        for on, room in self._rooms.items() if self._fingerprint is not None else ():
+            room.untyped_storage().resize_(self._sizes[on])
         for batch in self._fused:
             batch.begin(call)
         for device, table in self._tables.items():
@@ -312,32 +282,30 @@ class Plan:
                 # Sparse gradients have no address; the table does not read them.
                 at = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients] if addresses is None else []
                 addresses = array("Q", at) if addresses is None else addresses
-                room_at = self._rooms[device][0].data_ptr() if device in self._rooms else 0
+                room_at = self._rooms[device].data_ptr() if device in self._rooms else 0
                 table.send(step_key(key.seed, key.step), addresses, room_at)
-        if self._counts[0]:
-            copy_all(*self._counts)
-        for each in self._batches:
-            each.step(call, write_back, gradients)
+        results = []
+        while self._once:  # the next one needs its memory
+            results.append(self._once.pop(0).step(call, write_back, gradients))
+        results += [chunk.step(call, write_back, gradients) for chunk in self._chunks]
         for batch in self._fused:
-            batch.step(write_back)
-        if self._last[0]:
-            copy_all(*self._last)
+            batch.step(write_back, gradients)
+        return results[0] if results else None
 
     def keep(self, optimizer: Optimizer) -> bool:
-        """After the first step, take the fingerprint; return whether the batches can be stepped again."""
-        if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
-            return False
-        # Later steps need not ask `is_as_made`: the fingerprint compares the parameters' state before each of them.
-        if not all([batch.is_as_made() for batch in self._plain]) or not self.rest():
+        """After the first step, take the fingerprint; return whether the plan can be run again."""
+        if not self.rest(is_new=True) or not Fingerprint.can_be(optimizer, self._params):
             return False
         self._fingerprint = Fingerprint(optimizer, self._params, is_part=self._is_part)
         return True
 
-    def rest(self) -> bool:
-        """After a step, free the copies; return whether the batches can be stepped again."""
-        if not all([*[batch.is_settled for batch in self._plain], *[batch.is_settled for batch in self._fused]]):
+    def rest(self, *, is_new: bool = False) -> bool:
+        """After a step, free the copies; return whether the plan can be run again."""
+        if not self._can_be_kept or not all([chunk.can_be_kept(is_new=is_new) for chunk in self._chunks]):
             return False
-        for room, _ in self._rooms.values():
+        if not all([batch.is_settled for batch in self._fused]):
+            return False
+        for room in self._rooms.values():
             room.untyped_storage().resize_(0)
         return True
 

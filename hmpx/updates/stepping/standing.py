@@ -2,7 +2,7 @@
 
 The FP32 copies of weights, gradients and state lie in one room, whose memory is released between two steps if it is
 large. The kernels move all of them in a few launches. For each tensor a step only compares, by functions in C. As soon
-as a step does more than that (it replaces a gradient, makes state, raises), it goes on as a `WholeBatch`, with the same
+as a step does more than that (it replaces a gradient, makes state, raises), it goes on as a `Chunk` does, with the same
 shadows.
 
 Nothing of the room may stay in other hands when its memory goes: an optimizer may keep ``p.grad`` in its state. So the
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.torch_private import KEPT_SHADOWS, KEPT_STEPS, copy_all, private, version_of
+from hmpx.base.torch_private import KEPT_SHADOWS, KEPT_STEPS, private, version_of
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import step_key
@@ -30,16 +30,17 @@ from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.holding.weights_in_state import weight_keys
-from hmpx.updates.stepping.batch import ShownParameters, are_same
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.chunk import Chunk
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import parameters
-from hmpx.updates.stepping.optimizer_classes import by_memory, is_scaled
+from hmpx.updates.stepping.optimizer_classes import is_scaled
 from hmpx.updates.stepping.plan import Gradients, Guards, is_parameter, is_seen
-from hmpx.updates.stepping.shown import Gradient, ShownState
+from hmpx.updates.stepping.shadow import Gradient, Shadow, ShownState
+from hmpx.updates.stepping.shown_lists import ShownParameters, are_same, groups_of, lists_of, nested
 from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
-from hmpx.updates.stepping.transfers import Launches, Piece, kernels_that_move, row_back
-from hmpx.updates.stepping.whole_batch import Shadow, WholeBatch, lists_of, nested
+from hmpx.updates.stepping.transfers import Launches, Operators, Piece, row_back
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -51,44 +52,44 @@ _TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
 _STAYS = 128 << 20  # bytes: so large a room keeps its memory on a CPU, where fresh pages can take longer than the step
 
 
-class Standing(WholeBatch):
-    """The plan. It is made after a step of `WholeBatch`, and steps the same parameters while `fits` says so.
+class Standing(Chunk):
+    """The plan. It is made after a step of a whole `Chunk`, and steps the same parameters while `fits` says so.
 
     Raises:
         Unfit: these parameters, gradients or states cannot be stepped so.
     """
 
     def __init__(self, optimizer: Optimizer, segments: list[Segment], stores: Stores) -> None:
-        super().__init__(segments)
+        super().__init__(optimizer, segments, None)
+        self.is_in_room = True
         need(KEPT_STEPS.is_on() and KEPT_SHADOWS.is_on() and segments and not is_scaled(optimizer))
         need(type(optimizer.state) is defaultdict and len(list(nested(optimizer))) == 1)
         self._state, self._params = optimizer.state, [segment.param for segment in segments]
         self._kernels = kernels_for(self._params[0])
         self._look_at_parameters(optimizer)
-        self._size, self._pieces = 0, list[tuple[Piece, Tensor]]()
+        self._pieces = list[tuple[Piece, Tensor]]()
         made = [stores.of(segment) for segment in segments]
         weights = [self._piece(store, segment, segment.name) for store, segment in zip(made, segments, strict=True)]
         grads = [self._piece(Gradient(segment.param), segment, "") for segment in segments]
         self._of_states = StandingStates(self._state, segments, self._piece, weight_keys(optimizer))
         moved = [*weights, *self._of_states.pieces]
-        need(all([kernels_that_move(piece) is self._kernels for piece in moved]))
+        need(all([piece.kernels(local(piece.held.tensor)) is self._kernels for piece in moved]))
         held = [*self._of_states.held, *chain.from_iterable(store.beside for store in made)]
         self._fingerprint = StandingFingerprint(optimizer, self._params, held, bool(self._of_states.copies))
-        room = torch.empty(self._size, dtype=FP32, device=self._params[0].device)
+        room = torch.empty(self.size, dtype=FP32, device=self.device)
         self._room, self._size = room, room.nbytes
         for piece, like in self._pieces:
-            piece.show(room, like)
+            piece.place_in(room, like)
         self._stand(lists_of(optimizer.param_groups), [piece.x for piece in weights], [piece.x for piece in grads])
         self._has_masters = any(store.beside for store in made)
         self._make_table(grads, moved)
-        one_layout = by_memory(optimizer)
-        stores_and_shadows = zip(segments, made, self._qs, strict=True)
-        self._all = [Shadow(segment, store, q, one_layout=one_layout) for segment, store, q in stores_and_shadows]
+        both = zip(segments, made, self._qs, strict=True)
+        self._all = [Shadow(segment, store, self._sight, q) for segment, store, q in both]
 
     # What is there
 
     def _look_at_parameters(self, optimizer: Optimizer) -> None:
-        params, device, dtypes = self._params, self._params[0].device, set[torch.dtype]()
+        params, device, dtypes = self._params, self.device, set[torch.dtype]()
         need(self._kernels is not None and all(map(is_parameter, parameters(optimizer))))
         for p, segment in zip(params, self.segments, strict=True):
             need(type(p) in PLAIN and p.device == device and p.is_contiguous() and segment.box is None)
@@ -102,8 +103,8 @@ class Standing(WholeBatch):
         need(not self._is_wide or all([p.grad is not None for p in params]))
 
     def _piece(self, held: Held, segment: Segment, name: str) -> Piece:
-        piece = Piece(held, segment, name, self._size)
-        self._size += piece.takes
+        piece = Piece(held, segment, name, self.size)
+        self.size = piece.end
         self._pieces.append((piece, segment.param))
         return piece
 
@@ -124,10 +125,9 @@ class Standing(WholeBatch):
     def _make_table(self, grads: list[Piece], moved: list[Piece]) -> None:
         kernels, found = self._kernels, self._fingerprint._found()
         assert kernels is not None
-        self._table = Table(self._params[0].device, kernels)
-        # FP32 gradients are copied by torch: the kernels read what is to be widened
+        self._table = Table(self.device, kernels)
+        self._reads = Launches(grads, range(len(grads)), found, [], self._table)
         narrow = [] if self._is_wide else grads
-        self._reads = Launches(narrow, range(len(narrow)), found, [], self._table)
         self._backs = self._table.add("move_list", [row_back(piece, i, found[i]) for i, piece in enumerate(narrow)])
         self._moves = Launches([], [], [], moved, self._table)
         self._weights_at = array("Q", list(map(Tensor.data_ptr, self._params)))
@@ -182,6 +182,9 @@ class Standing(WholeBatch):
             return self.step(call, write_back, found.tensors)
         finally:
             del self._found
+            for shadow in self._shadows:
+                shadow.forget()
+            self._shadows, self._versioned, self._groups = [], [], []
 
     def rest(self) -> bool:
         """After a step, release the memory of a large room; return whether the plan may be used again."""
@@ -199,7 +202,7 @@ class Standing(WholeBatch):
             if q.grad is not x:
                 q.grad = x
 
-    def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> ShownParameters:
+    def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: Sequence[Tensor]) -> ShownParameters:
         key = write_back.rounding_key
         self._key, self._is_shown = step_key(key.seed, key.step), False
         if self._room.untyped_storage().nbytes() != self._size:  # else resize_ allocates, too
@@ -214,9 +217,8 @@ class Standing(WholeBatch):
         self._versions = list(map(version_of, self._of_states.worked_on()))
         self._is_shown = True
         self._of_states.show()
-        self._groups = [(optimizer, groups := optimizer.param_groups[:], lists := lists_of(groups))]
-        self._of_members = [self._state]
-        shown = ShownParameters(lists, self._lists)
+        self._groups = groups_of([optimizer])
+        shown = ShownParameters(self._groups[0][2], self._lists)
         self._counted = list(map(sys.getrefcount, self._qs))
         return shown
 
@@ -224,9 +226,7 @@ class Standing(WholeBatch):
         """Show the gradients that the parameters have now."""
         found, real = self._found, list(map(_GRAD, self._params))
         self._table.send(self._key, found.addresses, self._room.data_ptr())
-        self._reads.read(())
-        if self._is_wide:
-            copy_all(self._xs, found.tensors)
+        self._reads.read(found.tensors)
         for i in compress(range(len(real)), are_none := [grad is None for grad in real]):
             self._qs[i].grad = None
         self._real, self._are_none = real, are_none
@@ -265,7 +265,7 @@ class Standing(WholeBatch):
         return all([left is (None if is_none else x) for left, x, is_none in pairs])
 
     def _wake(self) -> None:
-        """Take the step from here on as `WholeBatch` does, parameter by parameter."""
+        """Take the step from here on as a `Chunk` does, parameter by parameter."""
         if self._shadows:
             return
         before = torch.cat([p.detach().view(-1) for p in self._params]) if self._before is None else self._before
@@ -280,11 +280,12 @@ class Standing(WholeBatch):
         states, own_by_p = self._of_states, self._of_states.own
         content = dict(zip(own_by_p, zip(self._content, states.given, strict=True), strict=True))
         for shadow in self._shadows:
-            state = ShownState(self._state, shadow.segment, own := own_by_p.get(shadow.p), states.weights)
+            state = ShownState(self._state, shadow.segment, self._sight, own := own_by_p.get(shadow.p), states.weights)
             if own is not None:
                 state.content, given = content[shadow.p]
                 state.shown = None if given is own else given
-            self._shown_states.append((shadow, state))
+            shadow.states = [state]
+        self._transfer = Operators([], [], [shadow.weight for shadow in self._shadows])
         pairs = zip(self._counted, self._has_own, strict=True)
         self._referred = [(count - has_own, 0, 0) for count, has_own in pairs]
 
@@ -318,14 +319,14 @@ class Standing(WholeBatch):
             self._wake()
         super()._take_evaluation()
 
-    def _hand_back(self, optimizer: Optimizer, write_back: WriteBack, gradients: list[Tensor]) -> None:
+    def _hand_back(self, optimizer: Optimizer) -> None:
         if self._shadows or not self._is_as_seen():
             self._wake()
-            super()._hand_back(optimizer, write_back, gradients)
+            super()._hand_back(optimizer)
         elif not self._has_grads_as_shown():
             self._wake()
             for shadow in self._shadows:
-                shadow.hand_back()
+                shadow.hand_back(is_blind=True)
         elif not self._are_grads_as_shown():
             self._copy_gradients()
         self._is_quick = self._is_as_made() and self._of_states.are_as_shown(self._room)
@@ -349,7 +350,7 @@ class Standing(WholeBatch):
             return
         self._wake()
         for shadow in self._shadows:
-            shadow.hand_back()
+            shadow.hand_back(is_blind=True)
 
     def _keep_gradients(self) -> None:
         """Keep the real gradients for `_undo`."""

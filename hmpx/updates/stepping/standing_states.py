@@ -19,11 +19,10 @@ from hmpx.updates.holding.held import Held, Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_forms import InCodes, form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states, is_coded
-from hmpx.updates.stepping.batch import are_same, values_of
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.plan import Fingerprint, Gradients, is_seen
+from hmpx.updates.stepping.shown_lists import are_same, nested, values_of
 from hmpx.updates.stepping.transfers import Piece
-from hmpx.updates.stepping.whole_batch import nested
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

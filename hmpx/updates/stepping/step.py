@@ -1,4 +1,4 @@
-"""The steps of one optimizer. Each runs the plan of the step before, or a new plan, or takes all parameters at once."""
+"""The steps of one optimizer. Each runs the plan of the step before, or a new one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states, find_weights_of
 from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.batching import can_be_cut
-from hmpx.updates.stepping.formula_step import by_formula
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
 from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
@@ -31,7 +29,6 @@ from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.standing import Standing, standing_or_none
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete, refuse_graphs
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.stepping.whole_batch import WholeBatch
 
 logger = logging.getLogger("hmpx")
 _NARROWED = (
@@ -74,18 +71,12 @@ class WeightUpdates:
         plans: dict[str, Any] = {"_kept": None, "_stepped": None, "_parts": {}, "_taken": {}}  # which cannot be copied
         return {**vars(self), **plans, "_numbered": []}
 
-    def look(self, call: StepCall) -> Gradients | None:
-        """Return the gradients of the step that begins now, if the plan of the last step fits it; else None."""
-        if self._kept is None or self._open is not None or call.args or call.kwargs:
-            return None
-        return self._kept.fits(call.optimizer)
-
-    def step(self, call: StepCall, found: Gradients | None = None) -> Any:
+    def step(self, call: StepCall, changed: Callable[[], object] = lambda: None) -> Any:
         """Run a step. If it raises, BF16 weights and gradients are as before, or the optimizer refuses to go on.
 
-        found: the result of `look`, if that was called just before. See `mark_incomplete` for the refusal.
+        changed: called first where the plan of the step before does not fit. See `mark_incomplete` for the refusal.
         """
-        return self._guarded(self._numbered_step, call, found)
+        return self._guarded(self._step, call, changed)
 
     def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
         """Call ``function(call, signals, *args)``. It may defer signals and turn gradients off; this undoes both."""
@@ -100,11 +91,42 @@ class WeightUpdates:
 
         return giving_back(give_back, function, call, signals, *args)
 
-    def _numbered_step(self, call: StepCall, signals: DeferredSignals, found: Gradients | None) -> Any:
-        optimizer, write_back = call.optimizer, self._write_back(call, signals)
+    def _step(self, call: StepCall, signals: DeferredSignals, changed: Callable[[], object]) -> Any:
+        """Run the plan of the step before, or a new one; return what the optimizer's step returns."""
+        optimizer, result, left, is_kept = call.optimizer, None, None, False
+        is_whole, has_arguments = scope_of(optimizer, call.method) == "whole", bool(call.args or call.kwargs)
+        found = None if has_arguments else self._fitting(optimizer, is_whole)
+        if found is None:
+            changed()
+        write_back = self._write_back(call, signals)
         key = write_back.rounding_key
         try:
-            result = self._step(call, write_back, found)
+            if has_arguments:
+                if call.closure is not None and not is_whole:  # such a class calls it before anything else
+                    with torch.enable_grad():
+                        result = call.closure()
+                    if self.settings.release_gradients:
+                        finish(parameters(optimizer))
+                call = call if is_whole else call.without_arguments()
+                found = self._fitting(optimizer, is_whole)
+            if self._open is not None:
+                self._open.check(optimizer)
+            plan, self._kept = self._kept, None
+            signals.begin()
+            set_grad_enabled(False)
+            if plan is not None and found is not None:
+                self.kept_steps += not is_whole
+                left, is_kept = plan.run(call, write_back, found), plan.rest()
+                if is_whole and is_kept:
+                    self.kept_steps, self._misses = self.kept_steps + 1, 0
+            elif self._open is None or any([p.grad is not None for p in parameters(optimizer)]):
+                if isinstance(plan, Standing):
+                    plan.refuse_lookups(optimizer)
+                plan, is_usual = self._new_plan(optimizer, write_back, is_whole)
+                left = plan.run(call, write_back)
+                plan = self._to_keep(plan, optimizer, is_whole) if is_usual else None
+                is_kept = plan is not None
+            self._kept = plan if is_kept else None
             if not _skipped(optimizer):
                 self._number[0] = (key.step + (not step_count.is_trial())) % 2**64
                 step_count.keep(optimizer, **{STEP_KEY: self._number[0], SEED_KEY: key.seed})
@@ -120,7 +142,32 @@ class WeightUpdates:
             p.grad = None
         if self._open is not None:
             self._open, self._parts, self._taken = None, self._taken, {}
-        return result
+        return left if is_whole else result
+
+    def _fitting(self, optimizer: Optimizer, is_whole: bool) -> Gradients | None:
+        """Return the gradients of this step, if the plan of the step before fits it."""
+        plan = self._kept
+        if plan is None or self._open is not None or isinstance(plan, Standing) != is_whole:
+            return None
+        return plan.fits(optimizer)
+
+    def _new_plan(self, optimizer: Optimizer, write_back: WriteBack, is_whole: bool) -> tuple[Plan, bool]:
+        """Return a plan of all parameters that have gradients, and whether it is worth while to keep it."""
+        params = [p for p in parameters(optimizer) if p.grad is not None]
+        before, self._stepped = self._stepped, list(map(id, params))
+        members, formula = self.members(optimizer, write_back.rounding_key), chosen(optimizer, self.settings.fused)
+        plan = Plan(optimizer, members, params, write_back, None if is_whole else formula, is_whole=is_whole)
+        return plan, is_whole or (self._open is None and before in (None, self._stepped))
+
+    def _to_keep(self, plan: Plan, optimizer: Optimizer, is_whole: bool) -> Plan | Standing | None:
+        """Return the plan of the next step."""
+        if not is_whole:
+            return plan if plan.keep(optimizer) else None
+        # To make a plan that is never used takes as long as a step: one is made after 1, 2, 4 ... 64 steps
+        self._misses += 1
+        if self._misses & (self._misses - 1) and self._misses % 64:
+            return None
+        return standing_or_none(optimizer, plan.segments, self.stores)
 
     def _tell_parameters(self, optimizer: Optimizer) -> None:
         """Let the parameters follow the number of the next step, unless they do."""
@@ -129,80 +176,6 @@ class WeightUpdates:
         if not are_same or (params and not step_count.follows(params[0], self._number)):
             self._numbered = params
             step_count.follow(params, self._number)
-
-    def _step(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
-        """Step by the plan of the step before, by a new plan, or whole; return what the optimizer's step returns."""
-        optimizer = call.optimizer
-        if scope_of(optimizer, call.method) == "whole":
-            return self._step_whole(call, write_back, found)
-        result = None
-        if call.closure is not None:  # classes of other scopes call it before anything else
-            with torch.enable_grad():
-                result = call.closure()
-            if self.settings.release_gradients:
-                finish(parameters(optimizer))
-        if self._open is not None:
-            self._open.check(optimizer)
-        call = call.without_arguments()
-        if not self._step_as_before(call, write_back, found):
-            write_back.signals.begin()
-            if self._open is None or any([p.grad is not None for p in parameters(optimizer)]):
-                self._step_anew(call, write_back)
-        return result
-
-    def _step_whole(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> Any:
-        """Step all parameters at once, by the shadows of the step before if they fit."""
-        optimizer, plan, self._kept = call.optimizer, self._kept, None
-        write_back.signals.begin()
-        if isinstance(plan, Standing):
-            if found := found or plan.fits(optimizer):
-                result = plan.run(call, write_back, found)
-                if plan.rest():
-                    self._kept, self._misses = plan, 0
-                    self.kept_steps += 1
-                return result
-            plan.refuse_lookups(optimizer)
-        segments = list(self.members(optimizer, write_back.rounding_key).whole.values())
-        result = WholeBatch(segments).step(call, write_back, [])
-        # To make a plan that is never used takes as long as a step: one is made after 1, 2, 4 ... 64 steps
-        self._misses += 1
-        if not self._misses & (self._misses - 1) or not self._misses % 64:
-            self._kept = standing_or_none(optimizer, segments, self.stores)
-        return result
-
-    def _step_as_before(self, call: StepCall, write_back: WriteBack, found: Gradients | None) -> bool:
-        """Step by the plan of the step before, if it fits. Otherwise step nothing, and return False."""
-        plan, self._kept = self._kept, None
-        if not isinstance(plan, Plan) or self._open is not None:
-            return False
-        found = found or plan.fits(call.optimizer)
-        if found is None:
-            return False
-        write_back.signals.begin()
-        self.kept_steps += 1
-        set_grad_enabled(False)
-        plan.run(call, write_back, found)
-        if plan.rest():
-            self._kept = plan
-        return True
-
-    def _step_anew(self, call: StepCall, write_back: WriteBack) -> None:
-        """Look at every parameter, and step by a new plan. If gradients or state cannot be cut, step all at once."""
-        optimizer, key = call.optimizer, write_back.rounding_key
-        formula = chosen(optimizer, self.settings.fused)
-        members = self.members(optimizer, key)
-        if not can_be_cut(optimizer, members.whole.values()):
-            stepped = [segment for segment in members.whole.values() if segment.param.grad is not None]
-            call = by_formula(call, formula, set(parameters(optimizer)))
-            WholeBatch(stepped).step(call, write_back, [])
-            return
-        params = [p for p in parameters(optimizer) if p.grad is not None]
-        before, self._stepped = self._stepped, list(map(id, params))
-        set_grad_enabled(False)
-        plan = Plan(optimizer, members, params, write_back, formula)
-        plan.run(call, write_back)
-        if self._open is None and before in (None, self._stepped) and plan.keep(optimizer):
-            self._kept = plan
 
     def step_part(self, call: StepCall, params: list[Parameter]) -> None:
         """Step some parameters, as a part of the next step."""
@@ -287,7 +260,7 @@ class WeightUpdates:
                 "(torch.cuda.make_graphed_callables), and call optimizer.step() outside of the graph"
             )
         key = self.rounding_key(call.optimizer, call.seed)
-        return WriteBack(self.stores, key, signals, [])
+        return WriteBack(self.stores, key, signals, [], torch.is_grad_enabled())
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
         """Take over FP32 masters from a checkpoint. Return how many were dropped, for each reason."""

@@ -71,18 +71,38 @@ class StepCall(NamedTuple):
         return self._replace(args=args, kwargs={key: wrapped(key, value) for key, value in self.kwargs.items()})
 
 
+class StepContext(NamedTuple):
+    """Facts that all parameters of a step share.
+
+    Attributes:
+        indices: of each stepped parameter, the index of its gradient in `gradients`.
+        gradients: as this rank holds them.
+        group: of each parameter, the index of its group.
+        size: how many elements are copied to FP32 at once.
+    """
+
+    optimizer: Optimizer
+    stores: Stores
+    indices: dict[torch.nn.Parameter, int]
+    gradients: list[torch.Tensor]
+    group: dict[torch.nn.Parameter, int]
+    size: Callable[[torch.device], int]
+
+
 class WriteBack(NamedTuple):
     """How one step writes weights and state.
 
     Attributes:
         signals: wait while the step cannot be interrupted.
         written: lists of the names of parameters of which something has changed.
+        is_grad_on: whether grad mode was on when the step was called.
     """
 
     stores: Stores
     rounding_key: RoundingKey
     signals: DeferredSignals
     written: list[list[str]]
+    is_grad_on: bool = False
 
 
 def hides_writes(optimizer: Optimizer) -> bool:

@@ -1,6 +1,6 @@
-"""Transfers move a batch between held tensors and FP32: by the kernels, or torch's operators.
+"""Transfers move a chunk between held tensors and FP32 copies: by the kernels, or torch's operators.
 
-A batch takes one of them when it is made. All leave the same bits.
+A chunk takes one of them when it is made. All leave the same bits.
 """
 
 from __future__ import annotations
@@ -22,58 +22,55 @@ from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
-BF16, FP32 = torch.bfloat16, torch.float32
-
+BF16 = torch.bfloat16
 _APART = 16  # elements: each copy in a room begins at a multiple of it
 
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """One tensor of a segment, as a batch shows it to the optimizer.
+    """A held tensor, and the FP32 copy of it that the optimizer sees.
 
     Attributes:
         name: the name that its random numbers depend on.
-        at: where its FP32 copy begins in the room. None: there is no copy, the optimizer works on the held tensor.
-        x: the tensor that the optimizer sees, once `show` has made it.
+        at: where the copy begins in the room.
+        x: the copy, once `place_in` has made it.
     """
 
     held: Held
     segment: Segment
     name: str
-    at: int | None
+    at: int = 0
     x: Tensor = field(init=False)
 
     @property
-    def is_moved(self) -> bool:
-        """Whether a transfer must move this tensor; also weights whose masters are stepped in place."""
-        return self.at is not None or isinstance(self.held, Store)
+    def end(self) -> int:
+        """Where the copy ends in the room."""
+        return self.at + -(-self.segment.count // _APART) * _APART
 
-    @property
-    def takes(self) -> int:
-        """The number of elements that it needs in the room."""
-        return 0 if self.at is None else -(-self.segment.count // _APART) * _APART
-
-    def show(self, room: Tensor, like: Tensor) -> None:
-        """Make `x`. The copy of a flat part is flat; any other has the layout of `empty_like(like)`."""
-        if self.at is None:
-            itself = self.held.itself(self.segment)
-            assert itself is not None, "the batch has asked for it"
-            self.x = itself
+    def place_in(self, room: Tensor | None, like: Tensor) -> None:
+        """Make `x`, which lies as ``torch.empty_like(like)``, in the room; without one, in memory of its own."""
+        if room is None:
+            self.x = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
             return
         flat = room[self.at : self.at + self.segment.count]
-        if self.segment.start is None or self.segment.by_rows:
-            held = self.segment.of(like)
-            if held.is_contiguous():  # so is all of XLA, whose `as_strided` of a slice begins where its base does
-                flat = flat.view(held.shape)
-            else:
-                flat = flat.as_strided(held.shape, torch.empty_like(held, device="meta").stride())
+        if like.is_contiguous():
+            flat = flat.view(like.shape)
+        else:
+            flat = flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
         self.x = flat.data  # with a version of its own
+
+    def kernels(self, tensor: Tensor) -> ModuleType | None:
+        """Return the kernels that can move it to and from `tensor`, in one piece; None if there are none."""
+        first = self.segment.first
+        if first is None or first + tensor.numel() > 2**32 or self.held.for_kernels(self.segment, 0) is None:
+            return None
+        return kernels_for(tensor)
 
 
 class Launches:
-    """Launches of the kernels: in C one reads a batch and one writes it, in Triton one for each way to hold tensors.
+    """Launches of the kernels: in C one reads a chunk and one writes it, in Triton one for each way to hold tensors.
 
-    Their words are in a table with those of all batches of the step, which has been sent when a batch is stepped.
+    Their words are in a table with those of all chunks of the step, which has been sent when a chunk is stepped.
 
     Args:
         grads: copies of gradients, which are read and not written.
@@ -89,14 +86,18 @@ class Launches:
         pieces: Sequence[Piece],
         table: Table,
     ) -> None:
-        copied = [_row(piece, i, gradients[i]) for piece, i in zip(grads, indices, strict=True)]
-        self._reads = table.add("move_list", [*copied, *map(_row, pieces)])
+        both = list(zip(grads, indices, strict=True))
+        rows = [_row(piece, i, gradients[i]) for piece, i in both if gradients[i].dtype is BF16]
+        self._plain = [(piece.x, i) for piece, i in both if gradients[i].dtype is not BF16]  # FP32: no kernel copies it
+        self._reads = table.add("move_list", [*rows, *map(_row, pieces)])
         self._writes = table.add("move_list", [_row(piece, is_read=False) for piece in pieces])
         self._weights = [piece.held.tensor for piece in pieces if isinstance(piece.held, Store)]
 
-    def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill the tensors that the optimizer sees."""
+    def read(self, gradients: Sequence[Tensor]) -> None:
+        """Fill the tensors that the optimizer sees. gradients: those of all parameters of the step, on this rank."""
         run_all(self._reads)
+        if self._plain:
+            copy_all([x for x, _ in self._plain], [gradients[i] for _, i in self._plain])
 
     def write(self, rounding_key: RoundingKey) -> None:
         """Write the results of the optimizer back, and tell autograd of the weights."""
@@ -109,42 +110,29 @@ def _row(piece: Piece, grad: int | None = None, gradient: Tensor | None = None, 
     held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
     assert held is not None, "the kernels can move it"
     held = held if gradient is None else held._replace(tensor=gradient)
-    room = None if piece.at is None else piece.at * FP32.itemsize
-    return row_of_move(held, segment.offset, piece.x, segment.first or 0, is_read=is_read, grad=grad, room=room)
+    return row_of_move(held, piece.x, segment.first or 0, is_read=is_read, grad=grad, room=piece.at * 4)
 
 
 def row_back(piece: Piece, index: int, gradient: Tensor) -> TableRow:
     """Return the row that rounds the copy of a gradient to the gradient itself. index: among all gradients."""
-    assert piece.at is not None
-    room = piece.at * FP32.itemsize
-    row = row_of_move(native.StoredTensor(gradient, native.NEAREST), 0, piece.x, is_read=False, room=room)
-    return row._replace(grad=(1, index, 0))
-
-
-def kernels_that_move(piece: Piece) -> ModuleType | None:
-    """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
-    held, segment = local(piece.held.tensor), piece.segment
-    if segment.by_rows or segment.first is None or segment.first + held.numel() > 2**32:
-        return None
-    kernels = kernels_for(held)
-    return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
+    row = row_of_move(native.StoredTensor(gradient, native.NEAREST), piece.x, is_read=False, room=piece.at * 4)
+    return row._replace(grad=(1, index))
 
 
 class Operators:
     """Plain copies go through torch's foreach kernels; each other tensor reads and writes itself. See `Launches`."""
 
-    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
-        self._grads, self._pieces = grads, pieces
-        self._copied = [piece for piece in pieces if _is_copied(piece.held)]
-        self._others = [piece for piece in pieces if not _is_copied(piece.held)]
+    def __init__(self, grads: Sequence[Piece], indices: Sequence[int], pieces: Sequence[Piece]) -> None:
+        self._grads, self._indices, self._pieces = grads, indices, pieces
+        self._copied = [piece for piece in pieces if type(piece.held).read is Held.read]
+        self._others = [piece for piece in pieces if type(piece.held).read is not Held.read]
 
-    def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill the tensors that the optimizer sees. grads: the gradients to copy, as this rank holds them."""
+    def read(self, gradients: Sequence[Tensor]) -> None:
+        """Fill the tensors that the optimizer sees. gradients: those of all parameters of the step, on this rank."""
         copied = [*self._grads, *self._copied]
         if copied:
-            held = [*grads, *(piece.held.tensor for piece in self._copied)]
-            of = [piece.segment.of(tensor) for piece, tensor in zip(copied, held, strict=True)]
-            copy_all([piece.x for piece in copied], of)
+            held = [*(gradients[i] for i in self._indices), *(local(piece.held.tensor) for piece in self._copied)]
+            copy_all([piece.x for piece in copied], held)
         for piece in self._others:
             piece.held.read(piece.segment, piece.x)
 
@@ -153,7 +141,3 @@ class Operators:
         for piece in self._pieces:
             piece.held.write(piece.segment, piece.x, piece.name, rounding_key)
         rounding_key.flush()
-
-
-def _is_copied(held: Held) -> bool:
-    return type(held).read is Held.read
