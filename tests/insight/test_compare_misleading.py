@@ -1,5 +1,6 @@
 """`hmpx.compare` where the fault shows at another place than where it is: it names what a run alone bears out."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -273,7 +274,46 @@ def test_where_every_op_in_fp32_is_not_enough_nothing_is_advised():
         model[0].bias += torch.linspace(300, 310, WIDTH)
     found = hmpx.compare(model, batches(), loss_of, lists={"bf16": ["linear"], "parameter_dtype": "bfloat16"})
     assert found.advised > 0.1 and not found.broken, str(found)
-    assert f"with every op in FP32 the gradient error is {found.advised:.2g} already" in str(found)
+    errors = f"{found.advised:.2g}, {found.advised_part:.2g} of one parameter"
+    assert f"with every op in FP32 the gradient error is {errors}, already" in str(found)
+
+
+class Parts(nn.Module):
+    """Two parts, one of which has large numbers in BF16: a variance as the difference of moments."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.exact, self.faulty = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)
+
+    def forward(self, x):
+        h = self.faulty(x) + 30
+        return self.exact(x), h.square().mean(-1) - h.mean(-1).square()
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["one batch", "several"])
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_a_part_whose_gradients_are_small_is_judged_by_their_own_size(share, count):
+    model = Parts()
+
+    def loss(model, x, y):
+        exact, faulty = model(x)
+        return exact.square().mean() + share * (faulty - x.square().mean(-1)).square().mean()
+
+    def of_all(**lists):
+        with hmpx.convert(**lists) if lists else contextlib.nullcontext():
+            return [torch.autograd.grad(loss(model, *batch), [*model.parameters()]) for batch in batches(count)]
+
+    found = hmpx.compare(model, batches(count), loss, lists=policy("linear"), progress=False)
+    exact, low = of_all(), of_all(bf16=["linear"], fp32=["cross_entropy"], promote=[])
+    off = {}
+    for i, (name, _) in enumerate(model.named_parameters()):
+        error = sum((a[i] - b[i]).square().sum() for a, b in zip(exact, low, strict=True))
+        off[name] = (error / sum(a[i].square().sum() for a in exact)).sqrt().item()
+    assert found.is_broken and found.part_error == pytest.approx(off[found.part]) == pytest.approx(max(off.values()))
+    assert math.isnan(found.gradient_error) if count == 1 else found.gradient_error < 0.1
+    assert str(found).startswith(f"BROKEN: the gradient of {found.part}, the worst parameter, is off by ")
+    assert {row.op for row in found.broken} <= {"square", "mean", "sub"} and found.advised_part < 0.25
 
 
 @pytest.mark.parametrize(

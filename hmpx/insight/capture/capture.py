@@ -179,6 +179,7 @@ class Capture:
         self._await_forward(is_below_another)
         if self.iterations.is_due and (self._only_at or not self.compiles):  # compiled code hides its ops
             self.iterations.is_due = False
+            self.notes.span = self.notes.iteration - max(self.iterations.watched, default=0)
             self._watch.look_at(self._most)
 
     def _backward(self, backward: Callable) -> Callable:

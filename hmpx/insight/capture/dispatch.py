@@ -11,7 +11,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Iterations:
     """Counts iterations, and says before each whether its ops are to be looked at.
 
     It chooses iterations `_LOOKS` of a stage of the training and then every 13th. All but the first of them are left
-    out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds.
+    out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds. That is the shorter of wall
+    and CPU time: a wait, as for other programs of the machine, is not for looking.
 
     Attributes:
         count: how many iterations are over. watched: those whose ops were looked at. is_due: whether the ops of the
@@ -45,8 +46,8 @@ class Iterations:
         self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
         self.is_due = False
-        self._began = self._last = perf_counter()
-        self._took = 0.0  # seconds that looking at ops has cost
+        self._last = perf_counter(), process_time()
+        self._whole = self._took = 0.0  # seconds of all iterations, and those that looking at ops has cost
         self._plain = 0.0  # seconds of the shortest iteration in which nobody looked
 
     @property
@@ -56,8 +57,9 @@ class Iterations:
     def over(self, was_looked_at: bool) -> None:
         """Count an iteration, and decide about the next one."""
         self.count += 1
-        now = perf_counter()
-        took, self._last = now - self._last, now
+        now = perf_counter(), process_time()
+        took, self._last = min(b - a for a, b in zip(self._last, now, strict=True)), now
+        self._whole += took
         if was_looked_at:
             self.watched.append(self.count)
             self._took += took - self._plain if self.count > 1 else 0.0
@@ -65,7 +67,7 @@ class Iterations:
             self._plain = min(self._plain or took, took)
         next_one = self.count + 1 - self._stage
         is_turn = next_one in _LOOKS or (next_one > _LOOKS[-1] and next_one % 13 == 11)
-        is_affordable = self._took <= max(_FREE, _SHARE * (now - self._began))
+        is_affordable = self._took <= max(_FREE, _SHARE * self._whole)
         is_next = not self._only and (next_one == _LOOKS[0] or (is_turn and is_affordable))
         self.is_due = self.count + 1 in self._at or is_next
         self.passed_over += is_turn and not self.is_due

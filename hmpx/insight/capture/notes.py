@@ -209,9 +209,10 @@ class Notes:
 
     Attributes:
         names: those of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
-        iteration: the number of the current one, from 1. born: addresses of tensors in low precision that it has made,
-            or that are gradients. leaves: by dtype, the addresses of weights that ops have read. weights: those in low
-            precision, by identity, and the iterations in which they were read.
+        iteration: the number of the current one, from 1. span: how many it stands for, since the last that was seen.
+        born: addresses of tensors in low precision that it has made, or that are gradients. leaves: by dtype, the
+            addresses of weights that ops have read. weights: those in low precision, by identity, and the iterations in
+            which they were read.
         replaced: the identities of weights that a line has replaced. copies: those of whole copies of sharded weights.
         rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
             that were alive at the end of their iteration, each with the address of an older tensor that was not.
@@ -225,7 +226,7 @@ class Notes:
         self._places = CallPlaces()
         self.names = self._places.names
         self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
-        self.iteration = 1
+        self.iteration = self.span = 1
         self.born: set[int] = set()
         self.leaves: dict[torch.dtype, set[int]] = {}
         self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}

@@ -124,9 +124,9 @@ class _Comparing:
         self._progress.most = f" of at most {self._most}"
         self._numbers.sort(key=lambda number: -whole.by_batch[number])
         self._without[Unit()] = whole
-        is_broken = first is not None or whole.gradient_error >= FELT
+        is_broken = first is not None or whole.felt >= FELT
         units = [frozenset(each) for each in names.values()]
-        culprits, advised = self._blame(units) if is_broken and units else ([], math.nan)
+        culprits, advised = self._blame(units) if is_broken and units else ([], Effect(math.nan, part_error=math.nan))
         is_cut_short = is_broken and self._is_spent
         rows = {site: row_of([site]) for site in sites}
         if first is not None:
@@ -137,9 +137,12 @@ class _Comparing:
         return Comparison(
             rows=tuple(rows.values()),
             broken=(*raised, *self._rows_to_blame(culprits)),
-            advised=advised,
+            advised=advised.gradient_error,
+            advised_part=advised.part_error,
             gradient_error=whole.gradient_error,
             gradient_bias=whole.gradient_bias,
+            part_error=whole.part_error,
+            part=whole.part,
             loss=mean_loss,
             loss_change=sum(self._low_losses) / len(self._low_losses) - mean_loss,
             log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
@@ -230,35 +233,33 @@ class _Comparing:
             self._measured[key] = self._runs.effect(_low_in(unit), batches, "some alone", enough, wide=True)
         return self._measured[key]
 
-    def _error_without(self, wide: Unit) -> float:
-        """Return the error under the lists if these sites, and all sites that raise under the lists, are in FP32."""
+    def _effect_without(self, wide: Unit) -> Effect:
+        """Return the effect of the lists if these sites, and all sites that raise under the lists, are in FP32."""
         if wide not in self._without:
             compute = by_site(lambda site: exactly if site in wide or site.raised else Asked.plainly)
             self._without[wide] = self._runs.effect(compute, self._numbers, "searching", FELT)
-        return self._without[wide].gradient_error
+        return self._without[wide]
 
-    def _blame(self, names: list[Unit]) -> tuple[list[Unit], float]:
-        """Return the units that must be in FP32, and the error of the lists then. No units: FP32 does not help."""
+    def _blame(self, names: list[Unit]) -> tuple[list[Unit], Effect]:
+        """Return the units that must be in FP32, and what the lists do then. No units: FP32 does not help."""
 
         def measure(unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
             return Effect(math.inf) if self._is_spent else self._measure(unit, batches, min(enough, FELT))
 
         search = Search(measure, self._numbers, FELT, Effect())
         every, kept = Unit().union(*names), search.run(names)
-        suspects = search.left if self._error_without(every - kept) < FELT else names
-        if self._error_without(Unit().union(*suspects)) >= FELT:
-            return [], self._error_without(every)
-        order = sorted(
-            suspects, key=lambda unit: (measure(unit, self._numbers[:1]).gradient_error, *sorted(map(str, unit)))
-        )
+        suspects = search.left if self._effect_without(every - kept).felt < FELT else names
+        if self._effect_without(Unit().union(*suspects)).felt >= FELT:
+            return [], self._effect_without(every)
+        order = sorted(suspects, key=lambda unit: (measure(unit, self._numbers[:1]).felt, *sorted(map(str, unit))))
 
         def may_stay(some: list[Unit]) -> bool:
             wide = Unit().union(*(unit for unit in order if unit not in some))
-            return not self._is_spent and self._error_without(wide) < FELT
+            return not self._is_spent and self._effect_without(wide).felt < FELT
 
         # Near the limit, more sites in FP32 may raise the error. Try the worst suspect alone first, for a small answer.
         _, left = largest(order, may_stay, lambda kept, rest: len(rest) - 1)
-        return left, self._error_without(Unit().union(*left))
+        return left, self._effect_without(Unit().union(*left))
 
     def _rows_to_blame(self, culprits: Sequence[Unit]) -> list[Row]:
         """Return a row for each name in each module, as a rule names them. The first rows say what each does alone."""
@@ -268,7 +269,7 @@ class _Comparing:
         rows = []
         for i, sites in enumerate(units.values()):
             if 1 < len(sites) <= PARTS and not self._is_spent:  # the worst line stands for all
-                sites.sort(key=lambda site: -self._alone(Unit([site])).gradient_error)
+                sites.sort(key=lambda site: -self._alone(Unit([site])).felt)
             rows.append(self._row(sites, False, i < PARTS))
         return sorted(rows, key=worst_first)
 
@@ -281,7 +282,8 @@ class _Comparing:
         if not runs:
             return row
         effect = self._alone(frozenset(sites))
-        return replace(row, gradient_error=effect.gradient_error, loss_change=effect.loss_change)
+        figures = {name: getattr(effect, name) for name in ("gradient_error", "loss_change", "part_error", "part")}
+        return replace(row, **figures)
 
     def _move_log_probs(self, rows: dict[CallSite, Row]) -> None:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""

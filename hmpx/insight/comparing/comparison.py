@@ -15,6 +15,7 @@ from hmpx.insight.places import at_place, numberless, short_places
 from hmpx.insight.report import Bars, Field, Grid, Lines, Report, grouped, short_dtypes
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import CallSite
+from hmpx.insight.trials.runs import PART, Felt, largest_of
 
 # Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
 # measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
@@ -23,7 +24,7 @@ _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Felt):
     """One call site under the lists; or all those of an op, or of an op in a module.
 
     Attributes:
@@ -33,7 +34,8 @@ class Row:
         dtypes: what came in, what the op ran on, and what came out. sites: how many it stands for.
         calls: how many, over all batches.
         gradient_error: what it does to the gradients of the parameters in one batch, the worst, if it alone runs in low
-            precision, in units of the noise between batches. NaN where that was not measured.
+            precision, in units of the noise between batches. NaN where that was not measured. part_error: what it does
+            to the gradient of the parameter `part`, the worst, beside the size of that gradient.
         loss_change: what it does to the loss in the same run, without a sign.
         log_prob_change: the mean absolute change of log-probs that the loss returns, in a run of the first batch with
             this op alone in low precision.
@@ -53,6 +55,8 @@ class Row:
     sites: int = 1
     calls: int = 0
     gradient_error: float = math.nan
+    part_error: float = math.nan
+    part: str = ""
     loss_change: float = math.nan
     log_prob_change: float = math.nan
     phase: str = ""
@@ -70,9 +74,12 @@ class Row:
             return short_places(f"{self.place}: {self.raised}; {self.dtypes}; {self.reason}")
         if self.phase:
             return short_places(f"{self.place}, in the {self.phase} pass")
-        if math.isnan(self.gradient_error):
+        if math.isnan(self.felt):
             return short_places(f"{self.place}: {self.dtypes}; {self.reason}")
-        alone = "inf or NaN" if self.gradient_error == math.inf else f"gradient error {two_digits(self.gradient_error)}"
+        alone = f"gradient error {two_digits(self.gradient_error)}"
+        if self.felt > largest_of(self.gradient_error, 0):
+            alone = f"the gradient of {self.part} off by {two_digits(self.part_error)} of its size"
+        alone = "inf or NaN" if self.felt == math.inf else alone
         return short_places(f"{self.place}: by itself {alone}; in {self.dtypes}, {self.reason.removeprefix('none: ')}")
 
 
@@ -111,7 +118,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 def worst_first(row: Row) -> tuple[bool, float]:
     """Return a key that sorts the worst first."""
-    return not row.raised, math.inf if math.isnan(row.gradient_error) else -row.gradient_error
+    return not row.raised, math.inf if math.isnan(row.felt) else -row.felt
 
 
 def _mask_note(site: CallSite) -> str:
@@ -127,21 +134,24 @@ def _mask_note(site: CallSite) -> str:
 
 _LINES = 8  # of ops that are to be in FP32
 _LIMIT = f"another training begins at {BROKEN:g}"
+_OF_PART = f"another training begins at {BROKEN / PART:g}"
 _BARS = 20  # of the picture in the page
 
 
 @dataclass(frozen=True)
-class Comparison(Report):
+class Comparison(Felt, Report):
     """What lists do to the training of a model, and which ops are to blame. It prints as a verdict and a table.
 
     Attributes:
         rows: a `Row` for each call site, in the order in which they were met.
         broken: the rows that must be in FP32, the worst first: ops that raise, then a row for each name in each module.
-        advised: the gradient error of the lists with `broken` in FP32, measured on all batches. Where every op in FP32
-            is not enough, that error, and `broken` has no more than ops that raise. NaN where nothing is to be mended.
+        advised: the gradient error of the lists with `broken` in FP32, measured on all batches; advised_part: that
+            of the worst parameter. Where every op in FP32 is not enough, the errors then, and `broken` has no more than
+            ops that raise. NaN where nothing is to be mended.
         gradient_error: of the lists as a whole, in units of the noise between batches; from 0.2 on the training is
             another one. gradient_bias: the part of it that is the same in every batch, in the same units. NaN with
-            one batch.
+            one batch. part_error: what the gradient of the parameter `part`, the worst, is off by beside its own size;
+            from 0.5 on this part of the model has another training.
         loss, loss_change: the FP32 loss, and what the lists add to it, means over batches.
         log_prob_change: by how much the lists change the log-probs that the loss returns, in the mean over all of them,
             without signs; NaN where it returns none.
@@ -163,8 +173,11 @@ class Comparison(Report):
     rows: tuple[Row, ...]
     broken: tuple[Row, ...] = ()
     advised: float = math.nan
+    advised_part: float = math.nan
     gradient_error: float = math.nan
     gradient_bias: float = math.nan
+    part_error: float = math.nan
+    part: str = ""
     loss: float = math.nan
     loss_change: float = math.nan
     log_prob_change: float = math.nan
@@ -188,7 +201,7 @@ class Comparison(Report):
     def is_broken(self) -> bool:
         """Whether there is another training or none: an op raises, something is not finite, gradients are off."""
         raised = any(row.raised for row in self.rows)
-        return bool(self.stopped) or raised or self.first_nonfinite is not None or self.gradient_error >= BROKEN
+        return bool(self.stopped) or raised or self.first_nonfinite is not None or self.felt >= BROKEN
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes as objects of JSON, by their names; null for NaN."""
@@ -200,7 +213,7 @@ class Comparison(Report):
     def _sections(self) -> Iterator[Grid | Lines | Bars]:
         with_log_probs = [row for row in self.rows if not math.isnan(row.log_prob_change)]
         rows = alike(sorted(with_log_probs, key=lambda row: -row.log_prob_change))
-        rows = rows or [row for row in self.by_op() if not math.isnan(row.gradient_error)]
+        rows = rows or [row for row in self.by_op() if not math.isnan(row.felt)]
         yield Grid(_FIELDS, rows, more=lambda rest: f"{len(rest)} rows that do less")
         yield Grid(_FIELDS, self.broken, shown=(), notes=_notes, page="To be in FP32")
         about = "All calls of an op alone in low precision, in one batch, in units of the noise between batches."
@@ -218,6 +231,7 @@ _FIELDS = (
     Field("alone in low precision", lambda row: row.op, page=False, least=14),
     Field("op", lambda row: row.op, page=True),
     _figure("gradient error", lambda row: row.gradient_error),
+    _figure("worst parameter", lambda row: row.part_error, rank=2),
     _figure("loss change", lambda row: row.loss_change, rank=2),
     _figure("log-probs", lambda row: row.log_prob_change),
     Field("sites", lambda row: str(row.sites), page=False, rank=3),
@@ -243,19 +257,41 @@ def _verdict(found: Comparison) -> Iterator[str]:
     error, label = found.gradient_error, "symptom" if found.is_broken else "measured"
     if error == math.inf:
         yield "BROKEN: the gradients have inf or NaN, and in FP32 they are finite"
+    elif _is_of_part(found):
+        yield f"BROKEN: {_worst(found)}"
     elif not math.isnan(error):
-        said, bias = "BROKEN" if found.is_broken else "tolerable" if error >= FELT else "healthy", found.gradient_bias
-        at = "" if found.is_broken else " at these weights"  # a training may break later
-        yield f"{said}{at}: gradient error {two_digits(error)}, bias {two_digits(bias)} ({_LIMIT})"
-    else:
+        said = "BROKEN" if found.is_broken else "tolerable" if found.felt >= FELT else "healthy"
+        yield f"{said}{'' if found.is_broken else ' at these weights'}: {_whole(found)}"  # a training may break later
+    if math.isnan(error):
         yield "gradient errors have no unit, which is the noise between batches: give two batches or more that differ"
     yield from _labelled(label, _symptoms(found))
     yield from _labelled("cause", _causes(found))
     yield from _labelled("fix", _fixes(found))
     changed = [row for row in found.rows if row.decisions]
-    if changed and not error < FELT:
+    if changed and not found.felt < FELT:
         yield "the lists change decisions:"
         yield from (short_places(f"  {row.place}: {row.decisions}") for row in alike(changed)[:_LINES])
+
+
+def _is_of_part(found: Comparison) -> bool:
+    """Whether it is one parameter alone that breaks the training."""
+    return found.felt >= BROKEN > largest_of(found.gradient_error, 0)
+
+
+def _whole(found: Comparison) -> str:
+    return f"gradient error {two_digits(found.gradient_error)}, bias {two_digits(found.gradient_bias)} ({_LIMIT})"
+
+
+def _worst(found: Comparison) -> str:
+    off = two_digits(found.part_error)
+    return f"the gradient of {found.part}, the worst parameter, is off by {off} of its size ({_OF_PART})"
+
+
+def _advised(found: Comparison) -> str:
+    """Return the errors with what is advised in FP32; "" if they were not measured."""
+    whole, part = found.advised, found.advised_part
+    of_part = f", {two_digits(part)} of one parameter," if PART * part > largest_of(whole, 0) else ""
+    return "" if math.isnan(whole) and not of_part else two_digits(whole) + of_part
 
 
 def _labelled(label: str, lines: Iterable[str]) -> Iterator[str]:
@@ -268,6 +304,10 @@ def _symptoms(found: Comparison) -> Iterator[str]:
     finite = math.isfinite(found.loss_change)
     change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
     yield f"the loss is {found.loss:.6g} in FP32; {change}"
+    if found.part and not _is_of_part(found):
+        yield _worst(found)
+    elif found.part and not math.isnan(found.gradient_error):
+        yield _whole(found)
     if not math.isnan(found.log_prob_change):
         yield f"the lists change log-probs by {two_digits(found.log_prob_change)} in the mean"
     if (first := found.first_nonfinite) is not None:
@@ -281,17 +321,17 @@ def _causes(found: Comparison) -> Iterator[str]:
     yield from map(str, rows[:_LINES])
     if rows[_LINES:]:
         yield f"… and {len(rows) - _LINES} more"
-    if rows and not any(row.gradient_error >= FELT for row in rows):
+    if rows and not any(row.felt >= FELT for row in rows):
         yield "none of these breaks the training by itself: their errors add up"
-    if not rows and not math.isnan(found.advised):
-        said = f"with every op in FP32 the gradient error is {two_digits(found.advised)} already"
+    if not rows and (errors := _advised(found)):
+        said = f"with every op in FP32 the gradient error is {errors} already"
         yield f"{said}, because of the weights, or of casts that no wrapper reaches"
 
 
 def _fixes(found: Comparison) -> Iterator[str]:
     """Yield what is to be in FP32, and what that brings."""
     if any(not row.raised for row in found.broken):
-        then = f" (measured: gradient error {two_digits(found.advised)}; {_LIMIT})" if found.advised >= 0 else ""
+        then = f" (measured: gradient error {errors.rstrip(',')}; {_LIMIT})" if (errors := _advised(found)) else ""
         yield f"keep in FP32: {_in_fp32(found.broken, found.names)}{then}; or let hmpx.tune find the lists"
     if found.is_cut_short:
         yield f"the search has ended after {found.passes} runs: fewer ops may be enough"

@@ -25,7 +25,7 @@ _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dty
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
 _FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[(=,]\s*dtype\s*[,)]")
 _OpOverload = private("torch._ops.OpOverload")
-LIMIT = 0.02  # of a result: what is off by less harms no training
+LIMIT = 0.02  # of a result: what is off by less harms no training (README of insight)
 _IN_FP32 = "compute it in float32 (x.float())"
 
 

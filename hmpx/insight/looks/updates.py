@@ -135,8 +135,7 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
             said = f"the decay of {key} is lost in {state}: where a gradient is 0, {percent(min(stays / falls, 1))} of "
             said += "what its numbers are to lose in a step stays"
             kind, weight = ("rounded state", 0.55) if is_wide else ("optimizer state", 0.25)
-            is_why = is_wide or (lost is not None and lost.wrong)
-            yield Problem(kind, is_why, said, do, where, weight=weight, recipe=recipe)
+            yield Problem(kind, is_wide, said, do, where, weight=weight, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
     low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
     if low is not None:

@@ -123,7 +123,7 @@ def _derive(notes: Notes, row: _Row) -> None:
     exact = exact_of(same[0]) if op.name in _MOVING else row.again(exact_of)
     notes.add(out, derived=(origins, exact))
     if out.dtype in LOW and op.name not in ("clone", "detach"):
-        older = {at: (_numbers(op, out, old, few(out), exact), held) for at, (old, held) in origins.items()}
+        older = {at: (_numbers(notes, op, out, old, few(out), exact), held) for at, (old, held) in origins.items()}
         held = StorageWeakRef(out.untyped_storage())
         notes.rewritten[memory(out)] = _Rewritten(older, held, op.name, out.dtype, notes.place(op.frame))
 
@@ -202,22 +202,27 @@ def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
         _count(notes, op, target, old, part(target), exact)
 
 
-def _numbers(op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> dict[str, float]:
+def _numbers(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor) -> dict[str, float]:
     """Return what is counted of a write; nothing if the write in FP32 would change no number.
 
-    old, new, exact: samples of the target before the write, after it, and after the write in FP32.
+    It counts for the iterations that nobody has looked at before it: a sum, or an average whose decay grows, loses what
+    comes late.
+
+    Args:
+        old, new, exact: samples of the target before the write, after it, and after the write in FP32.
     """
     ideal, real = exact.float() - old.float(), new.float() - old.float()
     if not bool(torch.isfinite(ideal).all()) or not bool(ideal.any()):
         return {}
     dot = float((real * ideal).sum()) / float(ideal.square().sum())
-    numbers = {"dot": dot, "elements": target.numel(), "moves": int((ideal != 0).sum()), "tensors": 1}
+    numbers = {"dot": dot * notes.span, "elements": target.numel() * notes.span, "tensors": notes.span}
+    numbers["moves"] = int((ideal != 0).sum())
     return numbers | {"by_torch": op.is_called_from("swa_utils.py")}
 
 
 def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *more: int) -> None:
     """Count a write at the line of the op. more: addresses of other memory than the target's that it writes to."""
-    if numbers := _numbers(op, target, old, new, exact):
+    if numbers := _numbers(notes, op, target, old, new, exact):
         spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
         spot.owner = spot.owner or notes.names.of_tensor(target, op.frame)
         spot.memories.update((*more, memory(target)))

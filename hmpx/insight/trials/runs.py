@@ -7,6 +7,9 @@ search asks. All runs of a batch begin from one state (`Subject`) and draw the s
 small beside that does nothing, and a bias that is not averaged away does. With g_b the FP32 gradient of batch b of N,
 and g their mean, the noise is sqrt(sum |g_b - g|^2 / (N - 1)). The error of a choice of precisions is
 sqrt(mean |e_b|^2) / noise, with e_b the change of g_b.
+
+One norm over all parameters hides a part of a model whose gradients are small, and Adam divides each gradient by its
+own size. So each parameter is judged, too: by its error beside the size of its own gradient (root mean squares).
 """
 
 from __future__ import annotations
@@ -31,18 +34,32 @@ from hmpx.insight.trials.subject import Subject
 from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
 
 _ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
+_LEAST = 1e-5  # of the size of all: smaller gradients are rounding, such as of a bias before a norm, which has none
+PART = 0.4  # what the error of one parameter, beside its own size, counts of an error of all (README.md of insight)
 Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
+class Felt:
+    """What has a gradient error, and that of the worst parameter. `felt` is the larger, on the scale of the first."""
+
+    gradient_error: float
+    part_error: float
+
+    @property
+    def felt(self) -> float:
+        return largest_of(self.gradient_error, PART * self.part_error)
+
+
 @dataclass(frozen=True)
-class Effect:
+class Effect(Felt):
     """What a choice of precisions changes, beside FP32.
 
     gradient_error: root mean square over batches, in units of the noise between batches. gradient_bias: the part of it
     that is the same in every batch, in the same units. loss_change: root mean square over batches; loss_error: the
     same in units of the noise between the losses of batches. raised: the exception, where the program raises under
     this choice; every figure is infinite then, as it is where the loss or a gradient is not finite. by_batch: the
-    larger of both errors, by the number of the batch.
+    largest of these errors, by the number of the batch. part_error: of the parameter that is the worst, beside the size
+    of its own gradient; part: its name.
     """
 
     gradient_error: float = 0.0
@@ -51,11 +68,18 @@ class Effect:
     loss_error: float = 0.0
     raised: str = ""
     by_batch: dict[int, float] = field(default_factory=dict)
+    part_error: float = 0.0
+    part: str = ""
 
     @property
     def size(self) -> float:
         """The one number that a tolerance bounds. The bias counts twice: it may be half of the tolerance."""
-        return max(self.gradient_error, 2 * self.gradient_bias, self.loss_error)
+        return largest_of(self.felt, 2 * self.gradient_bias, self.loss_error)
+
+
+def largest_of(*errors: float) -> float:
+    """Return the largest of those that were measured; NaN if none was."""
+    return max((each for each in errors if not math.isnan(each)), default=math.nan)
 
 
 class Progress:
@@ -91,6 +115,7 @@ class Runs:
 
     loss_counts: whether the change of the loss is an error, too. by_hand: the lines where the program itself casts.
     noise: root mean square distance of the gradient of a batch from the mean of all; loss_noise: the same of losses.
+    sizes: the mean square of the gradient of each parameter; infinite where it is no more than rounding.
     losses, gradients: in FP32, by batch.
     """
 
@@ -102,6 +127,7 @@ class Runs:
         self.losses: list[float] = []
         self.gradients: list[list[Tensor]] = []
         self.noise = self.loss_noise = math.nan
+        self.sizes = torch.empty(0)
         self._sites: dict[tuple, CallSite] = {}
         self._places = CallPlaces()
         self._now: Compute | None = None
@@ -163,12 +189,16 @@ class Runs:
         self.losses.append(loss)
         self.gradients.append(gradients)
         with unobserved():  # no list is about what is computed here
-            return math.isfinite(loss) and math.isfinite(square(gradients))
+            return math.isfinite(loss) and bool(squares_of(gradients).isfinite().all())
 
     def find_noise(self) -> None:
         """Compute the units of errors, when all batches have run in FP32."""
         with unobserved():
             self.noise = noise_of(self.gradients)
+            squares = torch.stack([*map(squares_of, self.gradients)]).mean(0)
+            counts = torch.tensor([each.numel() for each in self.gradients[0]])
+            least = _LEAST**2 * squares.sum() / counts.sum()
+            self.sizes = torch.where(squares > least * counts, squares, math.inf)
         self.loss_noise = (statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0) or math.inf
 
     def check_repeats(self) -> None:
@@ -189,7 +219,7 @@ class Runs:
             try:
                 changes.add(number, *self.run(compute, self.subject.wide if wide else self.subject.low, number, words))
             except Exception as error:  # a choice under which the program does not run does not hold
-                return Effect(*(math.inf,) * 4, in_a_line(error))
+                return Effect(*(math.inf,) * 4, in_a_line(error), part_error=math.inf)
             if changes.so_far > enough:
                 break
         return changes.effect()
@@ -201,7 +231,7 @@ class Difference:
     def __init__(self, runs: Runs, n: int) -> None:
         self._runs, self._n = runs, n
         self._total: list[Tensor] = []
-        self._squares: dict[int, float] = {}  # of the changes of gradients and losses, by batch
+        self._squares: dict[int, Tensor] = {}  # of the changes of gradients, by batch and parameter, and of losses
         self._losses: dict[int, float] = {}
 
     def add(self, number: int, loss: float, gradients: list[Tensor]) -> None:
@@ -209,33 +239,48 @@ class Difference:
         change = loss - self._runs.losses[number]
         with unobserved():
             errors = [b - a for a, b in zip(self._runs.gradients[number], gradients, strict=True)]
-            squares = square(errors)
+            squares = squares_of(errors)
             self._total = [a + b for a, b in zip(self._total, errors, strict=True)] if self._total else errors
-        self._squares[number] = squares if math.isfinite(change) else math.inf
+        self._squares[number] = squares if math.isfinite(change) else torch.full_like(squares, math.inf)
         self._losses[number] = change * change if math.isfinite(change) else math.inf
 
-    def _sizes(self, squares: float, losses: float) -> tuple[float, float]:
-        """Return squared errors of gradients and of losses in their units; the second is 0 where it does not count."""
-        if squares == math.inf:
-            return math.inf, math.inf
-        return squares / self._runs.noise**2, losses / self._runs.loss_noise**2 if self._runs.loss_counts else 0.0
+    def _sizes(self, squares: Tensor, losses: float) -> tuple[float, float, float]:
+        """Return squared errors: of gradients and of losses in their units, and of the worst parameter in its own.
+
+        The second is 0 where it does not count.
+        """
+        runs, whole = self._runs, float(squares.sum())
+        if not math.isfinite(whole):
+            return (math.inf,) * 3
+        loss_error = losses / runs.loss_noise**2 if runs.loss_counts else 0.0
+        return whole / runs.noise**2, loss_error, float((squares / runs.sizes).max())
+
+    def _error(self, squares: Tensor, losses: float, n: int = 1) -> float:
+        whole, loss_error, part = self._sizes(squares, losses)
+        return math.sqrt(largest_of(whole, loss_error, PART**2 * part) / n)
 
     @property
     def so_far(self) -> float:
         """The error of all batches, if the others had none."""
-        return math.sqrt(max(self._sizes(sum(self._squares.values()), sum(self._losses.values()))) / self._n)
+        with unobserved():
+            return self._error(torch.stack([*self._squares.values()]).sum(0), sum(self._losses.values()), self._n)
 
     def effect(self) -> Effect:
         """Return the effect."""
         n, losses = self._n, sum(self._losses.values())
-        squares, loss_error = self._sizes(sum(self._squares.values()), losses)
-        shared = math.inf if squares == math.inf else 0.0
-        if n > 1 and not shared:  # the mean over pairs of batches
-            with unobserved():
-                shared = max(square(self._total) / self._runs.noise**2 - squares, 0.0) / (n * (n - 1))
-        by_batch = {i: math.sqrt(max(self._sizes(self._squares[i], self._losses[i]))) for i in self._squares}
-        error, bias, change, loss_error = map(math.sqrt, (squares / n, shared, losses / n, loss_error / n))
-        return Effect(error, bias, change, loss_error, by_batch=by_batch)
+        with unobserved():
+            total = torch.stack([*self._squares.values()]).sum(0)
+            squares, loss_error, part = self._sizes(total, losses)
+            shared = math.inf if squares == math.inf else 0.0
+            if n > 1 and not shared:  # the mean over pairs of batches
+                of_all = float(squares_of(self._total).sum())
+                shared = max(of_all / self._runs.noise**2 - squares, 0.0) / (n * (n - 1))
+            by_batch = {i: self._error(self._squares[i], self._losses[i]) for i in self._squares}
+            worst = int((total / self._runs.sizes).argmax()) if 0 < part < math.inf else None
+        figures = (squares / n, shared, losses / n, loss_error / n, part / n)
+        error, bias, change, loss_error, part = map(math.sqrt, figures)
+        name = "" if worst is None else self._runs.subject.names[worst]
+        return Effect(error, bias, change, loss_error, by_batch=by_batch, part_error=part, part=name)
 
 
 def noise_of(gradients: Sequence[Sequence[Tensor]]) -> float:
@@ -250,14 +295,11 @@ def noise_of(gradients: Sequence[Sequence[Tensor]]) -> float:
     for batch in gradients:
         for each, gradient in zip(total, batch, strict=True):
             each.add_(gradient)
-    whole, mean = sum(map(square, gradients)) / n, square(total) / n**2
+    whole, mean = sum(float(squares_of(each).sum()) for each in gradients) / n, float(squares_of(total).sum()) / n**2
     return math.sqrt((whole - mean) * n / (n - 1)) if whole - mean > _ALIKE * mean else math.nan
 
 
-def square(gradients: Sequence[Tensor]) -> float:
-    """Return the squared norm of all gradients; infinite where one is not finite."""
-    if not gradients:
-        return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients])
-    total = float(norms.square().sum())
-    return total if math.isfinite(total) else math.inf
+def squares_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of each gradient, in FP64."""
+    norms = [torch.linalg.vector_norm(each).to(gradients[0].device) for each in gradients]
+    return torch.stack(norms).cpu().double().square()

@@ -64,7 +64,8 @@ class Subject:
         self._asked, self._recipe = asked, recipe
         self.model, self.batches, self.loss = model, arguments_of(batches, "batches", asked), loss
         self._reentrant: bool | None = None  # whether there is a checkpoint with use_reentrant=True
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = [*named], [*named.values()]
         if not self.parameters:
             raise HmpxError(f"{asked}: no parameter of the model requires a gradient")
         _check_arguments(model, self.batches[0], loss, asked)

@@ -206,6 +206,8 @@ class Tuning:
             met=met,
             gradient_error=effect.gradient_error,
             gradient_bias=effect.gradient_bias,
+            part_error=effect.part_error,
+            part=effect.part,
             loss_change=effect.loss_change,
             loss_error=effect.loss_error,
             predicted=predicted.gradient_error,

@@ -113,8 +113,9 @@ def choices_of(
         if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
             return f"with it in {words} the program raises {raised}"
         if alone.size > tolerance and not math.isnan(alone.gradient_error):
-            by_loss = ", by its change of the loss" if alone.loss_error > tolerance >= alone.gradient_error else ""
-            return f"breaks the tolerance by itself{by_loss}"
+            by = ", by its change of the loss" if alone.loss_error > tolerance >= alone.felt else ""
+            by = f", by the gradient of {alone.part}" if alone.felt > tolerance >= alone.gradient_error else by
+            return f"breaks the tolerance by itself{by}"
         if not gain:
             return f"has no products, so {words} would save no time"
         if is_left and fell:
@@ -199,6 +200,8 @@ class Tuned(Report):
             bias, the part of it that is the same in every batch, are in units of the noise between batches; the change
             is in the loss's own unit. Error and change are root mean squares over batches. loss_error: the change in
             units of the noise between losses.
+        part_error: what the gradient of the parameter `part`, the worst, is off by beside its own size; it may be 2.5
+            times the tolerance.
         predicted: the gradient error of the same choice on the batches that it was found with.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
         tolerance: as asked for.
@@ -233,6 +236,8 @@ class Tuned(Report):
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     step_spread: float = 0.0
     low: Low = "bf16"
+    part_error: float = math.nan
+    part: str = ""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``, ``tuned.json`` and ``tuned.html``.
@@ -264,11 +269,12 @@ class Tuned(Report):
 
     def _verdict(self) -> list[str]:
         loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""
+        part = f"; the gradient of {self.part} is off by {self.part_error:.2g} of its size" if self.part else ""
         lines = [
             self._gain(),
             f"{'within' if self.met else 'NOT within'} the tolerance of {self.tolerance:g} on held-out batches: "
             f"gradient error {self.gradient_error:.2g}, bias {self.gradient_bias:.2g}, "
-            f"loss change {self.loss_change:.2g}{loss}",
+            f"loss change {self.loss_change:.2g}{loss}{part}",
             f"on the batches of the search the gradient error is {self.predicted:.2g}; it took {self.steps} steps",
         ]
         return [*lines, self.unmet] if self.unmet else lines
