@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from hmpx.base import process_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.module_tree import modules_in, own_parameters
 from hmpx.errors import HmpxError
-from hmpx.recipes.parameter_dtypes import CAST, LOW, parameter_dtypes
+from hmpx.recipes.parameter_dtypes import CAST, LOW, in_words, module_of, parameter_dtypes
 from hmpx.recipes.recipe import Recipe
 from hmpx.rounding.devices import is_lazy
 from hmpx.updates.ranks.ddp import replicas
@@ -27,6 +28,7 @@ from hmpx.updates.ranks.sharding import is_sharded, refuse_shell
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
+_STEPS, _SAMPLE = 8, 1024  # how long frozen weights are looked at, and how many numbers of each
 
 
 def tell_cast(cast: Sequence[Parameter]) -> None:
@@ -84,7 +86,51 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
     if parts:
         name = next(name for p, name in others.items() if p is parts[0])
         logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", name, len(parts) - 1)
+    frozen = {p: name for p, name in others.items() if p.dtype in LOW and not p.requires_grad and not p.is_meta}
+    if frozen:
+        weights = FrozenWeights(frozen)
+        process_state.first_steps.append(weights.look)
+        undo.callback(weights.end)
     return [*others]
+
+
+class FrozenWeights:
+    """Frozen weights that a recipe has cast. A program that averages into them loses its updates, and is told so.
+
+    In the first steps of optimizers each is compared with what it was: a write raises its version, or it is in other
+    memory. One that two steps find written to is an average, and not a checkpoint that was loaded.
+    """
+
+    def __init__(self, names: dict[Parameter, str]) -> None:
+        self._names, self._moves, self._looks = names, dict.fromkeys(names, 0), 0
+        self._marks: dict[Parameter, tuple[Tensor, int, Tensor]] = {}
+
+    def end(self) -> None:
+        with contextlib.suppress(ValueError):
+            process_state.first_steps.remove(self.look)
+
+    def look(self) -> None:
+        """Compare each weight with what it was in the step before."""
+        for p, before in [(p, self._marks.get(p)) for p in self._names]:
+            # A weight that somebody has sharded, offloaded or cast again is another one.
+            if p.is_meta or p.layout is not torch.strided or not p.numel() or p.dtype not in LOW:
+                continue
+            data = p.data
+            now = data, p._version, data.as_strided((min(_SAMPLE, _extent(data)),), (1,)).clone()
+            if before is not None and data.shape == before[0].shape and data.device == before[0].device:
+                same = data.data_ptr() == before[0].data_ptr() and now[1] == before[1]
+                self._moves[p] += not (same and torch.equal(now[2], before[2]))
+            self._marks[p] = now
+        self._looks += 1
+        moved = [name for p, name in self._names.items() if self._moves[p] > 1]
+        if moved:
+            logger.warning(
+                "hmpx: %s were frozen in float32, were cast by the recipe, and are written to in each step: an average "
+                "loses its small updates there. `module_dtypes: {%s: float32}` in the recipe keeps them in float32",
+                *(in_words(moved), module_of(moved[0])),
+            )
+        if moved or self._looks > _STEPS:
+            self.end()
 
 
 def _note(

@@ -63,14 +63,14 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
     if kept:
         logger.warning(
             "hmpx: %s stay in float32, in which they came; `module_dtypes: {%s: bfloat16}` in the recipe casts them",
-            *(_in_words(kept), _module_of(kept[0])),
+            *(in_words(kept), module_of(kept[0])),
         )
     if narrowed:
         to = mapped.get(torch.float64, torch.bfloat16)
         way_out = (
-            f"; `module_dtypes: {{{_module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in LOW else ""
+            f"; `module_dtypes: {{{module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in LOW else ""
         )
-        logger.warning("hmpx: %s came in float64 and are cast to %s%s", _in_words(narrowed), dtype_name(to), way_out)
+        logger.warning("hmpx: %s came in float64 and are cast to %s%s", in_words(narrowed), dtype_name(to), way_out)
     return found
 
 
@@ -115,10 +115,10 @@ def _kept(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     return kept
 
 
-def _in_words(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"parameters {', '.join(map(repr, names[:_SHOWN]))}{more}"
 
 
-def _module_of(name: str) -> str:
+def module_of(name: str) -> str:
     return name.rpartition(".")[0] or "'*'"

@@ -103,6 +103,7 @@ def _watch() -> None:
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     _changes.callback(_warned.clear)  # a new conversion warns again
+    _changes.callback(first_steps.clear)
     for name, wrapper in _MAKERS:
         optimizer_hooks.wrap(_changes, name, wrapper)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)

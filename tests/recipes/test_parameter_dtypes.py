@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import re
+
+import pytest
 import torch
+import yaml
 from torch import nn
 
 import hmpx
+from hmpx.base import process_state
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -75,3 +83,54 @@ def test_fp64_stays_under_a_recipe_of_fp32_weights_and_is_named_under_others(cap
         assert all(("float32}` in the recipe keeps more" in each) == (dtype is BF16) for each in said), recipe
     found = dtypes(orbit(), {"extends": "autocast-cpu", "module_dtypes": {"mass": "float32"}})
     assert {*found.values()} == {FP32}
+
+
+class Twin(nn.Module):
+    """A frozen copy that the model itself averages, as in MoCo, beside frozen weights that nobody writes to."""
+
+    def __init__(self, follow):
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.follow = nn.Linear(8, 8), follow
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for k, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                self.follow(k, q)
+        return self.online(x) - 2 * self.target(self.base(x)).detach()
+
+
+def replaced(k, q):
+    k.data = k.data * 0.999 + q.data * 0.001
+
+
+def in_place(k, q):
+    k.mul_(0.999).add_(q, alpha=0.001)
+
+
+@pytest.mark.parametrize("follow", [replaced, in_place, lambda k, q: None])
+def test_an_average_that_a_recipe_has_frozen_in_bf16_is_named_with_the_rule_that_keeps_it(follow, caplog):
+    def way(recipe):
+        """Return where the average goes in 30 steps."""
+        model, x = Twin(follow), torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        start = model.target.weight.double()
+        with recipe() if recipe else contextlib.nullcontext():
+            optimizer = torch.optim.SGD(model.online.parameters(), lr=0.05)
+            for _ in range(30):
+                optimizer.zero_grad()
+                model(x).float().square().mean().backward()
+                optimizer.step()
+        return model.target.weight.double() - start
+
+    in_fp32 = way(None)
+    in_bf16 = way(lambda: hmpx.activate("bf16-sr"))
+    said = [each.getMessage() for each in caplog.records if "an average" in each.getMessage()]
+    assert len(said) == (follow in (replaced, in_place)) and not process_state.first_steps
+    for each in said:
+        assert "parameters 'target.weight', 'target.bias' were frozen" in each and "'base" not in each
+        recipe = {"extends": "bf16-sr", **yaml.safe_load(re.search("`(.*)`", each)[1])}
+        mended = way(functools.partial(hmpx.activate, recipe))
+        lost, kept = ((each * in_fp32).sum() / in_fp32.square().sum() for each in (in_bf16, mended))
+        assert lost < 0.5 and 0.8 < kept < 1.2
