@@ -51,7 +51,9 @@ class Conversion(Installation):
         active: whether this is the conversion that is in force.
         patched: every attribute of torch, or of a module of yours, that was changed.
         rebound: names that held a function of torch before, and hold its wrapper now.
-        escaped: ops that the policy names and the conversion cannot reach, one sentence each.
+        escaped: ops that the policy names and the conversion cannot reach, and whoever holds a function of torch where
+            it is not replaced (a generator, a key of a table, a node of an fx graph), one sentence each. To ask takes a
+            second or more: everything that is alive is looked through.
 
     `restore()` ends it; nothing happens if it is not the one in force.
 
@@ -166,11 +168,11 @@ class Conversion(Installation):
     @property
     def rebound(self) -> tuple[str, ...]:
         """Names that held a function of torch before `convert`, and hold its wrapper now."""
-        return tuple(str(capture) for capture in self._casts.captures if capture.rebound)
+        return tuple(map(str, self._casts.rebound))
 
     @property
     def escaped(self) -> tuple[str, ...]:
-        """Ops that the policy names and this conversion cannot reach, one sentence each."""
+        """What this conversion cannot reach, and who holds a function of torch now, one sentence each."""
         ops = catalog()
         names = [name for side in SIDES for name in getattr(self.policy, side)]
         unreachable = [
@@ -179,7 +181,7 @@ class Conversion(Installation):
             if name not in ops and "." not in name
         ]
         waiting = [f"{name} is not imported yet" for name in self._casts.waiting]
-        captured = dict.fromkeys(str(capture) for capture in self._casts.captures if not capture.rebound)
+        captured = dict.fromkeys(map(str, self._casts.escaped))
         return (*unreachable, *waiting, *self._casts.foreign, *captured, *(replaced_forwards() if self.active else ()))
 
     def __repr__(self) -> str:

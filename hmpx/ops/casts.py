@@ -66,9 +66,14 @@ class Casts:
         return (*self._table.standing.values(), *self._functions.patched.values())
 
     @property
-    def captures(self) -> list[CapturedName]:
-        """Every place outside torch that had captured a function."""
-        return [capture for rebinding in self._rebindings for capture in rebinding.captures]
+    def rebound(self) -> list[CapturedName]:
+        """Every place outside torch that had captured a function and has its wrapper."""
+        return [capture for rebinding in self._rebindings for capture in rebinding.rebound]
+
+    @property
+    def escaped(self) -> list[CapturedName]:
+        """Every place outside torch that holds a function of torch now."""
+        return [capture for rebinding in self._rebindings for capture in rebinding.escaped]
 
     @property
     def foreign(self) -> list[str]:

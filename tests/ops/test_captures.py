@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import subprocess
 import sys
@@ -135,6 +136,61 @@ def test_captured_names_are_cast_and_come_back_or_are_reported():
     assert [how for how, function in before.items() if after[how] is not function] == []
     assert all(a is b for a, b in zip((PAIR, TUPLE, NESTED["pair"][1], BOUND), tuples, strict=True))
     assert linear is local is F.linear and {F.linear} == SET and list(KEYED.values()) == [F.linear]
+
+
+FAR = {"a": [{"b": [{"c": [F.linear]}]}]}
+LONG = {**dict.fromkeys(range(10_001)), "act": F.linear}
+GAIN = {torch.matmul: 1.0}
+CONTEXT = contextvars.ContextVar("act")
+MAPPED = map(F.linear, [X], [X])
+ARGS = ValueError(F.linear)
+GRAPH = torch.fx.symbolic_trace(lambda x: torch.matmul(x, x))
+
+
+def endless():
+    act = F.linear
+    while True:
+        yield act(X, X)
+
+
+RUNNING = endless()
+
+
+def test_whoever_holds_one_where_nothing_is_searched_is_named():
+    next(RUNNING)
+    contextvars.copy_context().run(lambda: None)
+    CONTEXT.set(F.linear)
+    inside, matmul = f"{__name__}.", "_VariableFunctionsClass.matmul"
+    with hmpx.convert() as handle:
+        assert next(MAPPED).dtype is next(RUNNING).dtype is CONTEXT.get()(X, X).dtype is torch.float32
+        Holder.late = {"act": next(iter(GAIN))}  # younger than the conversion
+        said = {line.partition(":")[0] for line in handle.escaped}
+        assert {
+            f"a list of {inside}FAR holds linear",
+            f"a dict of {inside}LONG holds linear",
+            f"a key of {inside}GAIN holds {matmul}",
+            "a ContextVar holds linear",
+            f"a map of {inside}MAPPED holds linear",
+            f"a tuple of {inside}ARGS holds linear",
+            f"a Node holds {matmul}",
+            "endless, which is suspended holds linear",
+            f"{inside}Holder.late['act'] holds {matmul}",
+        } <= said
+    del Holder.late
+    assert handle.escaped  # it goes on to say what was known
+
+
+def test_nobody_is_named_in_a_program_that_holds_none():
+    code = """
+        import torch, hmpx
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LSTM(4, 4))
+        with hmpx.convert() as handle:
+            torch.compile(model, backend="eager")(torch.randn(4, 4))
+            model(torch.randn(4, 4))[0].sum().backward()
+            assert not handle.escaped, handle.escaped
+        """
+    done = python.run("-c", textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_names_taken_during_a_conversion_are_originals_after_it():

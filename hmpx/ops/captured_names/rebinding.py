@@ -3,7 +3,8 @@
 A pass over everything that is alive (modules, classes, functions, objects with attributes), four containers deep, puts
 the replacement where a function of torch is held: in dicts, lists, attributes, closures and default arguments. A
 `functools.partial` gets it too, and stays the same object; tuples and bound methods are made anew. Other places (a
-slot, a set, a property, a cache, a local variable of a running function) are reported. Keys of tables are left alone.
+slot, a set, a key of a table, a property, a cache, a local variable of a running function) are reported. A handle that
+is asked what escaped looks again, and names whoever else holds one by then (`holders`): a generator, say.
 So are torch's own tables, which are older than the patch and want torch's functions. When a conversion ends, another
 pass puts originals in the place of replacements that somebody has taken meanwhile, in torch's tables too.
 
@@ -20,7 +21,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hmpx.base.changes import Changes
@@ -29,6 +30,7 @@ from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.captured_names.sweep import Sweep
 
 logger = logging.getLogger("hmpx")
+_LATE = "it was put there after the search"
 
 
 class Replacing(Protocol):
@@ -44,17 +46,32 @@ class Rebinding:
     """Names captured elsewhere that hold replacements now."""
 
     def __init__(self) -> None:
-        self._captures: dict[CapturedName, None] = {}
+        self._rebound: dict[CapturedName, None] = {}
+        self._escaped: list[CapturedName] = []
         self._places = Places()
         self._pending: dict[Any, Any] = {}  # function -> replacement, not looked for everywhere yet
         self._back: dict[Any, Any] = {}  # replacement -> function
         self._references: dict[int, int] = {}  # to replacements that nobody has been able to take yet, by identity
 
     @property
-    def captures(self) -> list[CapturedName]:
-        """One capture for each place. Searches for pending pairs; after an interrupt it may be called again."""
+    def rebound(self) -> list[CapturedName]:
+        """Places that were changed. Searches for pending pairs; after an interrupt it may be called again."""
         self._catch_up()
-        return list(self._captures)
+        return list(self._rebound)
+
+    @property
+    def escaped(self) -> list[CapturedName]:
+        """Whoever holds an original now. Searches, and changes nothing; after `undo` it says what was known then."""
+        self._catch_up()
+        if self._back:
+            sweep = Sweep({old: new for new, old in self._back.items()}, lambda *place: None)
+            try:
+                sweep.everything()
+                sweep.others()
+                self._escaped = [c if c.reason else replace(c, reason=_LATE) for c in sweep.captures]
+            finally:
+                sweep.let_go()
+        return self._escaped
 
     def around(self, changes: Changes, *parts: Replacing) -> None:
         """Apply parts, and replace the names under which their functions had been captured before.
@@ -138,7 +155,8 @@ class Rebinding:
         mark, sweep = self._places.mark(), Sweep(replacements, self._places.put)
         try:
             look(sweep)
-            self._captures |= dict.fromkeys(sweep.captures)
+            self._rebound |= dict.fromkeys(each for each in sweep.captures if each.rebound)
+            self._escaped += [each for each in sweep.captures if not each.rebound]
         except BaseException:
             self._places.undo(mark)
             raise

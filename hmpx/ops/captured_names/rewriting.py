@@ -129,6 +129,8 @@ class Rewriting:
         if base is dict:
             for key, held in raw.items(value):
                 self._item(value, key, held, f"{where}[{raw.described(key)}]", depth + 1)
+                if not self._keys:
+                    self._unchangeable(key, f"a key of {where}", depth + 1, "a key of a table is not changed")
             if self._keys:
                 self._exchange_keys(value, kind, where, depth)
         elif base is list:

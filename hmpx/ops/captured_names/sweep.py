@@ -22,6 +22,7 @@ import torch
 
 from hmpx.base.garbage import none_collected
 from hmpx.ops.captured_names import raw
+from hmpx.ops.captured_names.holders import Holders
 from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, CapturedName, PlaceWriter, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
@@ -55,6 +56,7 @@ class Sweep:
         self._apart: set[int] = set()  # kinds of everything else
         self._empty: dict[int, int] = {}  # objects that lead to none, and how deep they were looked into
         self._off: dict[int, bool] = {}  # of modules' namespaces: whether they stay as they are
+        self._reached: set[int] = set()  # what was looked through by name
 
     @property
     def captures(self) -> list[CapturedName]:
@@ -90,6 +92,7 @@ class Sweep:
             for root in self._leading(roots, held_by):
                 count = len(self.captures)
                 self._carefully(look, root)
+                self._reached.update(map(id, (root, *_namespaces(root))))
                 attributes = gc.get_referents(root) if len(self.captures) == count else []
                 if not issubclass(type(root), HOLDERS):  # Python 3.10 keeps attributes in a dict
                     attributes += gc.get_referents(*[each for each in attributes if type(each) is dict])
@@ -98,6 +101,12 @@ class Sweep:
                     to.escaped(held, where, "its attributes cannot be reached without code of its own")
         self._partials_of_nobody(kept["partials"], [each for each in once if self._is_off(raw.module_globals(each))])
         self._running_functions()
+
+    @none_collected()
+    def others(self) -> None:
+        """After `everything`: report who else holds one."""
+        to, holders = self._rewriting, Holders(self._is_off, self._stays, self._variables)
+        self.captures.extend(holders.unaccounted(self._functions, self._reached | to.done.keys()))
 
     def one(self, module: types.ModuleType) -> None:
         """Search one module, and the functions and classes that it defines."""
@@ -220,15 +229,21 @@ class Sweep:
             self._carefully(lambda p: self._rewriting.replaced(p, "a functools.partial", 0), found[key])
 
     def _running_functions(self) -> None:
-        """Report local variables of functions that are running now: visible, not changeable."""
+        for where, value in self._variables():
+            self._rewriting.escaped(value, where, "a local variable cannot be changed")
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        """Yield local variables of functions that are running now: visible, not changeable."""
         for thread, frame in _running():
             if frame.f_code.co_flags & _OPTIMIZED and not self._is_off(frame.f_globals):
                 inside = raw.text(dict.get(frame.f_globals, "__name__"))
-                for name, value in dict(frame.f_locals).items():
-                    if id(value) in self._by_id and name not in frame.f_code.co_freevars:
-                        where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
-                        other = "" if thread == threading.get_ident() else " in another thread"
-                        self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
+                other = "" if thread == threading.get_ident() else " in another thread"
+                variables = frame.f_locals
+                if type(variables) is dict:  # which Python keeps at the frame before 3.13
+                    self._reached.add(id(variables))
+                for name, value in dict(variables).items():
+                    if name not in frame.f_code.co_freevars:
+                        yield f"local variable {name} of {inside}.{frame.f_code.co_name}{other}", value
 
     def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
         """Return the functions whose module is searched; filtered in C."""
@@ -268,6 +283,16 @@ def _held_by(functions: list[types.FunctionType]) -> list[Any]:
         for held in (function.__defaults__, function.__kwdefaults__, function.__closure__, function.__dict__)
         if held
     ]
+
+
+def _namespaces(root: Any) -> Iterator[Any]:
+    """Yield what holds the attributes of an object, and of a function the rest that is looked through by name."""
+    if issubclass(type(root), types.ModuleType):
+        yield raw.module_globals(root)
+    elif type(root) is types.FunctionType:
+        yield from (root.__globals__, root.__dict__, root.__defaults__, root.__kwdefaults__, *(root.__closure__ or ()))
+    else:
+        yield from [held for held in gc.get_referents(root) if type(held) is dict]
 
 
 def _one(holder: Any) -> int:
