@@ -412,6 +412,7 @@ WRITES = {  # ways to write to an average, each `(held, now)`, a matrix and what
         torch._foreach_add_([held], [now], alpha=3e-4),
     ),
     "scatter_reduce_": lambda held, now: held.scatter_reduce_(0, torch.zeros(1, 16).long(), 1e-4 * now[:1], "sum"),
+    "in a hook": lambda held, now: held.lerp_(now, 1 - DECAY),
     "maximum": lambda held, now: held.copy_(torch.where(now > held, held.lerp(now, 1 - DECAY), held)),
 }
 
@@ -428,7 +429,10 @@ def test_an_average_that_stands_still_is_found_however_it_is_written(how, dtype)
             WRITES[how](average, now.to(each))
 
     model = mlp(FP32)
-    found = trained(model, torch.optim.SGD(model.parameters(), 0.1), after=after)
+    in_a_hook = how == "in a hook"
+    if in_a_hook:
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: after())
+    found = trained(model, torch.optim.SGD(model.parameters(), 0.1), after=(lambda: None) if in_a_hook else after)
     exact, real = (held[each].float().flatten() - 1 for each in (FP32, dtype))
     kept = float(real @ exact) / float(exact @ exact)
     assert {each.kind for each in found.findings if each.wrong} == ({"average of weights"} if kept < 0.5 else set()), (

@@ -168,6 +168,24 @@ planted_in_bf16(
 )
 
 
+def in_hooks(rate, dtype):
+    """Each weight moves as soon as its gradient is complete."""
+    model = mlp(dtype)
+
+    def move(p):
+        p.data.add_(p.grad, alpha=-rate)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(move)
+    for i in range(24):
+        x, y = batch(i)
+        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+
+
+planted_in_bf16("lost updates", in_hooks, by_hand_in_hooks=1e-4)
+
+
 def body_by_hand(update, dtype):
     """An optimizer steps the head alone."""
     torch.manual_seed(0)
@@ -647,7 +665,7 @@ planted_in_bf16(
 # FP16, inf and NaN
 
 
-def scaled(model, scaler, steps=14, broken=lambda i: False, clip=lambda params: None, unscales=False):
+def scaled(model, scaler, steps=14, weight=1e-3, broken=lambda i: False, clip=lambda params: None, unscales=False):
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for i in range(steps):
         x, y = batch(i)
@@ -656,7 +674,7 @@ def scaled(model, scaler, steps=14, broken=lambda i: False, clip=lambda params: 
             logits = model(x)
         loss = F.cross_entropy(logits.float(), y) * (torch.inf if broken(i) else 1)
         if scaler is None:
-            (loss * 1e-3).backward()
+            (loss * weight).backward()
             optimizer.step()
         else:
             scaler.scale(loss).backward()
@@ -672,7 +690,12 @@ def fp16_without_scaler(sick):
     scaled(mlp(), None if sick else torch.amp.GradScaler("cpu", init_scale=2.0**10))
 
 
-def by_hand(params):
+@planted("loss scaling")
+def fp16_gradients_that_are_all_zero(sick):
+    scaled(mlp(), None if sick else torch.amp.GradScaler("cpu", init_scale=2.0**10), weight=1e-9)
+
+
+def clip_by_hand(params):
     norm = torch.stack([p.grad.norm() for p in params]).norm()
     for p in params:
         p.grad.mul_(torch.clamp(0.5 / norm, max=1))
@@ -684,7 +707,7 @@ planted_by(
     (False, True),
     a_norm_is_clipped_while_scaled=lambda params: nn.utils.clip_grad_norm_(params, 0.5),
     values_are_clipped_while_scaled=lambda params: nn.utils.clip_grad_value_(params, 0.01),
-    a_norm_is_clipped_by_hand_while_scaled=by_hand,
+    a_norm_is_clipped_by_hand_while_scaled=clip_by_hand,
 )
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from time import perf_counter, process_time
+from types import FrameType
 from typing import Any
 
 import torch
 
 from hmpx.base import process_state
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_map_only
-from hmpx.insight.capture.notes import Notes, OpCall, Schema
+from hmpx.insight.capture.notes import Notes, OpCall, Schema, own_frame
 from hmpx.insight.finding import Names, Problem
 from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample
 from hmpx.ops.wrapping.observing import unobserved
@@ -88,6 +90,7 @@ MOST = 2**22  # elements of a tensor that is copied whole, as what an op writes 
 ITERATION = 50_000  # ops of one iteration that are looked at, at most
 _TROUBLES = 3  # errors of looks that are told
 STAGES = ("set up", "forward", "backward", "step")
+_ENGINE = os.path.join("torch", "autograd", "graph.py")
 _INNERMOST = "torch.utils._python_dispatch._get_current_dispatch_mode"
 
 
@@ -171,10 +174,11 @@ class OpWatch(TorchDispatchMode):
         schema = self._schemas.get(func)
         if schema is None:
             schema = self._schemas[func] = Schema(func)
-        before, graphed = None, torch.is_grad_enabled()
+        before, graphed, frame = None, torch.is_grad_enabled(), sys._getframe(1)
+        node = autograd_node()
         if schema.updates and not self.setting_up and not self.stepping:
             with aside(self._trouble):
-                before = self._before(schema, args, kwargs)
+                before = self._before(schema, args, kwargs, None if is_of_hook(frame) else node)
         result = func(*args, **kwargs)
         with aside(self._trouble):
             whole = floating((*args, *kwargs.values()) if kwargs else args, True)
@@ -184,14 +188,12 @@ class OpWatch(TorchDispatchMode):
                 given, results = [held_here(each) for each in whole], [held_here(each) for each in results]
             odd = next((each for each in (*given, *results) if not _is_plain(each)), None)
             if odd is not None:
-                if not self.stepping and autograd_node() is None and not odd.is_meta:
+                if not self.stepping and node is None and not odd.is_meta:
                     what = type(odd).__name__ if odd.layout is torch.strided else f"{odd.layout} tensors"
                     self._notes.unseen[f"ops of {what}"] += 1
             elif given or results:
-                node = autograd_node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
-                frame = sys._getframe(1)
                 trains = graphed and any(each.requires_grad for each in whole)
                 if stage == "forward" and trains:
                     self._notes.note_node(schema.name, frame)
@@ -204,12 +206,14 @@ class OpWatch(TorchDispatchMode):
                 self._notes.hand_on(args, kwargs, result)
         return result
 
-    def _before(self, schema: Schema, args: tuple, kwargs: dict) -> list[Tensor] | None:
+    def _before(self, schema: Schema, args: tuple, kwargs: dict, node: Any) -> list[Tensor] | None:
         """Copy low-precision tensors that an op is about to update: in backward, or if older than the iteration.
+
+        node: of autograd, that runs the op; None for none, and for one that a hook of the program calls.
 
         Samples tell of an op that treats each element by itself; of another one, whole tensors do.
         """
-        targets, node = [held_here(t) for t in schema.targets(args, kwargs)], autograd_node()
+        targets = [held_here(t) for t in schema.targets(args, kwargs)]
         if not targets or not all(t.dtype in LOW and t.numel() and _is_plain(t) for t in targets):
             return None
         if node is None and any(memory(t) in self._notes.born for t in targets):
@@ -230,7 +234,8 @@ class OpWatch(TorchDispatchMode):
         whole: what was given, sharded tensors too.
         """
         notes = self._notes
-        if not op.is_view and (not op.schema.written or op.stage == "backward"):  # which writes to gradients
+        is_of_gradient = op.stage == "backward" and not is_of_hook(op.frame)
+        if not op.is_view and (not op.schema.written or is_of_gradient):
             notes.born.update(memory(t) for t in op.results if t.dtype in LOW)
         for t in whole if op.graphed and op.name != "detach" else ():
             if t.requires_grad and t.is_leaf:
@@ -247,6 +252,11 @@ class OpWatch(TorchDispatchMode):
                 see(self._notes, op)
             except Exception as error:  # of one look, which hides nothing from the next
                 note_trouble(self._trouble, error)
+
+
+def is_of_hook(frame: FrameType) -> bool:
+    """Whether a frame below the dispatcher is Python of a program, and not the line that runs autograd's engine."""
+    return not own_frame(frame).f_code.co_filename.endswith(_ENGINE)
 
 
 def _is_plain(tensor: Tensor) -> bool:

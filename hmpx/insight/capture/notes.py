@@ -31,6 +31,14 @@ NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm m
 _COPIES = frozenset(("copy_", "_foreach_copy_"))  # which read nothing of what was there
 
 
+_AROUND = ("_dynamo/eval_frame.py", "torch/_compile.py")  # Dynamo, once imported, adds frames around a dispatch mode's
+
+
+def own_frame(frame: python_types.FrameType) -> python_types.FrameType:
+    """Return the innermost frame that calls an op, from one below the dispatcher."""
+    return next(each for each in frames(frame) if not each.f_code.co_filename.endswith(_AROUND))
+
+
 class Schema:
     """What torch's dispatcher knows of an op.
 

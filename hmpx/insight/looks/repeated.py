@@ -15,17 +15,12 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import LINES, tree_map_only, version_of
-from hmpx.insight.capture.notes import OpCall, tensors
+from hmpx.insight.capture.notes import OpCall, own_frame, tensors
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import callers
-from hmpx.ops.wrapping.callers import frames
 
 _KEPT = 1 << 26  # bytes of inputs
-_AROUND = (
-    "_dynamo/eval_frame.py",
-    "torch/_compile.py",
-)  # Dynamo, once imported, adds frames around those of a dispatch mode
 _DEEP = 4  # ops behind one another that are computed in FP32, at most
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -84,7 +79,7 @@ class Calls:
         if op.name.endswith("_") or "out" in op.kwargs or _RANDOM in op.func.tags or size > _KEPT:
             self._made.pop(key, None)
             return
-        frame = next(each for each in frames(op.frame) if not each.f_code.co_filename.endswith(_AROUND))
+        frame = own_frame(op.frame)
         line = frame.f_code.co_filename, frame.f_lineno
         versions = [version_of(each) for each in given]
         call = RepeatableCall(

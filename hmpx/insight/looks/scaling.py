@@ -50,7 +50,7 @@ class Scale(Look):
         self._optimizers[id(optimizer)], self._where[id(optimizer)] = optimizer, where
 
     def see(self, notes: Notes, op: OpCall) -> None:
-        for result in op.results:
+        for result in op.results if not op.is_view else ():
             if result.dtype is torch.float16 and result.numel() > 1:
                 size = sample(result, FEW).float().abs()
                 tiny = (size > 0) & (size < torch.finfo(torch.float16).smallest_normal)

@@ -25,6 +25,7 @@ from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ul
 _ENOUGH = 64  # neighbours that are as those of rounded positions by no accident
 _COLUMNS = 64  # that are looked at, at most
 _ROWS = 256  # of data, likewise
+_ODD = 0.01  # a share that is no accident
 _OFF, _LEAST = 0.29, 0.02  # of a digit: what rounding is off by; and of what data vary by: less harms nothing
 _STARTS = (0, 1, 2)  # numbers that positions count from
 _DTYPES = frozenset({*LOW, torch.float32})
@@ -92,12 +93,14 @@ class PositionTables(Look):
             return
         rows = table.detach().reshape(-1, table.shape[-1] if table.shape[-1] <= _COLUMNS else 1)
         rows = rows[:: max(len(rows) // _ROWS, 1)]
+        is_whole = torch.equal(rows, rows.round())
         for dtype in LOW:
             size = ulp(rows, dtype)
-            odd = ((rows / size) % 2 == 1).float().mean()  # half of the numbers of a grid are an odd number of steps
+            odd = ((rows / size) % 2 == 1).float().mean()  # some of the numbers of a grid are an odd number of steps
             spread = (rows - rows.mean(0)).square().sum().sqrt()
             off = float((_OFF * size).square().sum().sqrt() / spread)
-            if low_dtype(rows) is dtype and 0.25 < odd < 0.75 and bool((size != 1).any()) and _LEAST < off < math.inf:
+            is_exact = is_whole and float(rows.abs().max()) <= EXACT_UP_TO[dtype]
+            if low_dtype(rows) is dtype and not is_exact and odd > _ODD and _LEAST < off < math.inf:
                 apart = float(size.median())
                 said = f"{dtype_name(dtype)}, where these are {apart:.2g} apart: that is {percent(min(off, 1))} of"
                 notes.follow(op, {notes.note("data", op, said)})

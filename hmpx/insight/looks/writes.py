@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import tree_map_only
-from hmpx.insight.capture.dispatch import OpLook, few
+from hmpx.insight.capture.dispatch import OpLook, few, is_of_hook
 from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
@@ -30,6 +30,8 @@ _SETTLES = 5  # running statistics whose share is more than so many eps come wit
 
 def look_at_writes(notes: Notes, op: OpCall) -> None:
     """Repeat in FP32 each write to a tensor that outlives an iteration, and compare the two results."""
+    if op.stage == "backward" and (op.before is None or not is_of_hook(op.frame)):
+        return
     _weights_replaced_before(notes, op)
     if op.is_beside or not op.args or not op.given:
         return
@@ -311,4 +313,4 @@ def _way(spot: Spot) -> str:
     return f"{percent(min(max(_kept(spot), 0), 1))} of the way that it moves a float32 copy"
 
 
-WRITES = OpLook(look_at_writes, of_writes, "forward")
+WRITES = OpLook(look_at_writes, of_writes, "forward", "backward")
