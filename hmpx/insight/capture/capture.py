@@ -91,7 +91,6 @@ class Capture:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Look at what runs inside."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._changes.close)
             changes = self._changes
@@ -114,14 +113,12 @@ class Capture:
             yield
 
     def close(self) -> None:
-        """Tell the looks that the run is over."""
         self._tell_all(lambda look: look.close(self.optimizers))
 
     def is_enough(self, steps: int) -> None:
         """Hear a count of steps: an optimizer's, a scaler's, or by hand. An override may raise, to end the program."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Look at no ops that run inside."""
         return self._watch.paused()
 
     @property
@@ -266,7 +263,6 @@ class Capture:
         return None
 
     def _meet(self, optimizer: Optimizer, caller: FrameType) -> None:
-        """Note an optimizer that steps for the first time, and find its models."""
         if not self.optimizers:
             self.iterations.restart()
             self.notes.iteration, self._leader = 1, optimizer
@@ -287,7 +283,6 @@ class Capture:
         self._tell_all(lambda look: look.begin(optimizer, self.notes.iteration))
 
     def _tell_all(self, tell: Callable[[Look], None]) -> None:
-        """Tell each look, which may compute what it likes."""
         with self._watch.paused():
             for each in self.looks:
                 with aside(self.trouble, is_whole=True):
@@ -326,7 +321,6 @@ class Capture:
         )  # each task may have an optimizer of its own
 
     def _iterated(self) -> None:
-        """End this iteration, and begin the next one."""
         self.iterations.over(self._watch.is_looking)
         self.notes.iteration = self.iterations.count + 1
         self._since.clear()

@@ -158,7 +158,6 @@ def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Problem]:
 
 
 def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
-    """Say which movement is not judged, and why."""
     moved = [(each, each.moved) for each in weights if each.moved and each.numbers.dtype in LOW]
     whole = sum(each.count for each, _ in moved) or 1
     reasons: dict[str, list[FileTensor]] = {}
@@ -273,7 +272,6 @@ def _is_coded(stored: Stored) -> bool:
 
 
 def _said(path: str, found: Checkpoint) -> str:
-    """Say what a checkpoint holds, by dtype."""
     counts: Counter[str] = Counter()
     for each in found.weights.values():
         counts[dtype_name(each.dtype)] += each.shape.numel()

@@ -187,7 +187,6 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
-    """Return one problem for all lines of a kind, those first that harm."""
     harmful = [spot for spot in spots if spot.is_read and spot.off >= LIMIT]
     spots = sorted(spots, key=lambda spot: spot not in harmful) if check.wrong else spots
     named = [spot for spot in spots if spot.op != BACKWARD]

@@ -150,7 +150,6 @@ class Hashes(Look):
         self._finish()
 
     def _of_step(self, stage: str, optimizer: torch.optim.Optimizer) -> None:
-        """Hash the gradient of each parameter, or the parameter."""
         for group in optimizer.param_groups if self._iteration in self._iterations else ():
             numbers = (f"{key} {value}" for key, value in group.items() if isinstance(value, int | float | tuple))
             settings = f"{type(optimizer).__name__}: {'; '.join(numbers)}"
@@ -223,7 +222,6 @@ class Hashes(Look):
         return found
 
     def _remember(self, tensor: Tensor, index: int, version: int, extent: tuple | None) -> None:
-        """Note the figures of memory, or of an extent of it."""
         ref, known, figures = self._made.get(memory(tensor), (None, -1, {}))
         kept = figures if ref is not None and not ref.expired() and known == version else {}
         self._made[memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), version, {**kept, extent: index}
@@ -276,7 +274,6 @@ class Hashes(Look):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the strided tensors in arguments, in order."""
     if isinstance(value, Tensor):
         return [value] if value.layout is torch.strided and not value.is_meta else []
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -314,7 +311,6 @@ def _version(tensor: Tensor) -> int:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Return a tensor with its dimensions as they lie in memory."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))

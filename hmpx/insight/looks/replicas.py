@@ -116,7 +116,6 @@ class Replicas(Look):
         return [*problems, *self._apart([*found.values()], names)], unchecked
 
     def _apart(self, ranks: Sequence[dict[str, Any]], names: Names) -> Iterator[Problem]:
-        """Say which replicas differ."""
         columns = [each["sums"][when] for when in ("first", "last") for each in ranks]
         if len(ranks) < self._world or {len(each) for each in columns} != {len(names)}:
             return  # optimizers that came later, or differ

@@ -255,7 +255,6 @@ class SteppedOptimizer:
                 each.end()
 
     def close(self) -> None:
-        """A window is over, or there are no more steps."""
         self._add_up()
         self._beside = []
 
@@ -304,7 +303,6 @@ class SteppedOptimizer:
 
 
 def _share(grad: Tensor) -> float:
-    """Return the share of a parameter's elements that a gradient is to move."""
     if grad.is_sparse:
         return grad.coalesce().indices().shape[1] / max(len(grad), 1)
     few = sample(grad)

@@ -145,7 +145,6 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
 
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
-    """Return how an attached optimizer holds weights and state; empty if it is not attached."""
     attachment = own_attachment(each.optimizer)
     return [] if attachment is None else attachment.settings.ways
 

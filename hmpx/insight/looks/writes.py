@@ -184,7 +184,6 @@ def _statistics(notes: Notes, op: OpCall, before: Tensor) -> None:
 
 
 def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
-    """Count an op that updates tensors, of which `before` has copies or samples."""
     targets = op.schema.targets(op.args, op.kwargs)
     factor = op.args[1] if len(op.args) > 1 and "mul" in op.name else None
     is_harmless = isinstance(factor, int | float) and abs(1 - factor) < _HARMLESS

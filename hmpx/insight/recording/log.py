@@ -201,7 +201,6 @@ def _notes(site: Site) -> Iterator[str]:
 
 
 def _costs(sites: Sequence[Site]) -> list[tuple[str, float, str]]:
-    """Return a bar for each of the sites whose casts take longest."""
     dearest = sorted((site for site in sites if site.cast_seconds), key=lambda site: -site.cast_seconds)
     return [
         (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))

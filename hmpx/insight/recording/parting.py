@@ -85,7 +85,6 @@ class Parting(Report):
             yield f"{number(self.same, 'call')} agree, {self.follow} differ as their inputs do{ways}"
 
     def _finding(self) -> Iterator[str]:
-        """Say what is wrong, how bad it is, and what to do."""
         first, when = self.parts[0] if self.parts else None, f"iteration {self.iteration}"
         if self.is_another:
             alike = number(self.same, "call of the first has", "calls of the first have")
@@ -153,7 +152,6 @@ _DO = {
 
 
 def _kind(part: CallPair) -> str:
-    """Return the key in `_DO` of what to do about a call."""
     a, b = part.both
     if a and b and _dtypes(a) != _dtypes(b):
         return "dtypes"
@@ -225,7 +223,6 @@ def _how_bad(part: CallPair) -> str:
 
 
 def _is_rounding(part: CallPair) -> bool:
-    """Whether results of one dtype differ in their last digits only."""
     is_one = len({each.dtypes[1].partition(" and ")[0] for each in _compared_calls(part) if each}) == 1
     return is_one and _apart(part)[0] <= _eps(part) * _DIGITS[_eps(part) > 1e-5]
 
@@ -309,7 +306,6 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
 
 
 def _sites(run: Iteration) -> list[Site]:
-    """Return lines, ops and dtypes of the calls whose results the other run does not have."""
     found: dict[tuple, Site] = {}
     for each in run.ops:
         if id(each) not in run.agree:
