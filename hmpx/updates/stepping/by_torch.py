@@ -8,15 +8,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hmpx.rounding import calls, eager, native
 from hmpx.rounding.devices import is_lazy, kernels_for
 from hmpx.rounding.native import StoredTensor
-from hmpx.updates.holding.held import Held, RoundingKey, laid_as
+from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
 from hmpx.updates.holding.state_tensors import HeldTensor, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
@@ -24,11 +25,28 @@ from hmpx.updates.stepping.batching import together
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepContext
 
-if TYPE_CHECKING:
-    from hmpx.updates.stepping.fused_batch import Taken
-
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Taken:
+    """One parameter of a batch. The gradient is not in it, so that its memory can be freed.
+
+    Attributes:
+        index: the index of the gradient in the list of all gradients.
+        group: the index of the group, and not its dict, which a user may replace.
+        keys: the keys of the state tensors, in the kernel's order.
+        known: the state by the optimizer's own keys, with the new entries.
+        new: the entries that the step will put into the optimizer's state.
+    """
+
+    segment: Segment
+    index: int
+    group: int
+    keys: tuple[str | None, ...]
+    known: Mapping[str, Any]
+    new: dict[str, Any]
 
 
 class TorchBackend:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -41,7 +40,7 @@ from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, StateBlocks, by_own_keys, held_states
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.by_torch import TorchBackend
+from hmpx.updates.stepping.by_torch import Taken, TorchBackend
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack
 
@@ -94,26 +93,6 @@ def _can_be_by_kernel(formula: Formula, group: dict, segment: Segment, grad: Ten
     if grad.dtype not in (torch.bfloat16, torch.float32):
         return False
     return kernels.can_read(p, grad, *alike) and all(map(kernels.can_read, codes))
-
-
-@dataclass(eq=False, slots=True)
-class Taken:
-    """One parameter of a batch. The gradient is not in it, so that its memory can be freed.
-
-    Attributes:
-        index: the index of the gradient in the list of all gradients.
-        group: the index of the group, and not its dict, which a user may replace.
-        keys: the keys of the state tensors, in the kernel's order.
-        known: the state by the optimizer's own keys, with the new entries.
-        new: the entries that the step will put into the optimizer's state.
-    """
-
-    segment: Segment
-    index: int
-    group: int
-    keys: tuple[str | None, ...]
-    known: Mapping[str, Any]
-    new: dict[str, Any]
 
 
 class _Counts:
