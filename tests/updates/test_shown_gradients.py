@@ -52,10 +52,19 @@ class Named(SAM):
         super().second_step()
 
 
+class Sharing(SAM):
+    """The state of its base is its own, too."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.state = self.base.state
+
+
 WAYS = ("stochastic", "nearest", "master", "split")
+HALVES = ("first_step", "second_step")
 
 
-@pytest.mark.parametrize("cls, calls", [(SAM, ("first_step", "second_step")), (Named, ("climb", "descend"))])
+@pytest.mark.parametrize("cls, calls", [(SAM, HALVES), (Sharing, HALVES), (Named, ("climb", "descend"))])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way, cls, calls):
     """What it keeps in its state is FP32. `test_programs.py` has SAM by a closure."""
@@ -63,7 +72,7 @@ def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way, 
     weight, target = torch.randn(64).bfloat16(), torch.randn(64)
     p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
     optimizer, reference = (cls([("w", each)], lr=0.1, momentum=0.9) for each in (p, q))
-    hmpx.attach(optimizer, way, methods=() if cls is SAM else calls)
+    hmpx.attach(optimizer, way, methods=() if calls is HALVES else calls)
     for number in range(8):
         for each in (p, q):
             each.grad = (p.detach().float() - target).bfloat16().to(each.dtype)

@@ -100,8 +100,9 @@ class Chunk:
         self.segments, self._names = segments, [segment.name for segment in segments]
         self._others, self._is_settled = others, True
         self._sharded = [segment for segment in segments if segment.box is not None]
-        self._states: list[dict[Any, Any]] = [member.state for member in members]
-        self._weights = [frozenset() if self._is_known else weight_keys(member) for member in members]
+        owners = {id(member.state): member for member in reversed(members)}.values()  # a wrapper may share its base's
+        self._states: list[dict[Any, Any]] = [owner.state for owner in owners]
+        self._weights = [frozenset() if self._is_known else weight_keys(owner) for owner in owners]
         self.is_in_room, self.size = self._is_known and not gathers, 0
         self._shadows, self._qs = list[Shadow](), list[Parameter]()
         self._groups: list[tuple[Optimizer, list[dict], list[list]]] = []  # of each optimizer: groups, lists in them
