@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean
 
 _BYTES, _NODES = 2**20, 50_000
+_ODD = re.compile(r"[-+]?(0[0-9_]|.*:)")  # numbers to the base of 8 and 60, which YAML 1.1 knows alone
 
 
 def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
@@ -62,7 +64,7 @@ def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = Hm
         raise error(f"not YAML: {wrong.reason}", Origin(str(path), line)) from None
 
 
-def _check(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
+def _check(path: Any, node: yaml.Node | None, sizes: dict[int, float], kind: type[HmpxError]) -> float:
     """Return how many nodes a node stands for, with what aliases repeat: a few lines of them may stand for billions.
 
     YAML, and JSON, would take the last of two equal keys, and say nothing.
@@ -79,6 +81,10 @@ def _check(path: object, node: yaml.Node | None, sizes: dict[int, float], kind: 
         inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
         values = (value for each in inner for value in (each if isinstance(each, tuple) else [each]))
         sizes[id(node)] = 1 + sum(_check(path, each, sizes, kind) for each in values)
+        if node is not None and node.tag.endswith((":int", ":float")) and _ODD.match(node.value):
+            what = f"{node.value} is {value_of(path, node)} to YAML 1.1"
+            said = f"{what}, and something else to others: write it as a decimal, or in quotes"
+            raise kind(said, Origin(str(path), node.start_mark.line + 1))
         if node is not None and sizes[id(node)] > _NODES:
             what = f"more than {_NODES} names and values, with those that aliases repeat"
             raise kind(what, Origin(str(path), node.start_mark.line + 1))

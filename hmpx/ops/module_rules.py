@@ -52,6 +52,8 @@ class ModuleRule:
         self.overlay, self.casts_arguments = overlay, casts_arguments
         self.active = False
         targets = list(_with_forward(module))
+        for each, _ in targets:
+            _refuse(each)
         if nothing := never_called(module):
             raise HmpxError(f"a rule for a {type(module).__name__}: {nothing}")
         self._modules = [(weakref.ref(each), distance) for each, distance in targets]
@@ -220,17 +222,22 @@ def modules_called_in(module: Module) -> list[Module]:
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
     """Yield the module itself; for a container without a forward, the modules in it."""
-    if isinstance(module, torch.jit.ScriptModule):
-        what = "a scripted module is compiled, and no rule reaches its ops"
-        raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
-    if has_forward(module):
-        if runs_later(inspect.unwrap(module.forward)):
-            later = "its forward is a generator or coroutine function, whose body runs after the call"
-            raise HmpxError(f"a rule for a {type(module).__name__}: {later}")
+    if has_forward(module) or isinstance(module, torch.jit.ScriptModule):
         yield module, distance
         return
     for child in module.children():
         yield from _with_forward(child, distance + 1)
+
+
+def _refuse(module: Module) -> None:
+    """Raise an HmpxError if the ops of a module are out of reach of a rule."""
+    why = ""
+    if isinstance(module, torch.jit.ScriptModule):
+        why = "a scripted module is compiled, and no rule reaches its ops"
+    elif runs_later(inspect.unwrap(module.forward)):
+        why = "its forward is a generator or coroutine function, whose body runs after the call"
+    if why:
+        raise HmpxError(f"a rule for a {type(module).__name__}: {why}")
 
 
 def scopes_of_rules() -> set[int]:

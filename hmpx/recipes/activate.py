@@ -25,6 +25,7 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.scripted import tell_scripted
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import attached, check_torch, detach, steppers
 from hmpx.updates.ranks.checks import compare
@@ -102,6 +103,7 @@ class Activation(Installation):
         if self._conversion is not None and new:
             with self.recipe.naming_lines():
                 self._conversion.add_rules(rules_for(new, self.recipe))
+            tell_scripted(new, self.recipe)
         self._ruled.update(new)
 
     def take_model(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from os.path import commonpath
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from hmpx.base import process_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.module_tree import modules_in, own_parameters
 from hmpx.errors import HmpxError
-from hmpx.recipes.parameter_dtypes import CAST, LOW, in_words, module_of, parameter_dtypes
+from hmpx.recipes.keys import dtypes_in_yaml
+from hmpx.recipes.parameter_dtypes import CAST, LOW, in_words, parameter_dtypes
 from hmpx.recipes.recipe import Recipe
 from hmpx.rounding.devices import is_lazy
 from hmpx.updates.ranks.ddp import replicas
-from hmpx.updates.ranks.sharding import is_sharded, refuse_shell
+from hmpx.updates.ranks.sharding import is_sharded, refuse_shell, widened
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
@@ -61,7 +63,7 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
         if p in reduced or is_sharded(p):
             raise HmpxError(
                 f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
-                "model is wrapped"
+                f"model is wrapped{widened() if is_sharded(p) else ''}"
             )
         if p.is_cpu and p.is_shared():
             raise HmpxError(
@@ -126,11 +128,16 @@ class FrozenWeights:
         if moved:
             logger.warning(
                 "hmpx: %s were frozen in float32, were cast by the recipe, and are written to in each step: an average "
-                "loses its small updates there. `module_dtypes: {%s: float32}` in the recipe keeps them in float32",
-                *(in_words(moved), module_of(moved[0])),
+                "loses its small updates there. %s in the recipe keeps them in float32",
+                *(in_words(moved), dtypes_in_yaml([_common(moved)])),
             )
         if moved or self._looks > _STEPS:
             self.end()
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the innermost module that has all parameters of these names."""
+    return commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".") or "*"
 
 
 def _note(

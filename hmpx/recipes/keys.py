@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import yaml
 
 from hmpx.base.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean, errors_at
@@ -170,6 +171,12 @@ def _check(what: str, value: Any, legal: tuple) -> None:
     if not any(type(value) is type(each) and value == each for each in legal):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
         raise HmpxError(f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
+
+
+def dtypes_in_yaml(names: Iterable[str], dtype: str = "float32", key: str = "module_dtypes") -> str:
+    """Return the line of a recipe that gives modules a dtype, as ``module_dtypes: {'0': float32}``."""
+    rules = yaml.safe_dump(dict.fromkeys(names, dtype), default_flow_style=True, sort_keys=False, width=10_000)
+    return f"`{key}: {rules.strip()}`"
 
 
 def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[str, str]) -> torch.dtype | None:

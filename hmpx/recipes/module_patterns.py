@@ -94,7 +94,7 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
     found: list[ModuleRule] = []
     idle: dict[str, str] = {}  # why a pattern has done nothing so far
     for model in models:
-        chosen = _patterns(model, list(overlays))
+        chosen = deciding_patterns(model, list(overlays))
         for module, pattern in chosen.items():
             why = never_called(module)
             idle[pattern] = why if pattern not in idle else why and idle[pattern]
@@ -111,7 +111,7 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
     return found
 
 
-def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
+def deciding_patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
     """Return the last pattern that fits each module, by one of its names or by its role."""
     names: dict[Module, list[str]] = {}
     for name, module in _named(model):

@@ -11,7 +11,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.module_tree import modules_in, own_parameters
-from hmpx.recipes.keys import DTYPES, dtype_of
+from hmpx.recipes.keys import DTYPES, dtype_of, dtypes_in_yaml
 from hmpx.recipes.module_patterns import module_names
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.ranks.sharding import is_shell
@@ -62,14 +62,12 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
                     narrowed.append(name)
     if kept:
         logger.warning(
-            "hmpx: %s stay in float32, in which they came; `module_dtypes: {%s: bfloat16}` in the recipe casts them",
-            *(in_words(kept), module_of(kept[0])),
+            "hmpx: %s stay in float32, in which they came; %s in the recipe casts them",
+            *(in_words(kept), dtypes_in_yaml([module_of(kept[0])], "bfloat16")),
         )
     if narrowed:
         to = mapped.get(torch.float64, torch.bfloat16)
-        way_out = (
-            f"; `module_dtypes: {{{module_of(narrowed[0])}: float32}}` in the recipe keeps more" if to in LOW else ""
-        )
+        way_out = f"; {dtypes_in_yaml([module_of(narrowed[0])])} in the recipe keeps more" if to in LOW else ""
         logger.warning("hmpx: %s came in float64 and are cast to %s%s", in_words(narrowed), dtype_name(to), way_out)
     return found
 
@@ -121,4 +119,4 @@ def in_words(names: Sequence[str]) -> str:
 
 
 def module_of(name: str) -> str:
-    return name.rpartition(".")[0] or "'*'"
+    return name.rpartition(".")[0] or "*"

@@ -21,6 +21,7 @@ from hmpx.recipes.parameter_dtypes import parameter_dtypes
 from hmpx.recipes.prepared import Prepared, take
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.scripted import tell_scripted
 from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare
@@ -96,6 +97,7 @@ def prepare(
     with whole.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], whole)
         rules: list[ModuleRule] = rules_for([model], whole)
+        tell_scripted([model], whole)
         tell_cast(cast_models([model], whole, undo))
         if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
             for each, asked in zip(stepping, settings, strict=True):

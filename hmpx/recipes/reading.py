@@ -117,7 +117,7 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], places: Places | None = Non
     held = held.union(*(each.sides for each in files))
     gone = [key for side in SIDES if other_level or side in held for key in (side, f"{side}_file_path")]
     if other_level and own["opt_level"] is None:
-        gone += [LOW_PRECISION, FP8_FORMAT, "kernels", "where", MODULES]
+        gone += [LOW_PRECISION, FP8_FORMAT, "kernels", "where", "dtype_map", MODULES]
     base = changed(base, **{key: getattr(USUAL, key) for key in gone})
     kept = {
         key: place
@@ -196,7 +196,7 @@ def read_recipe(name: str | os.PathLike[str]) -> Recipe:
         HmpxError: the first that is wrong, with file and line, the key or value, and the nearest legal one.
     """
     recipe = _read(recipe_path(name), ())
-    if recipe.lists.sides:
+    if recipe.lists.sides or recipe.opt_level is None:
         changed(recipe, **dict.fromkeys(LISTS, "")).policy()
     recipe.overlays()
     return recipe

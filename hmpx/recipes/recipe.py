@@ -199,32 +199,25 @@ class Recipe:
         """Return which op runs under which rule; None where torch's ops are left alone.
 
         Raises:
-            HmpxError: a list that is wrong; a `low_precision`, or FP32 `kernels`, where ops are left alone. With
-                the recipe's file and line, if it has one.
+            HmpxError: a list that is wrong; a key about ops where ops are left alone. With the recipe's file and line,
+                if it has one.
         """
         with self.naming_lines():
             if self.opt_level is not None:
                 files = read_lists(**{key: getattr(self, key) for key in LISTS})
                 return build_policy(self.opt_level, self.lists.over(files))
-            if self.low_precision is not None:
-                raise self._without_ops(LOW_PRECISION, f" {self.low_precision}", "")
-            if self.kernels == "float32":
-                raise self._without_ops("kernels", " float32", "")
-            if self.modules:
-                raise self._without_ops(MODULES, "", ", so it takes no rules")
-            if listed := [key for key in (*SIDES, *LISTS) if getattr(self, key)]:
-                raise self._without_ops(listed[0], "", ", so it takes no list")
+            for key in (LOW_PRECISION, "kernels", "where", FP8_FORMAT, "dtype_map", MODULES, *SIDES, *LISTS):
+                if (value := getattr(self, key)) and value != getattr(USUAL, key):
+                    later = [place for place in self._places if place in ((key,), ("opt_level",))]
+                    what = f"{key} {value}" if isinstance(value, str) else key
+                    said = f"{what} would do nothing: opt_level null leaves torch's ops as they are"
+                    raise HmpxError(said, key=later[-1] if later else ())
             return None
 
     @property
     def place(self) -> str:
         """The place that says which lists it has."""
         return str(self._places.get(("opt_level",), "a recipe"))
-
-    def _without_ops(self, key: str, value: str, so: str) -> HmpxError:
-        said = f"{key}{value}: opt_level null leaves torch's ops as they are{so}"
-        later = [known for known in self._places if known in ((key,), ("opt_level",))]
-        return HmpxError(said, key=later[-1] if later else ())
 
     def overlays(self) -> dict[str, Overlay]:
         """Return the rules in `modules`, by pattern.

@@ -12,6 +12,7 @@ import torch
 
 from hmpx.base import forks
 from hmpx.base.changes import MISSING, Attribute, take_back
+from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
@@ -20,6 +21,7 @@ from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods, watch_step
+from hmpx.updates.ranks.sharding import is_sharded, widened
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
@@ -208,6 +210,7 @@ class Attachment:
             return
         self._seen = seen
         now = dict.fromkeys(params)
+        were_narrow = torch.bfloat16 in self._dtypes.values()
         gone = [p for p in self._dtypes if p not in now]
         self._hand_over(gone)
         for p in gone:
@@ -232,6 +235,12 @@ class Attachment:
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
         self._claim.update(cast)
+        if were_narrow and params and torch.bfloat16 not in self._dtypes.values():
+            name, to = type(self._alive).__name__, dtype_name(params[0].dtype)
+            said = (
+                "hmpx: the parameters of %s were bfloat16 when it was attached, and are %s: its steps are plain ones%s"
+            )
+            logger.warning(said, name, to, widened() if is_sharded(params[0]) else "")
 
     def _hand_over(self, gone: list[Parameter]) -> None:
         """Give the name and the masters of each parameter that left to the new one in its place, if there is one."""

@@ -5,6 +5,7 @@ Both ranks see the same batches, so that the mean of their gradients is exact.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -190,3 +191,46 @@ def test_accelerates_ddp_and_fsdp2_have_the_bits_of_one_process(tmp_path):
     assert found[0] == found[1] and len(found[0]) == 6
     by_hand = bits(ByHand(net(), "master").train(batches()).model)
     assert found[0] == dict.fromkeys(found[0], by_hand)
+
+
+def _widened(rank: int, port: int, when: str, mixed: str) -> tuple[list[str], set | None]:
+    """Return what is said, and the dtypes that train. Accelerate has FSDP2 for GPUs alone, so it is told of one."""
+    _as_torchrun_does(port)
+    import accelerate
+    import torch
+    from accelerate.utils import DistributedType
+
+    import hmpx
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    by = accelerate.Accelerator(cpu=True, mixed_precision=mixed)
+    by.state.distributed_type, by.state.fsdp_plugin = DistributedType.FSDP, plugin
+    if mixed != "no":
+        plugin.set_mixed_precision(mixed)
+    said, keep = [], logging.Handler(logging.WARNING)
+    keep.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hmpx").addHandler(keep)
+    model = net().bfloat16()
+    optimizer = adamw(model.parameters())
+    if when == "before":
+        hmpx.prepare(model, optimizer, "bf16-sr")
+    model, optimizer = by.prepare(model, optimizer)
+    try:
+        if when == "after":
+            hmpx.prepare(model, optimizer, "bf16-sr")
+    except hmpx.HmpxError as error:
+        return [str(error)], None
+    by.backward(model(torch.ones(2, 16)).float().square().sum())
+    optimizer.step()
+    return said, {str(p.dtype) for p in model.parameters()}
+
+
+def test_weights_that_accelerate_widens_as_it_shards_them_are_told_and_what_is_told_helps():
+    how = "Accelerate under mixed_precision='bf16' makes weights float32 as it shards them, under 'no' it does not"
+    for when, dtypes, what in (
+        ("after", None, "is torch.float32 and replicated or sharded already"),
+        ("before", {"torch.float32"}, "were bfloat16 when it was attached, and are float32: its steps are plain ones"),
+    ):
+        for said, found in ranks.run(2, _widened, _free_port(), when, "bf16"):
+            assert len(said) == 1 and what in said[0] and how in said[0] and found == dtypes, when
+        assert ranks.run(2, _widened, _free_port(), when, "no") == [([], {"torch.bfloat16"})] * 2, when

@@ -106,7 +106,7 @@ def test_dots_in_a_list_stand_for_the_names_of_the_recipe_that_it_changes(tmp_pa
     default, more = hmpx.Recipe().policy(), as_recipe({"fp32": [..., "linear"]}).policy()
     assert more.fp32 == (*sorted({*default.fp32, "linear"}),) and {*more.bf16} == {*default.bf16} - {"linear"}
     for keys in ({"extends": "hmp-o2"}, {"opt_level": None}):
-        with pytest.raises(hmpx.HmpxError, match="takes no"):
+        with pytest.raises(hmpx.HmpxError, match=r"takes no|would do nothing"):
             as_recipe({**keys, "fp32": [..., "log"]}).policy()
     with pytest.raises(hmpx.HmpxError, match=r"'\.\.\.' stands in the lists of recipes"):
         hmpx.convert(fp32=[..., "log"])

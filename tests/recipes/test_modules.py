@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -171,3 +172,77 @@ def test_a_printed_recipe_says_the_same():
     assert list(read.overlays()) == ["a", "*.b", "c"]
     for name, overlay in read.overlays().items():
         assert overlay.over(hmpx.Policy()) == recipe.overlays()[name].over(hmpx.Policy())
+
+
+class Compiled(nn.Module):
+    """As e3nn's tensor products: what computes is scripted, and is handed the module's own weight."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        if isinstance(part, nn.Module):
+            self.inside = nn.ModuleList([torch.jit.script(part)])
+        else:
+            self.product = torch.jit.script(part)
+
+    def forward(self, x):
+        return self.inside[0](x, self.weight) if hasattr(self, "inside") else self.product(x, self.weight)
+
+
+class Multiplies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("constant", torch.eye(4))
+
+    def forward(self, x, weight):
+        return torch.mm(torch.mm(x, weight), self.constant)
+
+
+def _product(x, weight):
+    return torch.mm(torch.mm(x, weight), torch.eye(4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("part", [Multiplies(), _product])
+def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(part, caplog):
+    def train(recipe, active=False):
+        caplog.clear()
+        with hmpx.activate(recipe) if active else contextlib.nullcontext():
+            model = nn.Sequential(nn.Linear(4, 4), Compiled(part), nn.Linear(4, 4), Compiled(part))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if not active:
+                hmpx.prepare(model, optimizer, recipe)
+            try:
+                return model(X).dtype
+            finally:
+                hmpx.restore()
+
+    for active in (False, True):
+        cure: dict = {}
+        for keys in ({}, {"modules": ...}, {"module_dtypes": ...}):
+            with pytest.raises(RuntimeError, match="TorchScript"):
+                train({"extends": "bf16-sr", **{key: cure[key] for key in keys}}, active)
+            name = "1.inside.0" if isinstance(part, nn.Module) else "1"
+            assert f"'{name}', '{name.replace('1', '3')}': scripted code" in caplog.text and len(caplog.messages) == 1
+            cure = {
+                key: value for each in re.findall("`(.*?)`", caplog.text) for key, value in yaml.safe_load(each).items()
+            }
+            assert cure == {key: {"1": "float32", "3": "float32"} for key in ("modules", "module_dtypes")}, keys
+        assert train({"extends": "bf16-sr", **cure}, active) is FP32 and not caplog.text
+    assert train({"extends": "bf16-sr", "opt_level": None, "parameter_dtype": "float32"}) is FP32 and not caplog.text
+    assert train({"extends": "autocast-cpu", "modules": cure["modules"]}) is FP32 and not caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_code_in_layers_is_named_by_one_pattern_and_a_scripted_model_too(prepared, caplog):
+    layers = nn.ModuleList([Compiled(_product) for _ in range(12)])
+    model = nn.Sequential(nn.ModuleDict({"blocks": layers}), nn.Linear(4, 4))
+    hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-sr")
+    assert (
+        "'0.blocks.0', '0.blocks.1' and 10 more: " in caplog.text
+        and "`modules: {'*.blocks.*': float32}`" in caplog.text
+    )
+    caplog.clear()
+    whole = torch.jit.script(nn.Linear(4, 4))
+    hmpx.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1), "bf16-sr")
+    assert "the model itself: scripted code" in caplog.text and "called in a module of its own" in caplog.text

@@ -86,6 +86,16 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def widened() -> str:
+    """Return how BF16 weights stay so under Accelerate, if it makes them FP32 as it shards them; else ""."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    asked = getattr(state, "_shared_state", {}).get("_mixed_precision") or "no"
+    how = (
+        f"; Accelerate under mixed_precision={asked!r} makes weights float32 as it shards them, under 'no' it does not"
+    )
+    return how if asked != "no" else ""
+
+
 def is_shell(tensor: Tensor) -> bool:
     """Whether this rank's part is a shell around other tensors: of a class of its own, and without memory."""
     part = local(tensor)
