@@ -128,7 +128,6 @@ class Capture:
 
     @property
     def trained(self) -> list[Parameter]:
-        """The parameters of the optimizers."""
         return [*dict.fromkeys(p for each in self.optimizers for p in parameters(each))]
 
     def _is_here(self, what: str) -> bool:

@@ -57,7 +57,6 @@ class Iterations:
         return 1 in self._at
 
     def over(self, was_looked_at: bool) -> None:
-        """Count an iteration, and decide about the next one."""
         self.count += 1
         now = perf_counter(), process_time()
         took, self._last = min(b - a for a, b in zip(self._last, now, strict=True)), now
@@ -80,7 +79,6 @@ class Iterations:
         self.watched.clear()
 
     def begin_stage(self) -> None:
-        """Begin a stage of the training with this iteration."""
         self._stage = self.count
 
 
@@ -121,7 +119,6 @@ class OpWatch(TorchDispatchMode):
         return True
 
     def look_at(self, most: float, setting_up: bool = False) -> None:
-        """Look at up to `most` ops from now on."""
         self._left, self.setting_up = most, setting_up
         self.resume()
 
@@ -143,7 +140,6 @@ class OpWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Look at nothing that runs inside."""
         left, self._left = self._left, -math.inf
         try:
             yield

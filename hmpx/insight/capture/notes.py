@@ -183,7 +183,6 @@ class OpCall:
 
     @property
     def nonfinite(self) -> Tensor | None:
-        """The first result with an inf or a NaN."""
         return next((each for each in self.results if each.numel() and not is_finite(each)), None)
 
     def is_called_from(self, *names: str) -> bool:
@@ -193,7 +192,6 @@ class OpCall:
 
     @cached_property
     def is_in_forward(self) -> bool:
-        """Whether a module's forward is running."""
         calls = (each for each in frames(self.frame) if each.f_code.co_name in ("_call_impl", "forward"))
         return any(next(modules(each), None) is not None for each in calls)
 
@@ -252,7 +250,6 @@ class Notes:
         self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: a subclass comes as an alias
 
     def place(self, frame: python_types.FrameType) -> Place:
-        """Return the place that runs in a frame."""
         return self._places.of(frame)
 
     def note_node(self, name: str, frame: python_types.FrameType) -> None:
@@ -346,7 +343,6 @@ class Notes:
         return is_written or (bool(self.leaves) and not self.leaves.keys() & LOW)
 
     def spots(self, *kinds: str) -> list[Spot]:
-        """Return the lines of some kinds, in the order in which they were found."""
         return [spot for spot in self._spots.values() if spot.kind in kinds]
 
     def facts(self, tensor: Any) -> dict[str, Any]:
@@ -357,7 +353,6 @@ class Notes:
         return facts if storage is not None and not storage.expired() else {}
 
     def add(self, tensor: Tensor, **facts: Any) -> None:
-        """Note more facts of a tensor."""
         if len(self._facts) > self._MOST:
             self._facts.clear()
         self._facts[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), {**self.facts(tensor), **facts}

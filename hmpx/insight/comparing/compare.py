@@ -95,8 +95,6 @@ def compare(
 
 
 class _Comparing:
-    """One comparison while it is made."""
-
     def __init__(self, runs: Runs, progress: Progress, policy: str, scores: bool) -> None:
         self._runs, self._progress, self._policy, self._scores = runs, progress, policy, scores
         self._numbers = [*range(len(runs.subject.batches))]  # of the batches; `run` puts the worst first
@@ -158,7 +156,6 @@ class _Comparing:
         return self._progress.done >= self._most
 
     def _compare(self, number: int) -> None:
-        """Run one batch in FP32 and under the lists."""
         runs, both = self._runs, BothWays()
         if not runs.exact(number, both.exact):
             raise Stopped(self._not_finite(number))
@@ -178,7 +175,6 @@ class _Comparing:
                 self._log_probs.append((runs.subject.log_probs - log_probs).abs().flatten())
 
     def _not_finite(self, number: int) -> str:
-        """Return the verdict on a batch whose loss or gradients are not finite in FP32."""
         subject = self._runs.subject
         what = f"a gradient of batch {number}"
         if not math.isfinite(self._runs.losses[number]):

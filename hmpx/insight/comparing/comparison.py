@@ -117,7 +117,6 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 
 def worst_first(row: Row) -> tuple[bool, float]:
-    """Return a key that sorts the worst first."""
     return not row.raised, math.inf if math.isnan(row.felt) else -row.felt
 
 
@@ -248,7 +247,6 @@ def _notes(row: Row) -> Iterator[str]:
 
 
 def _verdict(found: Comparison) -> Iterator[str]:
-    """Yield the conclusions, in sentences."""
     if found.stopped:
         yield short_places(f"stopped: {found.stopped}.")
         return
@@ -329,7 +327,6 @@ def _causes(found: Comparison) -> Iterator[str]:
 
 
 def _fixes(found: Comparison) -> Iterator[str]:
-    """Yield what is to be in FP32, and what that brings."""
     if any(not row.raised for row in found.broken):
         then = f" (measured: gradient error {errors.rstrip(',')}; {_LIMIT})" if (errors := _advised(found)) else ""
         yield f"keep in FP32: {_in_fp32(found.broken, found.names)}{then}; or let hmpx.tune find the lists"

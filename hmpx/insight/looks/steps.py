@@ -93,7 +93,6 @@ class Moves(NamedTuple):
 
 
 def total(moves: Iterable[Moves]) -> Moves:
-    """Add up all of these."""
     return Moves(*map(sum, zip(Moves(), *moves, strict=True)))
 
 
@@ -214,7 +213,6 @@ class SteppedOptimizer:
         self._stepping = False
 
     def begin(self) -> None:
-        """A step begins, and its gradients are there."""
         if self._stepping:
             self._beside = []  # the last one has raised
         if bool(getattr(self.optimizer, "found_inf", None)):
@@ -243,7 +241,6 @@ class SteppedOptimizer:
             self._beside, self.unchecked = [], str(why)
 
     def end(self, evaluations: int) -> None:
-        """The step is done, and has called a closure so often."""
         self.steps += 1
         self.has_low = self.has_low or any(p.dtype in LOW and p.requires_grad for p in parameters(self.optimizer))
         if self._stepping:

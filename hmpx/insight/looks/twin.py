@@ -41,7 +41,6 @@ class NotChecked(Exception):
 
 
 def samples(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the samples of several tensors as one, in their dtype."""
     return torch.cat([sample(each) for each in tensors])
 
 
@@ -179,11 +178,9 @@ class Twin:
         return [self.group] if self.is_sampled else self.optimizer.param_groups
 
     def samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return the elements of several tensors that are looked at, as one tensor."""
         return samples(tensors if self.rows is None else [each.detach()[self.rows] for each in tensors])
 
     def weights(self) -> Tensor:
-        """Return samples of the copies, as one tensor."""
         return self._flat(self._watched(), self.is_sampled).detach().float().clone()
 
     def _watched(self) -> list[Parameter]:

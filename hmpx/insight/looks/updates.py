@@ -165,7 +165,6 @@ class _Window:
         return [p for p, moves in self.rows.items() if moves.is_below(limit)]
 
     def share_of(self, some_of: Iterable[Parameter]) -> float:
-        """Return the share that some parameters have of all weights in the window."""
         counts = [sum(p.numel() * self._active.get(p, 1.0) for p in each) for each in (some_of, self.rows)]
         return counts[0] / counts[1] if counts[1] else 0.0
 

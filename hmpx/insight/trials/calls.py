@@ -71,7 +71,6 @@ class Asked(NamedTuple):
     kwargs: dict
 
     def plainly(self) -> Seen:
-        """Run the call as the lists say."""
         return self.run(*self.args, **self.kwargs)
 
     def answer(self, result: Any) -> Seen:
@@ -83,7 +82,6 @@ Compute = Callable[[Asked], Seen]  # computes a call in the precision that a run
 
 
 def exactly(asked: Asked) -> Seen:
-    """Compute a call in FP32."""
     with unobserved():
         return asked.answer(in_fp32(asked))
 
@@ -156,7 +154,6 @@ def in_fp32(asked: Asked) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    """Return `value` with its tensors of low precision in FP32."""
     return tree_map_only(Tensor, lambda each: METHODS[torch.float32](each) if each.dtype in LOW else each, value)
 
 
@@ -204,7 +201,6 @@ class BothWays:
         self._order = 0
 
     def exact(self, asked: Asked) -> Seen:
-        """Compute a call in FP32."""
         seen = exactly(asked)
         if asked.number is not None:
             with unobserved():
@@ -272,5 +268,4 @@ def _readable(result: object) -> list[Tensor]:
 
 
 def all_finite(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all elements of all tensors are finite."""
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors if tensor is not None)

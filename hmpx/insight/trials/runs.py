@@ -104,7 +104,6 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Print how many passes there were."""
         if self.done and self._shown:
             line = f"{self._name}: {self.done} steps in {perf_counter() - self._began:.0f} s"
             print(f"\r{line:100}".rstrip() if self._drawn else line, file=sys.stderr, flush=True)
@@ -138,7 +137,6 @@ class Runs:
 
     @property
     def sites(self) -> list[CallSite]:
-        """Return all sites, in the order in which they were met."""
         return [*self._sites.values()]
 
     def leaves(self, caller: types.CodeType) -> bool:
@@ -202,7 +200,6 @@ class Runs:
         self.loss_noise = (statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0) or math.inf
 
     def check_repeats(self) -> None:
-        """Check that FP32 comes to the same loss twice."""
         again, _ = self.run(exactly, self.subject.wide, 0, "FP32", False)
         self.subject.check_repeats(self.losses[0], again)
 
@@ -235,7 +232,6 @@ class Difference:
         self._losses: dict[int, float] = {}
 
     def add(self, number: int, loss: float, gradients: list[Tensor]) -> None:
-        """Add the loss and the gradients of one batch."""
         change = loss - self._runs.losses[number]
         with unobserved():
             errors = [b - a for a, b in zip(self._runs.gradients[number], gradients, strict=True)]

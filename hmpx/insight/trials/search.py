@@ -128,13 +128,11 @@ class Search:
         return self._with_harmless(chosen, names)
 
     def effect(self, chosen: frozenset, enough: float = math.inf) -> Effect:
-        """Return what a choice does to all batches."""
         if chosen not in self.measured:
             self.measured[chosen] = self._measure(chosen, self._batches, enough)
         return self.measured[chosen]
 
     def holds(self, chosen: frozenset) -> bool:
-        """Return whether the error of a choice is within the tolerance."""
         return self.effect(chosen, self._tolerance).size <= self._tolerance
 
     def dropped(self, chosen: frozenset, size_of: Callable[[frozenset], float]) -> frozenset:
@@ -194,7 +192,6 @@ class Search:
         return sum(harm <= room for harm in itertools.accumulate(map(self._harm, order)))
 
     def _room(self, chosen: frozenset) -> float:
-        """Return what is left of the squared tolerance."""
         return self._tolerance**2 - self.effect(chosen).size ** 2
 
     def _swapped(self, chosen: frozenset) -> frozenset:

@@ -128,7 +128,6 @@ class Subject:
             return float(loss.detach()), found
 
     def _gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return the gradients of the parameters, those in low precision in FP32."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
         found: Sequence[Tensor | None]
