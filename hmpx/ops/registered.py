@@ -23,7 +23,7 @@ from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 _key_of = private("torch._C._dispatch_key_for_device")
-_OF_TORCH = ("aten::", "prim::", "prims::", "hmpx::")
+_OF_TORCH = ("aten::", "prim::", "prims::", "profiler::", "hmpx::")  # a step of an optimizer calls two of the profiler
 
 
 def registered(switch: Switch, policies: Policies) -> Iterator[Patch]:
