@@ -98,7 +98,6 @@ class Activation(Installation):
         self._take(models)
 
     def _take(self, models: list[torch.nn.Module]) -> None:
-        """Give models the recipe's rules for their modules."""
         new = [model for model in models if model not in self._ruled]
         if self._conversion is not None and new:
             with self.recipe.naming_lines():
@@ -219,22 +218,21 @@ def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Act
     Raises:
         HmpxError: another recipe or conversion is in force.
     """
-    before = current(Activation)
+    before, said = current(Activation), ""
     if before is None and current(Conversion) is not None:
-        raise HmpxError(
-            f"{plugin} converts torch itself, and hmpx.convert (or hmpx.prepare) has done so already: call "
-            "hmpx.restore(), or leave the plugin out"
+        said = (
+            " converts torch itself, and hmpx.convert (or hmpx.prepare) has done so already: call hmpx.restore(), or "
+            "leave the plugin out"
         )
-    if before is not None and not before._trainer:
-        raise HmpxError(
-            f"{plugin} sets a recipe up, and hmpx.activate (or `python -m hmpx run`) has one in force: take one of the "
-            "two"
+    elif before is not None and not before._trainer:
+        said = " sets a recipe up, and hmpx.activate (or `python -m hmpx run`) has one in force: take one of the two"
+    elif before is not None and before.recipe != recipe:
+        said = (
+            ": another recipe is in force, of a second plugin or of a trainer that was made before: one at a time, and "
+            "hmpx.restore() ends it"
         )
-    if before is not None and before.recipe != recipe:
-        raise HmpxError(
-            f"{plugin}: another recipe is in force, of a second plugin or of a trainer that was made before: one at a "
-            "time, and hmpx.restore() ends it"
-        )
+    if said:
+        raise HmpxError(plugin + said)
     if before is not None:
         return before
     activation = Activation(recipe, trainer=plugin)

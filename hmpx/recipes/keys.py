@@ -131,7 +131,6 @@ def check(key: Any, value: Any, keys: Sequence[str]) -> None:
 
 
 def _check_inside(key: str, inside: str, value: Any) -> None:
-    """Check one entry of a mapping."""
     if key == MODULES:
         role = inside.removesuffix("?")
         if role.startswith("<") and role not in (HEAD, NORMS, ROUTERS) and not LAST.fullmatch(role):
@@ -148,7 +147,6 @@ def _check_inside(key: str, inside: str, value: Any) -> None:
 
 
 def _check_rule(rule: Mapping[str, Any]) -> None:
-    """Check a rule for parameters."""
     for key, value in rule.items():
         if key == "dtype" and value in (*WAYS, *STATE_CODES):
             meant = f"{{{'weights' if value in WAYS else 'state_dtype'}: {value}}}"

@@ -75,11 +75,7 @@ def as_recipe(recipe: Stated, **keys: Any) -> Recipe:
 
 
 def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the keys of a recipe, and return them with dtypes by their names.
-
-    Raises:
-        HmpxError: the first that is wrong.
-    """
+    """Check the keys of a recipe, and return them with dtypes by their names."""
     values = {key: spelled_out(key, value) for key, value in keys.items()}
     for key, value in values.items():
         check(key, value, KEYS)
@@ -160,7 +156,6 @@ def _with_names_of(base: Recipe, own: Mapping[str, Any], places: Places) -> tupl
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes that hmpx ships."""
     return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
 
 
@@ -225,10 +220,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Recipe:
 
 
 def _extended(named: str, chain: Sequence[Path], line: Origin) -> Recipe:
-    """Read the recipe that the last file of a chain extends, by its name or its path from there.
-
-    line: the one that names it.
-    """
+    """Read the recipe that the last file of a chain extends, in this line, by its name or its path from there."""
     with errors_at({}, line, before=f"{EXTENDS}: "):
         base = recipe_path(named, chain[-1].parent)
         if base.resolve() in (each.resolve() for each in chain):
@@ -244,7 +236,6 @@ def _extended(named: str, chain: Sequence[Path], line: Origin) -> Recipe:
 
 
 def _of_nxd(path: Path, key: yaml.Node, node: yaml.Node) -> Recipe:
-    """Read NxD's configuration, whose keys stand for those of a recipe."""
     line, config = Origin(str(path), key.start_mark.line + 1), value_of(path, node)
     inside = {(NXD,): line, **places_inside(path, node, NXD)}
     with errors_at(inside):

@@ -127,7 +127,6 @@ class Recipe:
 
     @property
     def parameter_rules(self) -> dict[str, dict[str, Any]]:
-        """`parameters`, each rule with its keys."""
         return spelled_out(PARAMETERS, self.parameters)
 
     @classmethod
@@ -216,7 +215,6 @@ class Recipe:
 
     @property
     def place(self) -> str:
-        """The place that says which lists it has."""
         return str(self._places.get(("opt_level",), "a recipe"))
 
     def overlays(self) -> dict[str, Overlay]:
@@ -240,11 +238,7 @@ class Recipe:
         return {MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
 
     def footprint(self, states: int = 2, name: str | None = None) -> Footprint:
-        """Return what a parameter takes.
-
-        states: tensors of a parameter's size that the optimizer keeps: 2 for Adam.
-        name: of the parameter; None: of a parameter that no exception names.
-        """
+        """Return what a parameter takes, as `bytes_per_parameter`."""
         settings, dtype = self.settings(), None
         if name is not None:
             way, dtype = settings.way(name), dtype_of(name, self.parameters, self.module_dtypes)
@@ -325,6 +319,5 @@ def changed(recipe: Recipe, **keys: Any) -> Recipe:
 
 
 def noted(recipe: Recipe, places: Places, under_zero: Mapping[str, Any], keeps_dtype: bool = False) -> Recipe:
-    """Note what a recipe knows beside its keys, and return it."""
     vars(recipe).update(_places=places, _under_zero=under_zero, _keeps_dtype=keeps_dtype)
     return recipe

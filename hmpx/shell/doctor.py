@@ -77,7 +77,6 @@ class _Files(argparse.Action):
 
 
 def _of_files(options: argparse.Namespace) -> int:
-    """Do what `--files` asks for."""
     from hmpx.insight.checkpoints.files import checkup  # which loads torch.distributed.checkpoint
 
     if len(options.files) > 2 or options.script:

@@ -49,11 +49,6 @@ def recipe_asked(options: argparse.Namespace) -> Recipe:
 
 
 def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """Lay the options over a recipe, and return the result.
-
-    Raises:
-        HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
-    """
     given, said = keys_asked(options)
     with errors_at(said):
         return laid_over(recipe, checked(given), said)

@@ -24,7 +24,6 @@ from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, runn
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands `record` and `report`."""
     command = add_command(
         "record",
         "run an unmodified script and say which op ran in which precision, where, and at what price",
@@ -142,11 +141,7 @@ def _flush() -> None:
 
 
 def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> bool:
-    """Write the files, and print the table beneath the script's own output, with the processes that it lacks.
-
-    Returns:
-        Whether all files were written.
-    """
+    """Write the files and print the table beneath the script's own output; return whether all files were written."""
     written, are_all = save(log, outputs)
     if is_first_rank():
         if started:

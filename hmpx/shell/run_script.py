@@ -160,11 +160,6 @@ def running(options: argparse.Namespace) -> Running:
 
 
 def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
-    """Return how to load a script or a module.
-
-    Raises:
-        HmpxError: there is none.
-    """
     if as_module:
         return _spec_of_module(script)
     path = Path(script)
@@ -195,11 +190,7 @@ def spawned(name: str) -> dict[str, Any]:
 
 
 def check_is_there(path: Path, what: str) -> None:
-    """Check that a Python file exists.
-
-    Raises:
-        HmpxError: it does not; with the name that was probably meant.
-    """
+    """Check that a Python file exists, or raise an HmpxError with the name that was probably meant."""
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise HmpxError(f"{path}: no such {what}{did_you_mean(path.name, beside)}")

@@ -25,7 +25,6 @@ from hmpx.shell.run_script import check_is_there
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands `compare` and `tune`."""
     command = add_command(
         "compare",
         "compare the training under op lists with FP32 and say which ops are to blame",
@@ -101,11 +100,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def function_named(what: str) -> Callable[[], Any]:
-    """Return the function that ``module:name`` or ``file.py:name`` stands for.
-
-    Raises:
-        HmpxError: no such module, file or function.
-    """
+    """Return the function that ``module:name`` or ``file.py:name`` stands for."""
     module_name, colon, name = what.rpartition(":")
     if not colon or not name.isidentifier():
         raise HmpxError(
@@ -152,7 +147,6 @@ def _by_name(name: str) -> Any:
 
 
 def add_function(command: argparse.ArgumentParser) -> None:
-    """Add the argument that `set_up` reads."""
     command.add_argument(
         "what",
         metavar="MODULE:FUNCTION",
@@ -161,11 +155,7 @@ def add_function(command: argparse.ArgumentParser) -> None:
 
 
 def set_up(what: str, lengths: tuple[int, ...], wanted: str) -> tuple:
-    """Call the function, and return its result: a model and what goes with it; `wanted` says it in words.
-
-    Raises:
-        HmpxError: no such function, one that takes arguments, or one that returns something else.
-    """
+    """Call the function, and return its result: a model and what goes with it; `wanted` says it in words."""
     function = function_named(what)
     if isinstance(function, torch.nn.Module):
         raise HmpxError(
