@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 import sys
 import types
 import weakref
@@ -28,8 +29,9 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 Tensor = torch.Tensor
 _use_count = private("torch._C._storage_Use_Count")
-_LEAVES = torch.nn.Module | Optimizer | type | types.ModuleType | str | bytes | float | None
-_DEPTH, _MANY = 6, 1 << 14  # how deep a search goes, and how many objects it looks at there
+_LEAVES = torch.nn.Module | Optimizer | type | types.ModuleType | logging.Logger
+_PLAIN = frozenset({str, bytes, float, bool, type(None), complex})
+_DEPTH, _MANY = 6, 1 << 10  # how deep a search goes, and how many objects it looks at in other objects
 
 
 @functools.cache
@@ -49,14 +51,15 @@ def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> Non
     """
     lists = [group["params"] for group in optimizer.param_groups]
     params = {id(p): p for params in (*lists, shown) for p in params}
-    numbers = {local(p).data_ptr() for p in params.values() if shows_values(p)} - {0} | params.keys()
     own_lists = {id(each) for each in lists}
     own = {name: value for name, value in vars(optimizer).items() if name not in _of_all()}
     groups = enumerate(optimizer.param_groups)
     options = {f"param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
     for name, value in {**own, **options}.items():
-        found = _inside(value, own_lists)
-        if any((params.get(id(x)) is x) if isinstance(x, Tensor) else (x in numbers) for x in found):
+        found = list(_inside(value, own_lists))
+        numbers = {x for x in found if type(x) is int and x >> 16}
+        is_known = any(params.get(id(x)) is x for x in found if isinstance(x, Tensor))
+        if is_known or numbers & params.keys() or (numbers and numbers & _addresses(params.values())):
             raise HmpxError(
                 f"{type(optimizer).__name__} knows parameters by {name}, a {type(value).__name__}, and would not find "
                 "the FP32 copies there that hmpx steps in their place: keep its weights in FP32, without hmpx.attach, "
@@ -64,21 +67,26 @@ def refuse_lookups(optimizer: Optimizer, shown: Iterable[Parameter] = ()) -> Non
             )
 
 
+def _addresses(params: Iterable[Parameter]) -> set[int]:
+    return {local(p).data_ptr() for p in params if shows_values(p)}
+
+
 def _inside(value: Any, own_lists: Iterable[int]) -> Iterator[Any]:
     """Yield integers, and tensors by which something may be looked up, that can be reached from an attribute.
 
     own_lists: ids of the lists of `param_groups`, which are left aside.
     """
-    level, seen = [(value, True)], set(own_lists)
+    level, seen, left = [(value, True)], set(own_lists), _MANY
     for _ in range(_DEPTH):
-        level, found = [], level[:_MANY]
+        found, level = level, []
         for each, is_sought in found:
             if isinstance(each, Tensor) or type(each) is int:
                 if is_sought or type(each) is int:
                     yield each
-            elif id(each) not in seen:
+            elif id(each) not in seen and (is_sought or left):
                 seen.add(id(each))
-                level += _held_by(each, is_sought)
+                left -= not is_sought
+                level += [pair for pair in _held_by(each, is_sought) if type(pair[0]) not in _PLAIN]
 
 
 def _held_by(value: Any, is_sought: bool) -> list[tuple[Any, bool]]:
