@@ -217,19 +217,24 @@ def test_a_step_aside_that_is_taken_back_is_no_update():
     assert not diagnosis(model, step).wrong
 
 
-@pytest.mark.parametrize("decay, wrong", [(0.99, [True]), (0.98, [False]), (0.95, [])])
-def test_an_average_that_stands_still_is_wrong_and_one_that_follows_late_is_a_note(decay, wrong):
+@pytest.mark.parametrize("decay, wrong, kept", [(0.999, [True], 0.0), (0.99, [False], 0.64), (0.95, [], 1.0)])
+def test_an_average_that_stands_still_is_wrong_and_one_that_follows_late_is_a_note(decay, wrong, kept):
+    """kept: how far it has come of the way of an FP32 average of the same weights."""
     model = mlp(FP32)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    means = [p.detach().to(BF16, copy=True) for p in model.parameters()]
+    start = [p.detach().to(BF16, copy=True) for p in model.parameters()]
+    means, wide = [p.clone() for p in start], [p.float() for p in start]
 
     @torch.no_grad()
     def step():
         optimizer.step()
-        for mean, p in zip(means, model.parameters(), strict=True):
+        for mean, exact, p in zip(means, wide, model.parameters(), strict=True):
             mean.lerp_(p.to(BF16), 1 - decay)
+            exact.lerp_(p, 1 - decay)
 
     found = diagnosis(model, step).findings
+    moved, ideal = (torch.cat([(m - p).flatten() for m, p in zip(of, start, strict=True)]) for of in (means, wide))
+    assert float(moved.float() @ ideal / ideal.square().sum()) == pytest.approx(kept, abs=0.1)
     assert [each.wrong for each in found if each.kind == "average of weights"] == wrong == [e.wrong for e in found]
 
 

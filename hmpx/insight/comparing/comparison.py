@@ -34,8 +34,8 @@ class Row(Felt):
         dtypes: what came in, what the op ran on, and what came out. sites: how many it stands for.
         calls: how many, over all batches.
         gradient_error: what it does to the gradients of the parameters in one batch, the worst, if it alone runs in low
-            precision, in units of the noise between batches. NaN where that was not measured. part_error: what it does
-            to the gradient of the parameter `part`, the worst, beside the size of that gradient.
+            precision, in units of the noise between batches. NaN where that was not measured.
+        part: the parameter whose gradient it changes most. part_error: by how much, beside the size of that gradient.
         loss_change: what it does to the loss in the same run, without a sign.
         log_prob_change: the mean absolute change of log-probs that the loss returns, in a run of the first batch with
             this op alone in low precision.
@@ -144,13 +144,14 @@ class Comparison(Felt, Report):
     Attributes:
         rows: a `Row` for each call site, in the order in which they were met.
         broken: the rows that must be in FP32, the worst first: ops that raise, then a row for each name in each module.
-        advised: the gradient error of the lists with `broken` in FP32, measured on all batches; advised_part: that
+        advised: the gradient error of the lists with `broken` in FP32, measured on all batches. advised_part: that
             of the worst parameter. Where every op in FP32 is not enough, the errors then, and `broken` has no more than
             ops that raise. NaN where nothing is to be mended.
         gradient_error: of the lists as a whole, in units of the noise between batches; from 0.2 on the training is
             another one. gradient_bias: the part of it that is the same in every batch, in the same units. NaN with
-            one batch. part_error: what the gradient of the parameter `part`, the worst, is off by beside its own size;
-            from 0.5 on this part of the model has another training.
+            one batch.
+        part: the parameter whose gradient is off most. part_error: by how much, beside its own size; from 0.5 on this
+            part of the model has another training.
         loss, loss_change: the FP32 loss, and what the lists add to it, means over batches.
         log_prob_change: by how much the lists change the log-probs that the loss returns, in the mean over all of them,
             without signs; NaN where it returns none.

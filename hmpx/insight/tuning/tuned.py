@@ -200,7 +200,7 @@ class Tuned(Report):
             bias, the part of it that is the same in every batch, are in units of the noise between batches; the change
             is in the loss's own unit. Error and change are root mean squares over batches. loss_error: the change in
             units of the noise between losses.
-        part_error: what the gradient of the parameter `part`, the worst, is off by beside its own size; it may be 2.5
+        part: the parameter whose gradient is off most. part_error: by how much, beside its own size; it may be 2.5
             times the tolerance.
         predicted: the gradient error of the same choice on the batches that it was found with.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
