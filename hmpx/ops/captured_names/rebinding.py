@@ -68,7 +68,9 @@ class Rebinding:
             try:
                 sweep.everything()
                 sweep.others()
-                self._escaped = [c if c.reason else replace(c, reason=_LATE) for c in sweep.captures]
+                # functools.wraps has copied the attribute by which a wrapper of ours names its original.
+                theirs = [c for c in sweep.captures if not c.where.endswith(".__hmpx_original__")]
+                self._escaped = [c if c.reason else replace(c, reason=_LATE) for c in theirs]
             finally:
                 sweep.let_go()
         return self._escaped
