@@ -39,10 +39,10 @@ def show() -> None:
 
 
 @contextlib.contextmanager
-def hidden(package: str) -> Iterator[None]:
-    """Leave the modules of one more package as they are, in here."""
+def hidden(*packages: str) -> Iterator[None]:
+    """Leave the modules of more packages as they are, in here."""
     before = sweep._OFF_LIMITS
-    _leave(before | {package})
+    _leave(before.union(packages))
     try:
         yield
     finally:
