@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from os.path import commonpath
 from typing import Any
@@ -88,9 +89,8 @@ def cast_models(models: Sequence[torch.nn.Module], recipe: Recipe, undo: context
     if parts:
         name = next(name for p, name in others.items() if p is parts[0])
         logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", name, len(parts) - 1)
-    frozen = {p: name for p, name in others.items() if p.dtype in LOW and not p.requires_grad and not p.is_meta}
-    if frozen:
-        weights = FrozenWeights(frozen)
+    if frozen := {p for p in others if p.dtype in LOW and not p.requires_grad and not p.is_meta}:
+        weights = FrozenWeights(models, frozen)
         process_state.first_steps.append(weights.look)
         undo.callback(weights.end)
     return [*others]
@@ -100,12 +100,20 @@ class FrozenWeights:
     """Frozen weights that a recipe has cast. A program that averages into them loses its updates, and is told so.
 
     In the first steps of optimizers each is compared with what it was: a write raises its version, or it is in other
-    memory. One that two steps find written to is an average, and not a checkpoint that was loaded.
+    memory. One that two steps find written to is an average, and not a checkpoint that was loaded. No weight is held: a
+    model may go, or be sharded, before the first step.
     """
 
-    def __init__(self, names: dict[Parameter, str]) -> None:
-        self._names, self._moves, self._looks = names, dict.fromkeys(names, 0), 0
-        self._marks: dict[Parameter, tuple[Tensor, int, Tensor]] = {}
+    def __init__(self, models: Sequence[torch.nn.Module], frozen: set[Parameter]) -> None:
+        self._places = {
+            f"{prefix}.{name}".lstrip("."): (weakref.ref(module), name)
+            for model in models
+            for prefix, module in model.named_modules()
+            for name, p in own_parameters(module).items()
+            if p in frozen
+        }
+        self._moves, self._looks = dict.fromkeys(self._places, 0), 0
+        self._marks: dict[str, tuple[tuple, Tensor]] = {}
 
     def end(self) -> None:
         with contextlib.suppress(ValueError):
@@ -113,18 +121,20 @@ class FrozenWeights:
 
     def look(self) -> None:
         """Compare each weight with what it was in the step before."""
-        for p, before in [(p, self._marks.get(p)) for p in self._names]:
+        for place, (held_by, name) in self._places.items():
+            module = held_by()
+            p = None if module is None else module._parameters.get(name)
             # A weight that somebody has sharded, offloaded or cast again is another one.
-            if p.is_meta or p.layout is not torch.strided or not p.numel() or p.dtype not in LOW:
+            if p is None or is_sharded(p) or p.is_meta or p.layout is not torch.strided or p.dtype not in LOW:
+                self._marks.pop(place, None)
                 continue
-            data = p.data
-            now = data, p._version, data.as_strided((min(_SAMPLE, _extent(data)),), (1,)).clone()
-            if before is not None and data.shape == before[0].shape and data.device == before[0].device:
-                same = data.data_ptr() == before[0].data_ptr() and now[1] == before[1]
-                self._moves[p] += not (same and torch.equal(now[2], before[2]))
-            self._marks[p] = now
+            flat = p.data.as_strided((min(_SAMPLE, _extent(p)),), (1,))
+            (at, numbers), before = ((p.data_ptr(), p._version), flat.clone()), self._marks.get(place)
+            if before is not None and before[1].shape == numbers.shape and before[1].device == numbers.device:
+                self._moves[place] += not (at == before[0] and torch.equal(numbers, before[1]))
+            self._marks[place] = at, numbers
         self._looks += 1
-        moved = [name for p, name in self._names.items() if self._moves[p] > 1]
+        moved = [place for place, times in self._moves.items() if times > 1]
         if moved:
             logger.warning(
                 "hmpx: %s were frozen in float32, were cast by the recipe, and are written to in each step: an average "

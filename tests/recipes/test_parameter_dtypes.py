@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -108,6 +110,20 @@ def replaced(k, q):
 
 def in_place(k, q):
     k.mul_(0.999).add_(q, alpha=0.001)
+
+
+def test_a_frozen_model_that_is_looked_at_may_go():
+    def prepared():
+        model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+        hmpx.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), "bf16-sr")
+        return weakref.ref(model[0].weight)
+
+    weight = prepared()
+    gc.collect()
+    assert process_state.first_steps and weight() is None
+    for look in list(process_state.first_steps):
+        look()
+    hmpx.restore()
 
 
 @pytest.mark.parametrize("follow", [replaced, in_place, lambda k, q: None])
