@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -274,6 +275,29 @@ def test_gradients_are_compared_before_they_are_clipped():
             optimizer.step()
     (sums,) = [each for each in found.findings if each.kind == "gradient accumulation"]
     assert not sums.wrong and "off by 0." in sums.said
+
+
+class Locked(torch.optim.SGD):
+    """Cannot be copied."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("cls, status", [(torch.optim.SGD, 1), (torch.optim.Adam, 0), (Locked, 2)])
+def test_gradients_that_are_clipped_while_scaled_are_wrong_where_a_step_is_known_to_be_shorter(cls, status):
+    model, scaler = mlp(FP32), torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    optimizer = cls(model.parameters(), lr=1e-3)
+    with hmpx.doctor() as found:
+        for _ in range(8):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [each.wrong for each in found.findings if each.kind == "clipping"] == [status == 1]
+    assert found.status == status and any("how far" in each for each in found.not_checked) == (cls is Locked)
 
 
 def test_a_graph_is_compiled_while_a_training_is_looked_at():

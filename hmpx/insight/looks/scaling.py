@@ -85,24 +85,30 @@ class Scale(Look):
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
         yield from _of_scale(notes, names)
+        for key, (count, left, way, scale) in self._shortened():
+            said = f"gradients are clipped while a GradScaler's scale of {scale:g} is still in them: {_share(left)} of "
+            said += f"them is left, in {count} of {len(self._clipped[key])} steps that were looked at"
+            said += f", and a step goes {_share(way)} as far" if way == way else ""
+            do, wrong = "scaler.unscale_(optimizer) before the line that clips", way <= 0.9
+            yield Problem("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
+
+    def _shortened(self) -> Iterator[tuple[int, tuple[int, float, float, float]]]:
+        """Yield optimizers, by identity, most of whose gradients are short: in how many steps, and the medians."""
         for key, seen in self._clipped.items():
             short = [each for each in seen if each.is_fixed]
-            if 2 * len(short) <= len(seen):
-                continue
-            left, way = (
-                statistics.median(values) for values in zip(*((each.left, each.way) for each in short), strict=True)
-            )
-            said = f"gradients are clipped while a GradScaler's scale of {short[-1].scale:g} is still in them: "
-            said += f"{_share(left)} of them is left, in {len(short)} of {len(seen)} steps that were looked at"
-            said += f", and a step goes {_share(way)} as far" if way == way else "; it is not known how far a step goes"
-            do, wrong = "scaler.unscale_(optimizer) before the line that clips", not way > 0.9
-            yield Problem("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
+            if 2 * len(short) > len(seen):
+                left, way = (statistics.median([each[i] for each in short]) for i in (0, 3))
+                yield key, (len(short), left, way, short[-1].scale)
 
     def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
         late = _late(notes.skipped)
         is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
         if is_falling:
             yield f"steps: the GradScaler skips them, at a scale of {notes.scale:g} that still falls"
+        for key, (_, _, way, _) in self._shortened():
+            if way != way:
+                name = type(self._optimizers[key]).__name__
+                yield f"{name}: how far its steps go with gradients that are clipped while they are scaled"
 
 
 def _way(optimizer: Optimizer, p: torch.nn.Parameter, share: float, scale: float) -> float:
