@@ -42,6 +42,8 @@ def memory_lines(recipes: Mapping[str, Recipe], params: float, ranks: Sequence[i
         }
     )
     yield from _notes(ways)
+    for name in (name for name, each in prints.items() if each.copies):
+        yield f"a step of {name} takes {prints[name].copies} bytes of each element of the largest parameter, or more"
 
 
 def _table(figures: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -98,6 +98,8 @@ def test_bytes_of_a_model_say_what_is_left_out(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text('module_dtypes: {a: fp32}\nparameters: {"*.bias": fp32}\n')
     said = run(capsys, "explain", str(tmp_path / "mine.yaml"), "--params", "7e9")[1].splitlines()[-1]
     assert "without its exceptions by name ('a', '*.bias')" in said
+    own_steps = run(capsys, "explain", "bf16-sr", "--set", "fused=false", "--params", "7e9")[1].splitlines()[-1]
+    assert own_steps == "a step of bf16-sr takes 16 bytes of each element of the largest parameter, or more"
 
 
 def test_version_and_help(capsys):
