@@ -82,7 +82,8 @@ def check_without(names: list[str], whole: dict) -> None:
     """Each feature that needs one of these names is off and no other; weights have the bits that they have with all."""
     found = without(*names)
     needs = {f.title: [path for path, name in f.names.items() if name.stand_in is _NOTHING] for f in FEATURES}
-    wanted = [title for title, paths in needs.items() if not set(paths).isdisjoint(names)]
+    below = tuple(name + after for name in names for after in (".", "("))  # what is in a name goes with it
+    wanted = [title for title, paths in needs.items() if any(path in names or path.startswith(below) for path in paths)]
     assert found["off"] == wanted, names
     assert found["bits"] == whole["bits"][: len(found["bits"])], names
     sentences = [each for each in found["said"] if any(each.startswith(f"hmpx: {title}: torch") for title in wanted)]
