@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -352,13 +353,13 @@ def test_a_script_that_starts_itself_again_keeps_the_recipe_and_of_others_it_is_
     environment = {**os.environ, "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 3 and done.stdout == "['--', 'x'] torch.bfloat16\n", done.stderr
-    said = f"the recipe does not hold in a process that the script starts: {sys.executable} other.py"
+    said = f"the recipe does not hold in a process that the script starts: {shlex.quote(sys.executable)} other.py"
     assert done.stderr.count(said) == 1 and "as another program: sh -c 'exit 3'" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error_of_a_command(tmp_path):
     """Which is said of hmpx's own output alone: a script that dies of it has failed, as the test of its end shows."""
-    done = subprocess.run(f"{sys.executable} -m hmpx explain --all | head -1; exit ${{PIPESTATUS[0]}}",
+    done = subprocess.run(f"{shlex.quote(sys.executable)} -m hmpx explain --all | head -1; exit ${{PIPESTATUS[0]}}",
                           shell=True, executable="/bin/bash", capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stdout.count("\n"), "BrokenPipe" in done.stderr) == (0, 1, False), done.stderr
 
