@@ -28,15 +28,16 @@ _OF_TORCH = ("aten::", "prim::", "prims::", "profiler::", "hmpx::")  # a step of
 
 def registered(switch: Switch, policies: Policies) -> Iterator[Patch]:
     """Yield the patches of the two classes by which Python calls an operator."""
-    for name in ("OpOverload", "OpOverloadPacket") if REGISTERED.is_on() else ():
-        build = functools.partial(_calling, switch, policies)
-        yield patch_at(f"torch._ops.{name}.__call__", Patching.AUTOCAST, build)
+    names = {"OpOverload": "_name", "OpOverloadPacket": "_qualified_op_name"}  # a missing attribute of a packet is slow
+    for each, attribute in names.items() if REGISTERED.is_on() else ():
+        build = functools.partial(_calling, switch, policies, attribute)
+        yield patch_at(f"torch._ops.{each}.__call__", Patching.AUTOCAST, build)
 
 
-def _calling(switch: Switch, policies: Policies, original: Callable) -> Callable:
+def _calling(switch: Switch, policies: Policies, attribute: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def __call__(operator, /, *args, **kwargs):
-        name = getattr(operator, "_name", None) or operator._qualified_op_name
+        name = getattr(operator, attribute)
         if name.startswith(_OF_TORCH) or switch.retired or not casts_here():
             return original(operator, *args, **kwargs)
         low = low_precision(policies, region_state.scope())
