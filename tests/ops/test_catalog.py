@@ -45,7 +45,7 @@ def test_ops_of_other_namespaces_are_found():
 
 def test_the_tables_name_only_what_exists():
     ops = catalog().keys()
-    assert not (op_facts.REFUSES_MIXED | op_facts.O2_BF16 | op_facts.STATISTICS.keys()) - ops
+    assert not (op_facts.REFUSES_MIXED | op_facts.O2_BF16) - ops
     assert not set(op_facts.RENAMED.values()) - ops
     parts = {part for rows in COMPOSED.values() for row in rows for way in row.ways for part in way}
     assert all(name in ops or aten_only(name) for name in parts | ARITHMETIC | ONLY_FP32)
@@ -145,6 +145,7 @@ TAKEN = {
     "rms_norm": _of(lambda x, w: F.rms_norm(x, [4], w), "f 2 4", "b 4", grad=True),
     "layer_norm": _of(lambda x, w: F.layer_norm(x, [4], w), "b 2 4", "f 4", grad=True),
 }
+BY_CPU = {"the state of a layer in FP32"}  # torch has no BF16 LSTM for a CPU with AVX2 alone
 REFUSED = {
     "a matrix product": _of(_einsum("ij,jk->ik"), "b 2 3", "f 3 4"),
     "classes": _of(lambda x, w: F.cross_entropy(x, torch.tensor([0, 1]), w), "b 2 3", "f 3"),
@@ -159,7 +160,7 @@ def test_a_mixture_that_torch_takes_keeps_torchs_bits(how):
     wanted, refused = ({name: _made(call) for name, call in table.items()} for table in (TAKEN, REFUSED))
     with hmpx.convert(bf16=["relu6"], fp32=[], promote=[], **how):
         for name, call in TAKEN.items():
-            assert same(_made(call), wanted[name]), name
+            assert (name in BY_CPU and wanted[name] is None) or same(_made(call), wanted[name]), name
         for name, call in REFUSED.items():
             assert refused[name] is None and _made(call)[0].dtype is torch.bfloat16, name
 
@@ -205,8 +206,8 @@ def test_numbers_that_say_where_to_look_are_not_rounded():
             assert torch.equal(call(x), wanted), name
 
 
-# Mixtures that torch takes by the kernel that it picks for these sizes, and refuses for others.
-BY_SIZES = {"conv_transpose2d"}
+# Mixtures that torch takes by the kernel that it picks for these sizes on this CPU, and refuses for others.
+BY_SIZES = {"conv_transpose1d", "conv_transpose2d"}
 
 
 @pytest.mark.slow

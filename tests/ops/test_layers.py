@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from hmpx.ops.policies.signatures import read_signature
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -50,6 +51,31 @@ def test_batch_norm_by_keyword(lists):
         with pytest.raises(TypeError):
             torch.batch_norm()
     assert arguments["running_mean"].any()
+
+
+@pytest.mark.parametrize("where", ["positions", "keywords"])
+def test_an_op_whose_schema_does_not_say_so_writes_to_its_statistics(where, lists):
+    x, momentum = 2 * tensor(64, 3) + 1, 0.25
+    mean, variance = torch.zeros(3), torch.ones(3)
+    with hmpx.convert(**lists(bf16="batch_norm_update_stats")):
+        if where == "keywords":
+            torch.batch_norm_update_stats(input=x, running_mean=mean, running_var=variance, momentum=momentum)
+        else:
+            torch.batch_norm_update_stats(x, mean, variance, momentum)
+    torch.testing.assert_close(mean, momentum * x.mean(0), rtol=1e-2, atol=0)
+    torch.testing.assert_close(variance, (1 - momentum) + momentum * x.var(0), rtol=1e-2, atol=0)
+
+
+def test_running_statistics_are_found_by_their_names():
+    """Those of layers that are synchronized over ranks, and of cuDNN, which no CPU runs."""
+    for name, written, beside in (
+        ("batch_norm_gather_stats_with_counts", (3, 4), (1, 2)),
+        ("batch_norm_gather_stats", (3, 4), (1, 2)),
+        ("cudnn_batch_norm", (3, 4), (1, 2)),
+        ("native_batch_norm_backward", (), ()),
+    ):
+        signature = read_signature(name, "input")
+        assert (signature.statistics, signature.beside) == (written, beside), name
 
 
 NORMS = {

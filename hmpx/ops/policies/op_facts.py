@@ -87,14 +87,10 @@ ELSEWHERE = {"flex_attention": "torch.nn.attention.flex_attention"}
 # Python functions that share their name with a C function and yet do not always end in it.
 NOT_FRONTS = frozenset({"block_diag", "norm", "smooth_l1_loss", "unfold"})
 
-# op -> (positions the op may write to, positions whose dtype must be theirs): running mean and variance, then weight
-# and bias. BF16 input beside FP32 weights and statistics runs on CPU and on CUDA; BF16 weights beside FP32 statistics
-# do not run on CPU.
-STATISTICS = {
-    "batch_norm": ((3, 4), (1, 2)),
-    "instance_norm": ((3, 4), (1, 2)),
-    "native_batch_norm": ((3, 4), (1, 2)),
-}
+# What a norm writes to, though the schema may not say so, and the pairs whose dtype must be theirs. BF16 input beside
+# FP32 weights and statistics runs on CPU and on CUDA; BF16 weights beside FP32 statistics do not run on CPU.
+STATISTICS = ("running_mean", "running_var")
+BESIDE_STATISTICS = (("weight", "bias"), ("mean", "invstd"))
 
 # Where a call from Python has another default than the schema says: losses leave their elements alone (0), whereas
 # `torch.nn.functional` always passes its own.

@@ -86,8 +86,7 @@ def read_signature(name: str, first: str) -> Signature:
     )
     agreed = shared is not None and 0 < len(shared) == length and writable
     dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
-    statistics: tuple[int, ...]
-    statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
+    statistics, beside = _statistics(name, overloads)
     op = op_facts.RENAMED.get(name, name).removesuffix("_")
     if not statistics and not name.endswith("_"):
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
@@ -121,6 +120,15 @@ def _argument(argument: Any, first: str) -> Argument:
     name = first if argument.name == "self" else argument.name
     required, optional = not argument.has_default_value(), str(argument.type).startswith("Optional")
     return Argument(name, required, is_tensor(argument), optional=optional or not required)
+
+
+def _statistics(name: str, overloads: list[list[Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a norm takes running statistics, which it writes to, and the pair whose dtype must be theirs."""
+    places = {a.name: i for arguments in overloads for i, a in enumerate(arguments)}
+    if name.endswith("_backward") or not places.keys() >= {*op_facts.STATISTICS}:
+        return (), ()
+    pairs = (tuple(places[each] for each in pair) for pair in op_facts.BESIDE_STATISTICS if places.keys() >= {*pair})
+    return tuple(places[each] for each in op_facts.STATISTICS), next(pairs, ())
 
 
 def _is_written(argument: Any) -> bool:
