@@ -242,7 +242,7 @@ def test_every_listed_name_is_used():
 
 
 def test_the_table_of_features(capsys):
-    assert main(["check", "--torch"]) == 0
+    assert main(["explain", "--torch"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"torch {torch.__version__}"
     titles = [line[5:].partition(": torch ")[0] for line in lines[1:] if line[0] == "o"]
@@ -250,7 +250,7 @@ def test_the_table_of_features(capsys):
     feature = Feature("sums", "they are slow", Name("torch._C._no_such_function", "adds"))
     FEATURES.append(feature)
     try:
-        assert main(["check", "--torch"]) == 1
+        assert main(["explain", "--torch"]) == 1
     finally:
         FEATURES.remove(feature)
     assert capsys.readouterr().out.splitlines()[-1] == f"off  {feature.sentence()}"

@@ -1,6 +1,6 @@
 """Every name of torch that hmpx uses and torch does not document, by the feature of hmpx that needs it.
 
-This is the list to go through when a new version of torch is out: `python -m hmpx check --torch` says what of it the
+This is the list to go through when a new version of torch is out: `python -m hmpx explain --torch` says what of it the
 installed one lacks. Code elsewhere gets these names from `private`, or asks a feature whether it is on, or, of
 attributes of torch's objects, uses them as they stand here. Importing hmpx, eager `convert`, `attach` and
 `disable_casts` need none of them.

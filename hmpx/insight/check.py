@@ -1,4 +1,4 @@
-"""The command `check`: reads op lists and recipes, and says what is wrong in each.
+"""Reads op lists and recipes, and says what is wrong in each: `explain` of files.
 
 Files may be a stranger's, and what a module does when it is imported may be anything; so nothing is imported.
 """
@@ -63,7 +63,7 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
             if not Path(path).suffix and not Path(path).exists():
                 yield Found(f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}")
                 continue
-            side = next((side for side in SIDES if side in Path(path).name), "bf16")
+            side = side_of(path)
             if Path(path).suffix.lower() in (".yaml", ".yml", ".json"):
                 lists = OpLists.read(path, side)
                 resolve_sides(lists)
@@ -80,6 +80,11 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
         resolve_sides(both)
     except OpListError as error:
         yield Found(str(error))
+
+
+def side_of(path: str) -> str:
+    """Return the side that the name of a list's file says, else "bf16"."""
+    return next((side for side in SIDES if side in Path(path).name), "bf16")
 
 
 def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:

@@ -1,4 +1,4 @@
-"""Ops and recipes in words: what `hmpx.explain` and the commands `explain` and `recipes` print."""
+"""Ops and recipes in words: what `hmpx.explain` and the command `explain` print."""
 
 from __future__ import annotations
 
@@ -275,7 +275,9 @@ def recipes_table() -> str:
 
 _FOOTNOTE = """\
 bytes: of a parameter, with weights, gradients, masters and two state tensors as of Adam.
-recipes NAME prints one as a file, explain NAME says what it does, run --recipe NAME runs a script."""
+explain NAME says what one does, explain NAME --yaml prints it as a file, run --recipe NAME runs a script under it.
+explain FILE says what a list or a recipe does, or what is wrong in it; explain OP which rule an op has, and why;
+explain --all lists every op."""
 
 
 def _for_whom(name: str) -> str:

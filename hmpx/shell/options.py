@@ -23,7 +23,7 @@ def add_recipe_options(command: argparse.ArgumentParser, default: str = "the def
     """Add `--recipe`, the lists, how the bf16 list runs, and `--set` for every other key."""
     group = command.add_argument_group("which precision")
     group.add_argument(
-        "--recipe", metavar="NAME", help=f"a recipe's name, see `recipes`, or its YAML file; without it {default}"
+        "--recipe", metavar="NAME", help=f"a recipe's name, see `explain`, or its YAML file; without it {default}"
     )
     for side in SIDES:
         flags = ("--bf16", "--list") if side == "bf16" else (f"--{side}",)

@@ -53,11 +53,11 @@ def test_a_yaml_file_is_a_recipe_where_a_key_is_one_of_a_recipes(text, meant, tm
     assert is_recipe(str(tmp_path / "mine.yaml")) == meant
 
 
-def test_check_passes_the_shipped_lists_and_recipes(capsys):
+def test_explain_passes_the_shipped_lists_and_recipes(capsys):
     names = recipe_names()
     files = [*map(str, shipped().glob("*/*.txt")), *map(str, shipped().glob("recipes/*.yaml"))]
     assert len(files) == 26 + len(names)
-    assert run(capsys, "check", *names, *files)[:2] == (0, f"{26 + 2 * len(names)} checked, 0 problems\n")
+    assert run(capsys, "explain", *names, *files)[:2] == (0, f"{26 + 2 * len(names)} checked, 0 problems\n")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == COMMANDS
 
 
-COMMANDS = ["doctor", "run", "recipes", "explain", "check", "record", "report", "compare", "tune"]
+COMMANDS = ["doctor", "run", "explain", "record", "report", "compare", "tune"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -131,6 +131,9 @@ def test_a_mistyped_command_is_told_what_it_may_be(capsys):
     for word, hint in (
         ("explian", "did you mean 'explain'?"),
         ("lean", "'lean' is a recipe: explain lean"),
+        ("check", "write `explain FILE`"),
+        ("recipes", "write `explain`, or `explain NAME --yaml`"),
+        ("bench", "it is `python examples/bench`"),
     ):
         with pytest.raises(SystemExit) as end:
             main([word])
@@ -150,12 +153,12 @@ def test_hmpx_is_a_console_script_too(tmp_path):
     done = python.run(script, "run", "x.py", env=environment)
     assert done.returncode == 2 and done.stderr.startswith("hmpx: there is no recipe 'nowhere'")
     usage = python.run(script).stdout
-    assert usage.startswith("usage: hmpx ") and "  hmpx recipes" in usage
+    assert usage.startswith("usage: hmpx ") and "  hmpx explain" in usage
 
 
 def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
     """By kind: name, bytes a parameter, for whom; and it fits into 100 columns."""
-    status, out, _ = run(capsys, "recipes")
+    status, out, _ = run(capsys, "explain")
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines() if line.startswith("  ")}
     assert status == 0 and sorted(rows) == recipe_names()
     assert max(map(len, out.split("\n\n")[0].splitlines())) <= 100
@@ -163,10 +166,39 @@ def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
         assert size == f"{sum(read_recipe(name).bytes_per_parameter().values()):.3g}"
     assert rows["autocast-cuda"] == ["16", "training under torch.autocast on a GPU"]
     assert out.index("  lean8 ") < out.index("FP32 weights\n") < out.index("  hmp-o1 ") < out.index("  deepseek-v3 ")
-    status, out, _ = run(capsys, "recipes", "nxd-standard")
+    status, out, _ = run(capsys, "explain", "nxd-standard", "--yaml")
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0 and read_recipe(tmp_path / "mine.yaml") == read_recipe("nxd-standard").inlined()
-    assert "did you mean 'lean'?" in run(capsys, "recipes", "leen")[2]
+    assert run(capsys, "explain", "lean", "--yaml", "--set", "seed=3")[1].count("seed: 3\n") == 1
+    assert "--yaml prints a recipe, and leen is none" in run(capsys, "explain", "leen", "--yaml")[2]
+
+
+def test_explain_says_what_is_wrong_in_files_with_status_1(capsys, tmp_path, monkeypatch):
+    """One list without a fault is explained; of several, only faults are said."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (
+        ("bf16.txt", "linear\nsofmax\n"),
+        ("fp32.txt", "linear\nexp\n"),
+        ("good_bf16.txt", "linear\ngelu\n"),
+        ("mine.yaml", "weights: splt\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    said = "bf16.txt:2: unknown op 'sofmax'; did you mean 'softmax'?\n1 checked, 1 problem\n"
+    assert run(capsys, "explain", "bf16.txt") == (1, said, "")
+    status, out, _ = run(capsys, "explain", "good_bf16.txt", "fp32.txt")
+    assert status == 1 and "linear" in out and out.endswith("\n2 checked, 1 problem\n")
+    status, out, _ = run(capsys, "explain", "mine.yaml")
+    assert status == 1 and out.startswith("mine.yaml:1: weights") and "'split'" in out
+    assert run(capsys, "explain", "nowhere.txt")[0] == 1
+    status, out, _ = run(capsys, "explain", "good_bf16.txt")
+    assert (status, out) == run(capsys, "explain", "--list", "good_bf16.txt")[:2] and "2: gelu, linear" in out
+    assert "and --bf16 bf16.txt is another" in run(capsys, "explain", "good_bf16.txt", "--list", "bf16.txt")[2]
+
+
+def test_explain_takes_several_ops(capsys):
+    status, out, _ = run(capsys, "explain", "softmax", "gelu")
+    alone = [run(capsys, "explain", name)[1] for name in ("softmax", "gelu")]
+    assert status == 0 and out == "".join(alone)
 
 
 def test_explain_takes_a_recipe(capsys, tmp_path, monkeypatch):
@@ -191,8 +223,7 @@ def test_explain_without_an_op_says_what_a_recipe_does_and_counts_its_lists(caps
     assert len(lines) == len(of_file) + 2
 
 
-@pytest.mark.parametrize("what", ["train.py:27", "train.py", "list.txt", "list.txt:3"])
-def test_explain_names_what_reads_code_and_lists(what, capsys):
+@pytest.mark.parametrize("what", ["train.py:27", "train.py", "list.txt:3"])
+def test_explain_names_what_reads_code(what, capsys):
     status, out, err = run(capsys, "explain", what)
-    instead = "is an op list. What is wrong with it: check" if what == "list.txt" else "explain reads no code; `record "
-    assert (status, out) == (2, "") and instead in err
+    assert (status, out) == (2, "") and "explain reads no code; `record " in err

@@ -63,7 +63,7 @@ def test_it_writes_lists_that_the_other_commands_read(capsys, tmp_path):
     assert "100 % of the product FLOPs run in BF16" in shown.out and "linear: bfloat16  # fits" in shown.out
     files = "bf16.txt, fp32.txt, promote.txt, recipe.yaml, tuned.html, tuned.json"
     assert shown.out.splitlines()[-2] == f"hmpx: wrote tuned: {files}"
-    assert main(["check", "tuned/bf16.txt", "tuned/fp32.txt", "tuned/promote.txt", "tuned/recipe.yaml"]) == 0
+    assert main(["explain", "tuned/bf16.txt", "tuned/fp32.txt", "tuned/promote.txt", "tuned/recipe.yaml"]) == 0
     assert main(["explain", "gelu", "--recipe", "tuned/recipe.yaml"]) == 0
     assert "tuned" in capsys.readouterr().out
     before = names(tmp_path / "tuned" / "fp32.txt")
