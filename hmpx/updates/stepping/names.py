@@ -149,7 +149,10 @@ def given_names(
         named = names_in(model)
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:
-            raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")
+            raise HmpxError(
+                f"parameter {missing[0]} of the optimizer is not in the model; of several modules with one optimizer, "
+                "give torch.nn.ModuleList([...])"
+            )
         return named
     if names is None:
         given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
