@@ -86,6 +86,8 @@ gradients_rounded: dict[str, int] = {}
 examined: list[Any] = []
 # The words of a command line that name the script, or module, that `python -m hmpx doctor` runs, and its arguments.
 script: list[str] = []
+# What the command line of `python -m hmpx` runs: "script", with its arguments, and "recipe", both in words.
+run: dict[str, str] = {}
 
 # What is to be called when a module is imported, by its name (hmpx.base.awaited).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}

@@ -22,6 +22,7 @@ from importlib.resources import files
 from typing import Any, ClassVar, Literal, TypeVar
 
 from hmpx.base.files import write
+from hmpx.insight.about import about, title
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -89,16 +90,17 @@ def number(count: int, one: str, many: str = "") -> str:
 _ROWS, _LINES = 20, 8  # that a terminal shows of a table, and under a heading
 _WIDTH = 110  # of the text in the page for readers without scripts
 _ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
-Kind = Literal["text", "end", "dtypes", "number", "figure"]
+Kind = Literal["text", "words", "end", "dtypes", "number", "figure"]
 
 
 @dataclass(frozen=True)
 class Field:
     """A column of a table: its title, and the text that a row has in it.
 
-    kind: "text"; "end", which is cut at its beginning, as the end of a path tells most; "dtypes"; "number", which the
-    page adds up over the rows; "figure", which it shows with two digits. value: what the page shows and sorts by
-    instead of the text. page: whether only the page (True) or only a terminal (False) has the column; None: both.
+    kind: "text"; "words", which the page breaks into lines; "end", which a terminal cuts at its beginning, as the end
+    of a path tells most; "dtypes"; "number", which the page adds up over the rows; "figure", which it shows with two
+    digits. value: what the page shows and sorts by instead of the text. page: whether only the page (True) or only a
+    terminal (False) has the column; None: both.
     In a terminal: right: cells end at the right. least: the length to which cells may be cut; 0 where they may not.
     rank: the highest is left out first where the terminal is narrow, 0 never.
     """
@@ -199,13 +201,16 @@ class Grid:
 class Bars:
     """A picture, of the page alone: a bar for each name, value and words.
 
-    mark: a value that is marked; the scale is logarithmic then. 0: none.
+    mark: a value that is marked, and `marked` says what begins there; the scale is logarithmic then. 0: none.
+    unit: of the values, at the ticks of the axis.
     """
 
     head: str
     about: str
     rows: Sequence[tuple[str, float, str]]
     mark: float = 0.0
+    marked: str = ""
+    unit: str = ""
 
     def as_text(self, width: int) -> list[str]:
         return []
@@ -247,6 +252,7 @@ class Report:
     """What a call of insight has found, a dataclass: `as_json` says all of it, `json` and `html` save it."""
 
     _schema: ClassVar[int] = 0  # of the JSON; it grows when a name changes its meaning or goes
+    _labels: ClassVar[Sequence[str]] = ()  # of `_lines`: words that stand before a line, in a column of 9 characters
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes as objects of JSON, by their names; null for NaN."""
@@ -265,6 +271,10 @@ class Report:
     def _sections(self) -> Iterable[Grid | Lines | Bars]:
         raise NotImplementedError
 
+    def _about(self) -> dict[str, str]:
+        """Return what the head of the page says: of which script, under which recipe, made when and where."""
+        return about()
+
     def _text(self, width: int) -> str:
         """Return what it prints, in lines of `width` characters where words and paths allow."""
         return "\n".join([*self._lines(), *(line for each in self._sections() for line in each.as_text(width))])
@@ -281,11 +291,12 @@ class Report:
         write(path, self._page())
 
     def _page(self) -> str:
-        name, title = self._title
+        (name, heading), known = self._title, self._about()
         sections = [*filter(None, (each.as_page() for each in self._sections()))]
         sections.sort(key=lambda each: each["kind"] != "box")  # what calls for attention stands first
-        shown = json.dumps(plain({"title": title, "lines": [*self._lines()], "sections": sections}), allow_nan=False)
-        values = {"NAME": name, "TEXT": escape(self._text(_WIDTH)), "SHOWN": shown.translate(_ESCAPED)}
+        head = {"title": heading, "about": [*known.items()], "lines": [*self._lines()], "labels": [*self._labels]}
+        shown = json.dumps(plain({**head, "sections": sections}), allow_nan=False).translate(_ESCAPED)
+        values = {"TITLE": escape(title(name, known)), "TEXT": escape(self._text(_WIDTH)), "SHOWN": shown}
         first, *rest = files(str(__package__)).joinpath("page.html").read_text(encoding="utf-8").split("{{")
         return first + "".join(values[part.partition("}}")[0]] + part.partition("}}")[2] for part in rest)
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -87,6 +88,7 @@ def _of_files(options: argparse.Namespace) -> int:
         raise HmpxError("--lr and --trained-steps take no negative numbers")
     outputs = outputs_asked(options, "html", "json")
     before, after = [*options.files, None][:2]
+    process_state.run.update(script=shlex.join(options.files))
     found = checkup(before, after, options.lr, options.trained_steps)
     written, are_all = save(found, outputs)
     print(*written, found, sep="\n")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hmpx.base import process_state
 from hmpx.base.files import WriteError, beside
 from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
@@ -77,6 +78,16 @@ def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], Places]:
             given |= checked({key: beside(os.getcwd(), value) if key in LISTS and isinstance(value, str) else value})
         said[key,] = Origin(what)
     return given, said
+
+
+def note_run(options: argparse.Namespace, script: str, said: str, low_precision: str = "") -> list[str]:
+    """Keep what the heads of pages say of this command line; return what it asks for beside a recipe, in words."""
+    asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
+    asked += [f"opt level {options.opt_level}"] if options.opt_level else []
+    asked += [f"low precision {low_precision or options.low_precision}"] if options.low_precision else []
+    asked += options.set
+    process_state.run.update(script=script, recipe=", ".join([said.removeprefix("recipe "), *asked]))
+    return asked
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:

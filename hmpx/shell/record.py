@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from hmpx.base import process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.hashes import Hashes
@@ -153,6 +154,7 @@ def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: st
 
 def _report(options: argparse.Namespace) -> int:
     outputs_asked(options, "html")
+    process_state.run.update(script=" beside ".join(filter(None, (options.file, options.diff))))
     if is_hashes(options.file):
         if not options.diff:
             raise HmpxError(f"{options.file}: hashes of a run: compare them with those of another, by --diff OTHER")

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shlex
 import sys
 import threading
 import traceback
@@ -32,7 +33,7 @@ from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
 from hmpx.recipes.reading import as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
-from hmpx.shell.options import add_recipe_options, keys_asked, lists_asked, number_in, with_options
+from hmpx.shell.options import add_recipe_options, keys_asked, note_run, number_in, with_options
 from hmpx.shell.processes import Running, hand_on
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
@@ -254,6 +255,11 @@ def own_words(command: argparse.ArgumentParser | None, words: Sequence[str]) -> 
     return i + 2 if words[i : i + 1] == ["--"] else i + 1
 
 
+def words_of(options: argparse.Namespace) -> str:
+    """Return the script, or the module, with its arguments, as a command line has them."""
+    return shlex.join([*(["-m"] if options.as_module else []), options.script, *options.arguments])
+
+
 def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     """Return the recipe to run a script under, and announce it.
 
@@ -270,15 +276,13 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     elif keys_asked(options)[0]:
         recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
+        note_run(options, words_of(options), "no recipe")
         return None
     recipe = with_options(recipe, options)
     if options.verbose:
         recipe = changed(recipe, verbose=True)
+    asked = note_run(options, words_of(options), said, recipe.low_precision)
     if is_first_rank():
-        asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
-        asked += [f"opt level {options.opt_level}"] if options.opt_level else []
-        asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
-        asked += options.set
         policy, kernels = recipe.policy(), choose(recipe.kernels)
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)

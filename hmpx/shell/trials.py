@@ -20,7 +20,7 @@ from hmpx.insight.comparing.compare import compare
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import LOWS
 from hmpx.ops.policies.lists import SIDES
-from hmpx.shell.options import add_force, add_recipe_options, check_outputs, outputs_asked, recipe_asked
+from hmpx.shell.options import add_force, add_recipe_options, check_outputs, note_run, outputs_asked, recipe_asked
 from hmpx.shell.run_script import check_is_there
 
 
@@ -65,6 +65,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 def _compare(options: argparse.Namespace) -> int:
     outputs = outputs_asked(options, "json", "html")
     recipe = recipe_asked(options)
+    note_run(options, options.what, options.recipe or "the default lists")
     found = compare(*set_up(options.what, (3,), "(model, batches, loss)"), lists=recipe, scores=options.scores)
     print(found)
     for kind, path in outputs.items():
@@ -80,6 +81,7 @@ def _tune(options: argparse.Namespace) -> int:
         names = *(f"{side}.txt" for side in SIDES), "tuned.json", "tuned.html", "recipe.yaml"
         check_outputs(options, {f"out {name}": folder / name for name in names})
     recipe = recipe_asked(options)
+    note_run(options, options.what, options.recipe or "the default lists")
     model, batches, loss, *held_out = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
     asked: dict[str, Any] = {key: getattr(options, key) for key in ("low", "tolerance")}
     folder.mkdir(parents=True, exist_ok=True)

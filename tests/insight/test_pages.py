@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import json
 import math
 import re
 from functools import cache
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.base import process_state
+from hmpx.insight.about import about
 from hmpx.insight.comparing.comparison import Row
 from hmpx.insight.recording.log import Log
 from hmpx.insight.report import amount
@@ -115,7 +118,42 @@ def test_the_page_of_an_empty_record_says_so_and_has_no_table(saved):
     shown = browser.shown_in(saved(Log()))
     assert "Nothing was converted" in shown["lines"][0] and not shown["sections"]
     page = saved(log_of(unmatched=("mine.txt:3: conv9d",)))
-    assert [each["kind"] for each in browser.shown_in(page)["sections"]] == ["box", "text", "text"]
+    assert [each["kind"] for each in browser.shown_in(page)["sections"]] == ["box", "text"]
+
+
+@every
+def test_the_head_of_a_page_says_of_what_it_is(made, saved, monkeypatch):
+    """In its title, too; a hostile script is text in both."""
+    script = f"train.py {browser.IMAGE}"
+    monkeypatch.setattr(process_state, "run", {"script": script, "recipe": "bf16-sr, weights=split"})
+    if made is record:  # which keeps it from the start
+        monkeypatch.setattr(of(made), "about", about())
+    page = saved(of(made))
+    known = dict(browser.shown_in(page)["about"])
+    assert (known["script"], known["recipe"], known["torch"]) == (script, "bf16-sr, weights=split", torch.__version__)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", known["date"]) and known["device"].startswith("CPU ")
+    assert f"<title>hmpx {made.__name__}: {html.escape(f'{script}, bf16-sr, weights=split')}</title>" in page
+    assert browser.is_harmless(page)
+
+
+def test_the_head_of_a_page_of_a_saved_record_says_where_the_record_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_state, "run", {"script": "report.py", "recipe": "lean"})
+    log = log_of(site("exp"), about={"script": "train.py", "torch": "2.9.0", "device": "CPU AVX2"})
+    log.json(tmp_path / "log.json")
+    Log.load(tmp_path / "log.json").html(tmp_path / "log.html")
+    page = (tmp_path / "log.html").read_text()
+    assert dict(browser.shown_in(page)["about"]) == {"script": "train.py", "torch": "2.9.0", "device": "CPU AVX2"}
+    assert "<title>hmpx record: train.py</title>" in page
+
+
+def test_no_two_bars_have_the_same_name(saved):
+    """An op of one module at two lines, and at one line in two dtypes."""
+    sites = [
+        site(cast_seconds=1.0, **at) for at in ({}, {"where": "m.py:9"}, {"where": "m.py:9", "given": ("float16",)})
+    ]
+    (picture,) = [each for each in browser.shown_in(saved(log_of(*sites)))["sections"] if each["kind"] == "bars"]
+    names = [name for name, *_ in picture["rows"]]
+    assert len({*names}) == len(names) == 3 and picture["unit"] == "ms" and picture["rows"][0][1] == 1000
 
 
 @pytest.mark.parametrize("value, unit, words", [
@@ -135,12 +173,45 @@ def test_the_browser_draws_it_and_sorts_it_and_a_hostile_name_runs_nothing(made,
     by_calls = "[...document.querySelectorAll('th button')].find(each => each.textContent.includes('calls')).click();"
     open_rows = "for (const row of document.querySelectorAll('tr.row')) row.click();"
     dom = browser.drawn(tmp_path, page, by_calls + open_rows)
-    assert 'data-drawn="yes"' in dom and f"<title>hmpx {made.__name__}</title>" in dom and "<img" not in dom
+    assert 'data-drawn="yes"' in dom and f"<title>hmpx {made.__name__}" in dom and "<img" not in dom
     calls = [float(text) for text in browser.cells(dom, "calls")]
     assert calls == sorted(browser.columns_of(page)["calls"], reverse=True)
     if made is record:
         assert 'class="more" hidden' not in dom and "called as " in dom
         assert html.escape(browser.HOSTILE, quote=False) in dom
+
+
+def _drawn_box(folder, page, width, of):
+    """The boxes of what the script `of` returns, as a window of this width shows it, and the width that it has."""
+    boxes = f"[...{of}].map(each => each.getBoundingClientRect().toJSON())"
+    script = f"document.title = JSON.stringify([{boxes}, document.documentElement.clientWidth])"
+    dom = browser.drawn(folder, page, script, width)
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
+
+
+@pytest.mark.browser
+@browser.needed
+@pytest.mark.parametrize("made, width", [(record, 390), (compare, 390), (tune, 390), (tune, 1280), (compare, 1280)])
+def test_the_browser_shows_rule_dtypes_and_reasons_without_scrolling_to_the_side(made, width, saved, tmp_path):
+    keys = {record: ("rule", "in -> out"), compare: ("rule", "in -> out"), tune: ("dtype", "why")}[made]
+    for key in keys:
+        boxes, inside = _drawn_box(
+            tmp_path, saved(of(made)), width, f"document.querySelectorAll('td[data-key=\"{key}\"]')"
+        )
+        assert len(boxes) > 2 and all(each["width"] > 0 and each["right"] <= inside for each in boxes)
+        assert inside == width or width < inside <= 500  # which is the narrowest window of some browsers
+
+
+@pytest.mark.browser
+@browser.needed
+def test_the_browser_draws_labels_in_a_column_and_ticks_with_their_numbers(saved, tmp_path):
+    dom = browser.drawn(tmp_path, saved(of(compare)))
+    assert re.search("<dt>(symptom|measured)</dt><dd>the loss is", dom) and "The axis is logarithmic" in dom
+    (axis,) = re.findall('<div class="axis faint">(.*?)</div>', dom)
+    assert [float(each) for each in re.findall(">([^<]+)</span>", axis)] == [1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 10]
+    dom = browser.drawn(tmp_path, saved(log_of(site("exp", cast_seconds=0.0034), site("add", cast_seconds=0.001))))
+    (axis,) = re.findall('<div class="axis faint">(.*?)</div>', dom)
+    assert re.findall(">([^<]+)</span>", axis) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.browser

@@ -20,11 +20,12 @@ HOSTILE = "</script><script>document['title']='run'</script>"
 IMAGE = "\"'><img src=x onerror=document['title']='run'>"
 
 
-def drawn(folder: Path, page: str, script: str = "") -> str:
-    """The page as the browser has drawn it, after a script of the test."""
+def drawn(folder: Path, page: str, script: str = "", width: int = 1280) -> str:
+    """The page as the browser has drawn it in a window of this width, after a script of the test."""
     path = folder / "page.html"
     path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
     command = [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom"]
+    command += ["--hide-scrollbars", f"--window-size={width},900"]
     return subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120, check=True).stdout
 
 

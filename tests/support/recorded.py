@@ -27,4 +27,4 @@ def site(op="linear", **more):
 
 
 def log_of(*sites, **more):
-    return Log([*sites], policy="bf16: [linear]\n", about={"torch": "2.13.0"}, **more)
+    return Log([*sites], **{"policy": "bf16: [linear]\n", "about": {"torch": "2.13.0"}, **more})

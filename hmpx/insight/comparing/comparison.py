@@ -170,6 +170,7 @@ class Comparison(Felt, Report):
 
     _schema = 3
     _title = "compare", "Op lists beside FP32"
+    _labels = ("symptom", "measured", "cause", "fix")
     rows: tuple[Row, ...]
     broken: tuple[Row, ...] = ()
     advised: float = math.nan
@@ -218,7 +219,8 @@ class Comparison(Felt, Report):
         yield Grid(_FIELDS, self.broken, shown=(), notes=_notes, page="To be in FP32")
         about = "All calls of an op alone in low precision, in one batch, in units of the noise between batches."
         errors = [(row.op, row.gradient_error, two_digits(row.gradient_error)) for row in self.by_op()[:_BARS]]
-        yield Bars("Gradient error by op", about, [each for each in errors if not math.isnan(each[1])], FELT)
+        known = [each for each in errors if not math.isnan(each[1])]
+        yield Bars("Gradient error by op", about, known, FELT, f"from {FELT:g} on the loss shows it")
         yield Grid(_FIELDS, self.rows, shown=(), notes=_notes, page="Every site")
         yield Lines("The lists, as one file that hmpx reads", self.policy.splitlines(), closed=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -50,8 +51,8 @@ class Log(Report):
         unchosen: the sites that ran in a dtype nobody chose. first_nonfinite: the site of the first call of all with a
             result that was not finite; None if there is none. totals: sums over the sites, and the casts' share of
             the time.
-        policy: the op lists, as a list file; "" where nothing was converted. about: versions of hmpx, torch and Python;
-            what this CPU has.
+        policy: the op lists, as a list file; "" where nothing was converted. about: the script, the recipe, the date,
+            the versions of hmpx, torch and Python, and the device.
 
     `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
     with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
@@ -104,7 +105,7 @@ class Log(Report):
     def _sections(self) -> Iterator[Grid | Lines | Bars]:
         if self.policy:
             rows = sorted(alike(self.sites), key=lambda site: site.seconds, reverse=True)
-            yield Bars("Where the time of casts goes, in ms", "Equal blocks stand together.", _costs(rows))
+            yield Bars("Where the time of casts goes", "Equal blocks stand together.", _costs(rows), unit="ms")
             found = [Lines(head, [*map(short_places, each)], head != _AS_ASKED) for head, each in attention(self)]
             yield from (each for each in found if each.wrong)
             yield Grid(_FIELDS, self.sites, "", rows, _rest, _notes, page="Every site", order="op ms")
@@ -113,7 +114,9 @@ class Log(Report):
                 many = f"{number(len(names), 'name')} of the lists that come with hmpx matched no call"
                 yield Lines(f"{many}: they serve many models", [", ".join(names)], closed=True)
             yield Lines("The lists in force, as one file that hmpx reads", self.policy.splitlines(), closed=True)
-        yield Lines("Made with", [" · ".join(map(" ".join, self.about.items()))], closed=True)
+
+    def _about(self) -> dict[str, str]:
+        return self.about
 
     def diff(self, other: Log) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.
@@ -202,9 +205,16 @@ def _notes(site: Site) -> Iterator[str]:
 
 def _costs(sites: Sequence[Site]) -> list[tuple[str, float, str]]:
     dearest = sorted((site for site in sites if site.cast_seconds), key=lambda site: -site.cast_seconds)
+    names = [  # by op and module; with the line, and then the dtypes, where that is the name of two
+        (f"{site.op} {site.module or short_place(site.where)}", short_place(site.where), short_dtypes(site.dtypes))
+        for site in dearest
+    ]
+    for i in (1, 2):
+        count = Counter(name for name, *_ in names)
+        names = [(f"{each[0]}, {each[i]}", *each[1:]) if count[each[0]] > 1 else each for each in names]
     return [
-        (f"{site.op} {site.module or short_place(site.where)}", site.cast_seconds, milliseconds(site.cast_seconds))
-        for site in dearest[:_BARS]
+        (name, 1e3 * site.cast_seconds, milliseconds(site.cast_seconds))
+        for (name, *_), site in zip(names[:_BARS], dearest, strict=False)
     ]
 
 

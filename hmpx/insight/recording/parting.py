@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.insight.about import of_files
 from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.places import at_place, short_places
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read, site
@@ -38,6 +39,7 @@ class Parting(Report):
     """
 
     _title = "diff", "Where two runs part"
+    _labels = ("first", "second", "how bad", "do", "losses", "then", "settings", "twice")
     iteration: int = 0
     parts: list[CallPair] = field(default_factory=list)
     unsteady: list[CallPair] = field(default_factory=list)
@@ -56,6 +58,9 @@ class Parting(Report):
 
     def __bool__(self) -> bool:
         return bool(self.parts or self.gradients or self.steps or self.losses or self.is_another)
+
+    def _about(self) -> dict[str, str]:
+        return of_files()
 
     def _lines(self) -> Iterator[str]:
         if not self:

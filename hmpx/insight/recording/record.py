@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
 import sys
 import types
 from collections.abc import Iterator
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import forks, region_state
@@ -24,6 +22,7 @@ from hmpx.base.process_state import observers
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
+from hmpx.insight.about import about, device
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.observed import OF_STEPS, observing
@@ -35,14 +34,12 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Site
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, rounded_positions
-from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
-from hmpx.version import __version__
 
 _lock = forks.lock()  # of what several threads record
 _unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype
@@ -71,8 +68,7 @@ def record() -> Iterator[Log]:
     """
     if any(isinstance(each, Recorder) for each in observers):
         raise HmpxError("hmpx.record is open already: leave its `with` block before you open another")
-    versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    log = Log(about={**versions, "cpu": capability()})
+    log = Log(about=about())
     recorder, escaped = Recorder(log), Escaped()
     capture = Capture([escaped], range(1, sys.maxsize), only_at=True, most=math.inf)
 
@@ -87,6 +83,7 @@ def record() -> Iterator[Log]:
     finally:
         counter.remove()
         recorder.finish()
+        log.about["device"] = device()  # a GPU, if the script has used one
         log.escaped += (*(line for line in replaced if line not in log.escaped), *escaped.sentences())
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
+from hmpx.insight.about import of_files
 from hmpx.insight.places import at_place, numberless
 from hmpx.insight.report import Field, Grid, Report, dtype_steps, grouped, number, short_dtypes, size, times
 
@@ -211,6 +212,9 @@ class LogDiff(Report):
 
     def __bool__(self) -> bool:
         return bool(self.new or self.gone or self.changed)
+
+    def _about(self) -> dict[str, str]:
+        return of_files()
 
     def _lines(self) -> Iterator[str]:
         yield f"{number(self.same, 'site')} with the same rule and dtypes"

@@ -338,6 +338,6 @@ _FIELDS = (
     Field("loss change alone", kind="figure", value=lambda choice: choice.loss_change),
     Field("product FLOPs", lambda choice: amount(choice.gain, "FLOP") if choice.gain else ""),
     Field("calls", kind="number", value=lambda choice: choice.calls),
-    Field("why", lambda choice: choice.why),
+    Field("why", lambda choice: choice.why, "words"),
     Field("line", lambda choice: choice.where, "end"),
 )
