@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,6 +178,15 @@ def table(runs: list[Run]) -> str:
 def behind(run: Run, fp32: Run) -> list[float]:
     """By how much its validation loss lies above that of FP32, at each validation."""
     return [loss - own for loss, own in zip(run.losses, fp32.losses, strict=True)]
+
+
+def with_spread(values: Sequence[float], sign: str = "") -> str:
+    """The mean of several seeds and their standard deviation, without the digits below that: "+0.24 ± 0.03"."""
+    if len(values) < 2:
+        return f"{values[0]:{sign}.3f}"
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    digits = min(max(-math.floor(math.log10(spread)), 0), 4) if spread else 4
+    return f"{mean:{sign}.{digits}f} ± {spread:.{digits}f}"
 
 
 def conclusion(runs: list[Run]) -> tuple[str, str]:

@@ -205,7 +205,9 @@ def _notes(site: Site) -> Iterator[str]:
 
 def _costs(sites: Sequence[Site]) -> list[tuple[str, float, str]]:
     dearest = sorted((site for site in sites if site.cast_seconds), key=lambda site: -site.cast_seconds)
-    names = [  # by op and module; with the line, and then the dtypes, where that is the name of two
+    names: list[
+        tuple[str, ...]
+    ] = [  # by op and module; with the line, and then the dtypes, where that is the name of two
         (f"{site.op} {site.module or short_place(site.where)}", short_place(site.where), short_dtypes(site.dtypes))
         for site in dearest
     ]
