@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from pydoc_data.topics import topics
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import hmpx
@@ -199,33 +200,42 @@ def conclusion(runs: list[Run]) -> tuple[str, str]:
     return "So few steps do not tell the ways to round apart.", figures
 
 
-def plot(runs: list[Run], path: Path, dark: bool = False) -> None:
+@contextlib.contextmanager
+def two_panels(path: Path, title: str, steps: int, dark: bool) -> Iterator[tuple[Axes, Axes]]:
+    """A picture with losses at the left and the same less those of FP32 at the right."""
     paper, ink = ("#0d1117", "#e6edf3") if dark else ("#ffffff", "#1f2328")
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     with plt.rc_context({**dict.fromkeys(inks, ink), "figure.facecolor": paper, "axes.facecolor": paper}):
         figure, (losses, differences) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
-        figure.suptitle(conclusion(runs)[0], fontsize=13, fontweight="bold")
-        # Three of the curves lie on one another: the widest is drawn first.
-        for run, width, style in zip(runs, (7, 3.5, 2, 2), ("-", "-", "-", (0, (3, 2))), strict=True):
-            line = {"color": run.color, "linewidth": width, "linestyle": style}
-            label = f"{run.name}, {run.bytes_per_parameter:.0f} bytes a parameter"
-            losses.plot(run.steps, run.losses, label=label, **line)
-            differences.plot(run.steps, behind(run, runs[0]), **line)
-        for run in runs[2:]:
-            end = (runs[0].steps[-1], behind(run, runs[0])[-1])
-            note = {"xytext": (-4, 6), "textcoords": "offset points", "ha": "right", "fontweight": "bold"}
-            differences.annotate(f"{end[1]:+.3f}", end, color=run.color, **note)
-        differences.margins(y=0.1)
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+        yield losses, differences
         losses.set_title("validation loss, nats per character", fontsize=10, loc="left")
-        losses.set_ylim(top=max(loss for run in runs for loss in run.losses[1:]) + 0.1)
         differences.set_title("the same, less that of FP32", fontsize=10, loc="left")
         for axes in (losses, differences):
-            axes.set(xlabel="step", xlim=(0, runs[0].steps[-1]))
+            axes.set(xlabel="step", xlim=(0, steps))
             axes.grid(alpha=0.15)
             axes.spines[["top", "right"]].set_visible(False)
         figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+# Curves that lie on one another: the widest is drawn first.
+STYLES = [{"linewidth": 7}, {"linewidth": 3.5}, {"linewidth": 2}, {"linewidth": 2, "linestyle": (0, (3, 2))}]
+
+
+def plot(runs: list[Run], path: Path, dark: bool = False) -> None:
+    with two_panels(path, conclusion(runs)[0], runs[0].steps[-1], dark) as (losses, differences):
+        for run, style in zip(runs, STYLES, strict=True):
+            label = f"{run.name}, {run.bytes_per_parameter:.0f} bytes a parameter"
+            losses.plot(run.steps, run.losses, label=label, color=run.color, **style)
+            differences.plot(run.steps, behind(run, runs[0]), color=run.color, **style)
+        for run in runs[2:]:
+            end = (runs[0].steps[-1], behind(run, runs[0])[-1])
+            note = {"xytext": (-4, 6), "textcoords": "offset points", "ha": "right", "fontweight": "bold"}
+            differences.annotate(f"{end[1]:+.3f}", end, color=run.color, **note)
+        differences.margins(y=0.1)
+        losses.set_ylim(top=max(loss for run in runs for loss in run.losses[1:]) + 0.1)
 
 
 def main() -> None:

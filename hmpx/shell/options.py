@@ -80,7 +80,7 @@ def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], Places]:
     return given, said
 
 
-def note_run(options: argparse.Namespace, script: str, said: str, low_precision: str = "") -> list[str]:
+def note_run(options: argparse.Namespace, script: str, said: str, low_precision: str | None = None) -> list[str]:
     """Keep what the heads of pages say of this command line; return what it asks for beside a recipe, in words."""
     asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
     asked += [f"opt level {options.opt_level}"] if options.opt_level else []
