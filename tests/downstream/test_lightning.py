@@ -161,6 +161,23 @@ def test_an_error_in_training_puts_torch_back():
     assert torch.matmul is product
 
 
+def test_a_second_optimizer_that_is_refused_leaves_the_first_and_the_model_as_they_were():
+    """Adadelta has no kernels, and this recipe asks for them."""
+    model, product = net(), torch.matmul
+    before = [(p, p.dtype, p.detach().clone()) for p in model.parameters()]
+    optimizers = [adamw(model[0].parameters()), torch.optim.Adadelta(model[3].parameters())]
+    plugin = HmpxPrecision({**RECIPES["stochastic"], "fused": True})
+    with pytest.raises(hmpx.HmpxError, match="not for Adadelta"):
+        plugin.connect(plugin.convert_module(model), optimizers, [])
+    plugin.teardown()
+    for p, (was, dtype, numbers) in zip(model.parameters(), before, strict=True):
+        assert p is was and p.dtype is dtype and torch.equal(p, numbers)
+    assert all("hmpx" not in str(vars(each).keys()) for each in optimizers) and torch.matmul is product
+    for optimizer in optimizers:
+        hmpx.attach(optimizer)
+        hmpx.detach(optimizer)
+
+
 def test_a_second_fit_goes_on_by_the_same_plugin():
     run, model = lightning_trainer(RECIPES["stochastic"]), Net()
     run.fit(model, loader())

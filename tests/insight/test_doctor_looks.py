@@ -337,6 +337,22 @@ def test_a_loss_is_named_by_the_line_that_makes_it_and_not_by_the_one_of_its_bac
     assert "also at" not in problem.said, problem.said
 
 
+def test_a_finding_at_two_lines_is_at_the_first_and_also_at_the_other():
+    """As they run; a third call at the first line adds no place."""
+
+    def logs(model, x, _):
+        p = model(x.to(BF16)).sigmoid()
+        first = [torch.log(1.5 - p) for _ in range(2)]
+        second = torch.log(p + 0.5)
+        return (first[0] + first[1] + second).float().mean()
+
+    model = mlp(BF16)
+    one = only(trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, loss_of=logs), "log")
+    line = logs.__code__.co_firstlineno + 2
+    assert one.where == f"{__file__}:{line}" and one.said.count(f"test_doctor_looks.py:{line + 1}") == 1, one
+    assert one.said.count("also at") == 1 and f"test_doctor_looks.py:{line}" not in one.said, one
+
+
 def test_a_rule_for_a_module_of_one_of_two_models_is_no_key_of_the_recipe():
     models = [nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 4)).to(BF16) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

@@ -49,6 +49,8 @@ OFF = {
     "torch.amp": lambda: torch.amp.autocast("cuda", enabled=False),
     "torch.cuda.amp": lambda: torch.cuda.amp.autocast(False),
     "torch.cpu.amp": lambda: torch.cpu.amp.autocast(enabled=False),
+    "by position": lambda: torch.autocast("cpu", BF16, False),
+    "torch.amp by position": lambda: torch.amp.autocast("cuda", FP16, False, True),
     "float32": lambda: torch.autocast("cpu", dtype=FP32),
     "float32 of a device that is not here": lambda: torch.autocast("cuda", dtype=FP32),
 }

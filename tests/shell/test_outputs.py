@@ -9,6 +9,7 @@ import pytest
 
 from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
+from tests.support import python
 
 SCRIPT = """
 import torch
@@ -51,6 +52,28 @@ def test_a_file_that_is_there_is_not_written_over(command, here, capsys):
         said = capsys.readouterr()
         assert "is there already" in said.err and name in said.err and "--force" in said.err and not said.out
     assert {path: path.read_bytes() for path in here.iterdir()} == files
+
+
+REMOVES = """
+import shutil
+shutil.rmtree("out")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor --html out/a train.py",
+        "record --recipe mine.yaml --json out/a train.py",
+        "compare train.py:setup --json out/a",
+    ],
+)
+def test_what_could_not_be_written_at_the_end_is_an_exit_status(command, here):
+    """The script has removed the folder; what was found is printed all the same."""
+    (here / "out").mkdir()
+    (here / "train.py").write_text(REMOVES + SCRIPT)
+    done = python.run("-m", "hmpx", *command.split(), cwd=here, env=python.environment())
+    assert done.returncode == 2 and "out" in done.stderr and not (here / "out").exists(), done.stderr
 
 
 def test_two_options_do_not_name_one_file(here, capsys):

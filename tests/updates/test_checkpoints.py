@@ -93,6 +93,26 @@ def test_weights_of_another_run_count_though_it_has_taken_as_many_steps(way, cap
         assert (one.float() - two.float()).abs().max() <= 0.01 * two.float().abs().max()
 
 
+@pytest.mark.parametrize("model_last", [True, False])
+@pytest.mark.parametrize("way", ["master", "split"])
+def test_masters_are_those_of_the_weights_of_another_run_with_another_seed(way, model_last):
+    """It has taken as many steps, and its weights round to what the masters of this one do."""
+    named, optimizer = _trained(way, 2)
+    others, other = _trained(way, 0)
+    hmpx.detach(other)
+    hmpx.attach(other, way, seed=1)
+    train(others, other, 0, 2)
+    assert same(weights(named), weights(others))
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(named, others, strict=True):
+            p.copy_(q) if not model_last else None
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+        for (_, p), (_, q) in zip(named, others, strict=True):
+            p.copy_(q) if model_last else None
+    handle = optimizer._hmpx_attachment
+    assert same([handle.masters_of(p) for _, p in named], [w.float() for w in weights(named)])
+
+
 @pytest.mark.parametrize("one, other, model_last", [("master", "split", True), ("split", "master", False)])
 def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
     named = parameters()

@@ -90,6 +90,24 @@ def test_weights_masters_and_state_agree_with_float64(name, weights, by_kernels)
                 q.copy_(held)  # both go on from the same weights
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam weight decay", "NAdam", "Adagrad", "SGD momentum", "RMSprop"])
+def test_parameters_of_a_group_that_were_unfrozen_later_have_counts_of_their_own(name, by_kernels):
+    """Beside those of a second group with options of its own; the oracle is torch in float64."""
+    cls, options = CONFIGURATIONS[name]
+    options = {"lr": 1e-2, **options}
+    named, twin = parameters(), parameters(torch.float64)
+    optimizer, reference = (
+        cls([{"params": each[:2]}, {"params": each[2:], "lr": 0.05}], **options) for each in (named, twin)
+    )
+    handle = hmpx.attach(optimizer, "master", fused=True)
+    for first, start in ((slice(0, 1), 0), (slice(0, 2), 3), (slice(None), 5)):
+        train(named[first], optimizer, start, start + 3)
+        train(twin[first], reference, start, start + 3)
+        for (_, p), (_, q) in zip(named, twin, strict=True):
+            torch.testing.assert_close(handle.masters_of(p).double(), q.detach(), rtol=1e-5, atol=1e-6)
+            p.grad = q.grad = None
+
+
 @pytest.mark.parametrize(
     "name, state_dtype",
     [
