@@ -132,7 +132,7 @@ def test_rules_lie_behind_those_that_are_extended(tmp_path):
 def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
     write(
         tmp_path,
-        base="seed: 1\nweights: nearest\nmodule_dtypes: {nowhere: fp32}\nbf16:\n- gelu\n",
+        base="seed: 1\nweights: nearest\nmodules: {nowhere: fp32}\nbf16:\n- gelu\n",
         mine="extends: base.yaml\nfp32: [log]\nuse_master_weights_in_ckpt: true\n",
         list="extends: base.yaml\nfp32: [gelu]\n",
     )
@@ -140,7 +140,7 @@ def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
     model = nn.Linear(2, 2)
     with pytest.raises(hmpx.HmpxError, match=re.escape(f"{mine}:3: weights='nearest' has no masters")):
         hmpx.prepare(model, optim.SGD(model.parameters()), mine)
-    with pytest.raises(hmpx.HmpxError, match=re.escape(f"{base}:3: module_dtypes: 'nowhere' is the name of no")):
+    with pytest.raises(hmpx.HmpxError, match=re.escape(f"{base}:3: modules: 'nowhere' is the name of no")):
         hmpx.prepare(model, optim.SGD(model.parameters()), {"extends": base})
     policy = read_recipe(mine).policy()
     assert policy.origins["gelu"] == f"{base}:5" and policy.origins["log"] == f"{mine}:2"
