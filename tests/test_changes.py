@@ -214,3 +214,18 @@ def test_a_scripting_function_of_somebody_else_stays(caplog):
         assert torch.jit.script(nn.Linear(2, 2))(torch.ones(1, 2)).shape == (1, 2)
     finally:
         _recursive.try_compile_fn = original
+
+
+def test_an_undo_that_is_interrupted_runs_again_before_the_older_ones():
+    done, changes = [], Changes()
+
+    def interrupted():
+        done.append("younger")
+        if done == ["younger"]:
+            raise KeyboardInterrupt
+
+    changes.callback(done.append, "older")
+    changes.callback(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        changes.close()
+    assert done == ["younger", "younger", "older"]

@@ -125,14 +125,17 @@ class Changes:
         self._undo.append(_Undo(function, args))
 
     def close(self) -> None:
-        """Undo everything, even if one undo fails; then raise the first failure."""
+        """Undo everything, even if one undo fails; then raise the first failure. One that is interrupted runs again."""
         failure: BaseException | None = None
         while self._undo:
             undo = self._undo.pop()
             try:
                 undo.function(*undo.args)
+            except Exception as error:
+                failure = failure or error
             except BaseException as error:
                 failure = failure or error
+                self._undo.append(undo)
         if failure is not None:
             raise failure
 

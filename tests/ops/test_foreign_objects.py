@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx.ops.captured_names import raw, sweep
+from hmpx.ops.captured_names import rewriting, sweep
 
 X = torch.randn(4, 4)
 LINEAR = F.linear
@@ -227,7 +227,7 @@ def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, un
 
 def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
     handle = hmpx.convert()
-    write, calls = raw.ITEM.write, []
+    write, calls = rewriting.ITEM.write, []
 
     def interrupted(*args):
         calls.append(args)
@@ -236,9 +236,9 @@ def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
         write(*args)
 
     (rebinding,) = handle._casts._rebindings
-    for place in rebinding._places._places.values():
-        if place.access is raw.ITEM:
-            object.__setattr__(place, "access", raw.ITEM._replace(write=interrupted))
+    item = rewriting.ITEM
+    for undo in rebinding._changes._undo[0].function.__self__._undo:
+        undo.args = tuple(item._replace(write=interrupted) if each is item else each for each in undo.args)
     with pytest.raises(KeyboardInterrupt):
         hmpx.restore()
     assert calls and all(f is LINEAR for f in reached())

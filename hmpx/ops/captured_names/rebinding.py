@@ -15,13 +15,13 @@ what it rebound. Of objects that `gc.freeze()` has hidden, only the modules are 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hmpx.base.changes import Changes
@@ -48,7 +48,7 @@ class Rebinding:
     def __init__(self) -> None:
         self._rebound: dict[CapturedName, None] = {}
         self._escaped: list[CapturedName] = []
-        self._places = Places()
+        self._changes = Changes()
         self._pending: dict[Any, Any] = {}  # function -> replacement, not looked for everywhere yet
         self._back: dict[Any, Any] = {}  # replacement -> function
         self._references: dict[int, int] = {}  # to replacements that nobody has been able to take yet, by identity
@@ -128,13 +128,13 @@ class Rebinding:
         back, self._back = self._back, {}
         interrupted = None
         try:
-            self._places.undo()
+            self._changes.close()
         except BaseException as error:
             interrupted = error
         taken = [new for new in back if sys.getrefcount(new) > self._references.get(id(new), 0)]
         for _ in range(3 if taken else 0):
             try:
-                Sweep({new: back[new] for new in taken}, Places().put, back=True).everything()
+                Sweep({new: back[new] for new in taken}, functools.partial(_put, Changes()), back=True).everything()
                 break
             except KeyboardInterrupt as error:
                 interrupted = error
@@ -154,80 +154,48 @@ class Rebinding:
                 self._pending.pop(function, None)
 
     def _run(self, replacements: dict[Any, Any], look: Callable[[Sweep], object]) -> None:
-        mark, sweep = self._places.mark(), Sweep(replacements, self._places.put)
+        changes = Changes()
+        self._changes.callback(changes.close)
+        sweep = Sweep(replacements, functools.partial(_put, changes))
         try:
             look(sweep)
             self._rebound |= dict.fromkeys(each for each in sweep.captures if each.rebound)
             self._escaped += [each for each in sweep.captures if not each.rebound]
         except BaseException:
-            self._places.undo(mark)
+            changes.close()
             raise
         finally:
             sweep.let_go()
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    where: str
-    holder: Callable[[], Any]
-    access: Access
-    key: Any
-    old: Any
-    new: Any
+# The holders are a user's own: none is kept alive that can be referred to weakly, and something else that stands there
+# by now is no reason for a warning.
 
 
-class Places:
-    """Every place that was changed, in order.
+def _put(changes: Changes, where: str, holder: Any, access: Access, key: Any, old: Any, new: Any) -> None:
+    """Replace `old` by `new` until `changes` are undone, which are noted first, so that an interrupt loses nothing.
 
-    Unlike `base.changes`, which is for torch: the holders are a user's own, so none is kept alive that can be referred
-    to weakly (a plain list or dict stays until `undo`), a holder of something else by now is no reason for a warning,
-    and one that cannot be written to any more does not stop the rest.
+    Raises:
+        RuntimeError: something else stands there by now.
     """
+    if access.read(holder, key) is not old:
+        raise RuntimeError("something else was put there meanwhile")
+    changes.callback(_put_back, where, _reference(holder), access, key, old, new)
+    access.write(holder, key, new)
 
-    def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
-        self._numbers = itertools.count()
 
-    def put(self, where: str, holder: Any, access: Access, key: Any, old: Any, new: Any) -> None:
-        """Replace `old` by `new`. The change is noted first, so that an interrupt loses nothing.
+def _put_back(where: str, reference: Callable[[], Any], access: Access, key: Any, old: Any, new: Any) -> None:
+    try:
+        holder = reference()
+        if holder is not None and access.read(holder, key) is new:
+            access.write(holder, key, old)
+    except Exception as error:
+        logger.warning("%s: what stood there could not be put back: %s", where, error)
 
-        Raises:
-            RuntimeError: something else stands there by now.
-        """
-        if access.read(holder, key) is not old:
-            raise RuntimeError("something else was put there meanwhile")
-        number = next(self._numbers)
-        self._places[number] = _Place(where, self._reference(holder, number), access, key, old, new)
-        access.write(holder, key, new)
 
-    def mark(self) -> int:
-        """Return a position for `undo` to stop at."""
-        return next(self._numbers)
-
-    def undo(self, mark: int = 0) -> None:
-        """Restore the old values in reverse order, wherever ours still stands.
-
-        An interrupt is raised when all is done.
-        """
-        interrupted = None
-        while next(reversed(self._places), -1) >= mark:
-            try:
-                number, place = next(reversed(self._places.items()))
-                holder = place.holder()
-                if holder is not None and place.access.read(holder, place.key) is place.new:
-                    place.access.write(holder, place.key, place.old)
-                self._places.pop(number, None)
-            except Exception as error:
-                self._places.pop(number, None)
-                logger.warning("%s: what stood there could not be put back: %s", place.where, error)
-            except BaseException as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
-
-    def _reference(self, holder: Any, number: int) -> Callable[[], Any]:
-        places = self._places
-        try:
-            return weakref.ref(holder, lambda _: places.pop(number, None))
-        except TypeError:
-            return lambda: holder
+def _reference(holder: Any) -> Callable[[], Any]:
+    """Return a weak reference; of a plain list or dict, which has none, a strong one."""
+    try:
+        return weakref.ref(holder)
+    except TypeError:
+        return lambda: holder
