@@ -152,13 +152,12 @@ def island_lines(model: torch.nn.Module) -> list[str]:
 def recipe_lines(recipe: Recipe) -> list[str]:
     """Return the lines that `explain` prints of a recipe, each a heading and its words."""
     narrow, dtype = recipe.parameter_dtype == "bfloat16", recipe.parameter_dtype or "as they are"
-    exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
     masters = recipe.settings().has_masters
     policy = recipe.policy()
     scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
     lines = {
-        "weights": f"{dtype}{exceptions}",
+        "weights": dtype,
         "ops": _ops_in_words(recipe, policy),
         "where": "" if policy is None else _WHERE[recipe.where],
         MODULES: "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items()),
@@ -185,7 +184,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     if not narrow:
         plain, wide = "plain steps in float32", lines["state"] == "float32"
         of_parameters = [rule.get("dtype") for rule in recipe.parameter_rules.values()]
-        if recipe.parameter_dtype is None or "bfloat16" in (*recipe.module_dtypes.values(), *of_parameters):
+        if recipe.parameter_dtype is None or "bfloat16" in of_parameters:
             lines["updates"] = f"{plain}; {lines['updates']}"
             lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
         else:

@@ -63,7 +63,7 @@ def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
 def _notes(ways: Mapping[str, Recipe]) -> Iterator[str]:
     """Say what is left out, and why: exceptions by name, and the rows of recipes that have not all of them."""
     for name, recipe in ways.items():
-        if patterns := [*recipe.module_dtypes, *recipe.parameters]:
+        if patterns := [*recipe.parameters]:
             yield (
                 f"{name} is counted without its exceptions by name ({', '.join(map(repr, patterns))}), as there is no "
                 "model; Recipe.bytes_per_parameter(name=...) counts them"

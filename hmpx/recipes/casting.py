@@ -195,7 +195,7 @@ def _cast_together(members: Sequence[Tensor], to: dict[Tensor, torch.dtype], nam
     dtypes = {(each.dtype, to.get(each, each.dtype)) for each in members}
     if shared and len(dtypes) > 1:
         both = " and ".join(f"{names.get(each, 'a buffer')!r} ({to.get(each, each.dtype)})" for each in shared[0])
-        raise HmpxError(f"{both} share memory, and have two dtypes by the recipe: `module_dtypes` can give them one")
+        raise HmpxError(f"{both} share memory, and have two dtypes by the recipe: `parameters` can give them one")
     if not shared:
         return {}
     data = members[0].data.as_strided((end - begin,), (1,), begin).to(to[members[0]])

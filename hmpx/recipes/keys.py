@@ -17,9 +17,8 @@ import yaml
 from hmpx.base.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean, errors_at
 from hmpx.ops.computing.kernels import KERNELS
-from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, MORE, SIDES, shipped
-from hmpx.ops.policies.policy import WHERE
+from hmpx.ops.policies.policy import OPT_LEVELS, WHERE
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.settings import SWITCHES
@@ -55,7 +54,6 @@ _OF_PARAMETERS = {  # what a rule for parameters may say
 MAPPINGS = {  # keys whose values are mappings, and what these map
     MODULES: "modules' names to dtypes or lists of ops",
     PARAMETERS: "parameters' names to dtypes or settings",
-    "module_dtypes": "modules' names to dtypes",
     "dtype_map": "dtypes to dtypes",
 }
 
@@ -114,6 +112,9 @@ def check(key: Any, value: Any, keys: Sequence[str]) -> None:
         if key == EXTENDS:
             if not isinstance(value, str | os.PathLike) or not os.fspath(value):
                 raise HmpxError(f"{key} is {value!r}, neither the name of a recipe nor the path of a file")
+        elif key == "module_dtypes":
+            first = next(iter(value), "lm_head") if isinstance(value, Mapping) else "lm_head"
+            raise HmpxError(f"{key} is {PARAMETERS} now, by the names of parameters: {{{f'{first}.*'!r}: float32}}")
         elif key not in keys:
             raise HmpxError(f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}")
         elif key in _LEGAL:
@@ -171,24 +172,20 @@ def _check(what: str, value: Any, legal: tuple) -> None:
         raise HmpxError(f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
 
 
-def dtypes_in_yaml(names: Iterable[str], dtype: str = "float32", key: str = "module_dtypes") -> str:
-    """Return the line of a recipe that gives modules a dtype, as ``module_dtypes: {'0': float32}``."""
-    rules = yaml.safe_dump(dict.fromkeys(names, dtype), default_flow_style=True, sort_keys=False, width=10_000)
+def dtypes_in_yaml(names: Iterable[str], dtype: str = "float32", key: str = PARAMETERS) -> str:
+    """Return the line of a recipe that gives modules a dtype, as ``parameters: {0.*: float32}``, or `modules`."""
+    patterns = [f"{name}.*" if key == PARAMETERS and name not in ("", "*") else name or "*" for name in names]
+    rules = yaml.safe_dump(dict.fromkeys(patterns, dtype), default_flow_style=True, sort_keys=False, width=10_000)
     return f"`{key}: {rules.strip()}`"
 
 
-def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[str, str]) -> torch.dtype | None:
-    """Return the dtype that a recipe's two keys give to the parameter with a name; None where neither says one."""
-    found: str | None = None
-    parts = name.rpartition(".")[0].split(".")
-    within = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    for pattern, dtype in module_dtypes.items():
-        if any(fnmatchcase(module, pattern) for module in within):
-            found = dtype
+def dtype_of(name: str, parameters: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that the last fitting rule gives to the parameter with a name; None where it says none."""
     own = [rule for pattern, rule in parameters.items() if fnmatchcase(name, pattern)]
-    if own:
-        found = own[-1] if isinstance(own[-1], str) else own[-1].get("dtype", found)
-    return DTYPES[found] if found is not None else None
+    if not own:
+        return None
+    found = own[-1] if isinstance(own[-1], str) else own[-1].get("dtype")
+    return None if found is None else DTYPES[found]
 
 
 def nxd_keys(config: Mapping[str, Any] | None, with_zero: bool) -> dict[str, Any]:

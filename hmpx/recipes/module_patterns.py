@@ -41,27 +41,27 @@ def module_names(model: Module, *, all_names: bool = False) -> list[str]:
 
 
 def check_names(models: list[Module], recipe: Recipe) -> None:
-    """Check that each pattern in `module_dtypes` and `modules` fits some module, and in `parameters` some parameter.
+    """Check that each pattern in `modules` fits some module, and in `parameters` some parameter.
 
     Raises:
         HmpxError: one does not; with the name that was probably meant.
     """
     modules = {name: module for model in models for name, module in _named(model)}
-    for key, patterns in (("module_dtypes", recipe.module_dtypes), (MODULES, recipe.modules)):
-        for pattern in patterns:
-            if key == MODULES and (role := _role(pattern)):
-                find, looked_for = role
-                if not pattern.endswith("?") and not any(map(find, models)):
-                    kinds = ", ".join(type(model).__name__ for model in models)
-                    said = f"{key}: {pattern!r} is no module of {kinds}: looked for {looked_for}"
-                    raise HmpxError(said, key=(key, pattern))
-            elif not any(fnmatchcase(name, pattern) for name in modules):
-                classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
-                meant = next(classes, None)
-                inner = [name for name in modules if name]
-                hint = did_you_mean(pattern, inner, meant=meant) or there_are(inner)
-                what = "a class and not the name of a module" if meant else "the name of no module"
-                raise HmpxError(f"{key}: {pattern!r} is {what}{hint}", key=(key, pattern))
+    for pattern in recipe.modules:
+        key = MODULES, pattern
+        if role := _role(pattern):
+            find, looked_for = role
+            if not pattern.endswith("?") and not any(map(find, models)):
+                kinds = ", ".join(type(model).__name__ for model in models)
+                said = f"{MODULES}: {pattern!r} is no module of {kinds}: looked for {looked_for}"
+                raise HmpxError(said, key=key)
+        elif not any(fnmatchcase(name, pattern) for name in modules):
+            classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
+            meant = next(classes, None)
+            inner = [name for name in modules if name]
+            hint = did_you_mean(pattern, inner, meant=meant) or there_are(inner)
+            what = "a class and not the name of a module" if meant else "the name of no module"
+            raise HmpxError(f"{MODULES}: {pattern!r} is {what}{hint}", key=key)
     names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []
     tied = {other: name for model in models for other, name in _tied(model)} if recipe.parameters else {}
     for pattern in recipe.parameters:

@@ -43,7 +43,7 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
             if p in found:
                 continue
             name = f"{module_name}.{own_name}" if module_name else own_name
-            stated = dtype_of(name, recipe.parameters, recipe.module_dtypes)
+            stated = dtype_of(name, recipe.parameters)
             by_default = mapped.get(p.dtype, p.dtype)
             if recipe.parameter_dtype is not None and not mapped:
                 by_default = DTYPES[recipe.parameter_dtype]
@@ -63,11 +63,11 @@ def parameter_dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Pa
     if kept:
         logger.warning(
             "hmpx: %s stay in float32, in which they came; %s in the recipe casts them",
-            *(in_words(kept), dtypes_in_yaml([module_of(kept[0])], "bfloat16")),
+            *(in_words(kept), dtypes_in_yaml([_module_of(kept[0])], "bfloat16")),
         )
     if narrowed:
         to = mapped.get(torch.float64, torch.bfloat16)
-        way_out = f"; {dtypes_in_yaml([module_of(narrowed[0])])} in the recipe keeps more" if to in LOW else ""
+        way_out = f"; {dtypes_in_yaml([_module_of(narrowed[0])])} in the recipe keeps more" if to in LOW else ""
         logger.warning("hmpx: %s came in float64 and are cast to %s%s", in_words(narrowed), dtype_name(to), way_out)
     return found
 
@@ -118,5 +118,5 @@ def in_words(names: Sequence[str]) -> str:
     return f"parameters {', '.join(map(repr, names[:_SHOWN]))}{more}"
 
 
-def module_of(name: str) -> str:
-    return name.rpartition(".")[0] or "*"
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]

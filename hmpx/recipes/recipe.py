@@ -17,9 +17,8 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import Overlay, read_overlay
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.lists import FP8_FORMAT, LIST_KEYS, LOW_PRECISION, SIDES, OpLists, read_lists
-from hmpx.ops.policies.policy import OptLevel, Policy, Where
+from hmpx.ops.policies.policy import OptLevel, Policy, Where, build_policy
 from hmpx.recipes.keys import (
     DTYPES,
     LISTS,
@@ -53,10 +52,8 @@ class Recipe:
             decides, of two patterns for one the last.
         parameter_dtype: "bfloat16" or "float32", of the model's parameters. None: they keep theirs, as in a file or
             dict with nothing but keys about ops.
-        module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
-            fits a module, or one that it is in, decides.
-        parameters: exceptions by the name of a parameter or a pattern, to all of these and to `weights` and
-            `state_dtype`: a dtype, or a mapping of any of ``dtype``, ``weights``, ``state_dtype``
+        parameters: exceptions by the name of a parameter or a pattern (``"lm_head.*"``, ``"*.norm*"``), to this and to
+            `weights` and `state_dtype`: a dtype, or a mapping of any of ``dtype``, ``weights``, ``state_dtype``
             (``{"*.norm*": "float32", "*.bias": {"weights": "master"}}``). The last that fits decides; what it leaves
             out is as for the others.
         weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: as of
@@ -97,7 +94,6 @@ class Recipe:
     verbose: bool = False
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str | None = "bfloat16"
-    module_dtypes: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = Settings.weights
     state_dtype: str = state_name(Settings.state_dtype)
@@ -241,7 +237,7 @@ class Recipe:
         """Return what a parameter takes, as `bytes_per_parameter`."""
         settings, dtype = self.settings(), None
         if name is not None:
-            way, dtype = settings.way(name), dtype_of(name, self.parameters, self.module_dtypes)
+            way, dtype = settings.way(name), dtype_of(name, self.parameters)
             settings = replace(settings, weights=way.weights, state_dtype=way.state_dtype)
         found = footprint(settings, dtype or DTYPES[self.parameter_dtype or "float32"], states)
         policy = self.policy()
@@ -265,8 +261,7 @@ class Recipe:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", "fused", *SWITCHES)}
-        dtypes = self.parameter_dtype or "bfloat16", *self.module_dtypes.values(), *self.dtype_map.values()
-        narrow = "bfloat16" in dtypes
+        narrow = "bfloat16" in (self.parameter_dtype or "bfloat16", *self.dtype_map.values())
         with self.naming_lines():
             rules = self.parameter_rules.items()
             if not narrow and all(rule.get("dtype") != "bfloat16" for _, rule in rules):

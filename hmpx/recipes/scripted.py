@@ -41,7 +41,7 @@ def tell_scripted(models: Iterable[torch.nn.Module], recipe: Recipe) -> None:
 
 
 def _is_wide(module: str, recipe: Recipe) -> bool:
-    stated = dtype_of(f"{module}.", recipe.parameters, recipe.module_dtypes)
+    stated = dtype_of(f"{module}.", recipe.parameters)
     return stated is torch.float32 if stated is not None else recipe.parameter_dtype == "float32"
 
 
@@ -52,10 +52,10 @@ def _is_scripted(module: torch.nn.Module) -> bool:
 def _warn(found: list[str], callers: list[str], recipe: Recipe) -> None:
     names = [repr(name) if name else "the model itself" for name in found]
     more = f" and {len(names) - 2} more" if names[2:] else ""
-    keys = ["modules", *["module_dtypes"] * (recipe.parameter_dtype != "float32")]
+    keys = ["modules", *["parameters"] * (recipe.parameter_dtype != "float32")]
     cure = f"{' and '.join(dtypes_in_yaml(callers, key=key) for key in keys)} in the recipe keep float32 there"
     if "" in callers:
-        cure = "called in a module of its own, it stays in float32 by a rule in `modules` and one in `module_dtypes`"
+        cure = "called in a module of its own, it stays in float32 by a rule in `modules` and one in `parameters`"
     logger.warning(
         "hmpx: %s: scripted code, which no list reaches, and which computes in the dtypes that it gets; %s",
         *(", ".join(names[:2]) + more, cure),

@@ -34,5 +34,5 @@ def test_accelerate_clips_through_torch():
 
 
 def test_a_module_is_named_as_before_inside_what_accelerate_made():
-    run = Accelerate("after").made({**AUTOCASTS, "module_dtypes": {"2": "float32"}}, dynamo_backend="aot_eager")
+    run = Accelerate("after").made({**AUTOCASTS, "parameters": {"2.*": "float32"}}, dynamo_backend="aot_eager")
     assert [p.dtype for p in run.model.parameters()] == [BF16] * 2 + [torch.float32] * 2 + [BF16] * 2

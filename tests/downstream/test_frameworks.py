@@ -45,7 +45,7 @@ def ours(caplog):
 def test_a_wrong_recipe_is_refused_and_nothing_is_changed(made, tmp_path):
     before, product = bits(MODEL), torch.matmul
     with pytest.raises(hmpx.HmpxError, match="'nosuch' is the name of no module"):
-        made(tmp_path, {"module_dtypes": {"nosuch": "float32"}})
+        made(tmp_path, {"modules": {"nosuch": "float32"}})
     assert bits(MODEL) == before and torch.matmul is product and "_hmpx_rules" not in vars(MODEL)
     with hmpx.convert():  # nor is a recipe in force
         pass

@@ -198,7 +198,7 @@ def test_a_load_before_the_attachment_keeps_fp32_state_where_no_op_is_converted(
 
 def test_models_and_names():
     """Two models under one optimizer, one model in another, tied weights, names that the script gave itself."""
-    with hmpx.activate({"module_dtypes": {"*head": "float32"}}):
+    with hmpx.activate({"parameters": {"*head.*": "float32"}}):
         generator, critic = nn.ModuleDict({"head": nn.Linear(4, 4)}), nn.Linear(4, 4)
         optimizer = optim.SGD([*generator.parameters(), *critic.parameters()], lr=1e-2)
         assert generator["head"].weight.dtype is torch.float32 and critic.weight.dtype is BF16
@@ -210,7 +210,7 @@ def test_models_and_names():
         assert optimizer._hmpx_attachment._updates.names[outer["body"].bias] == "body.bias"
         optimizer = optim.SGD([("own.head", outer["body"].bias)], lr=1e-2)
         assert optimizer._hmpx_attachment._updates.names == {}  # the names that the optimizer was given
-        with pytest.raises(hmpx.HmpxError, match=r"module_dtypes: '\*head' is the name of no module"):
+        with pytest.raises(hmpx.HmpxError, match=r"parameters: '\*head\.\*' "):
             optim.SGD(critic.parameters(), lr=1e-2)
 
 
@@ -391,7 +391,7 @@ def test_weights_that_are_tied_by_their_memory_stay_tied(caplog):
             with pytest.raises(hmpx.HmpxError, match=r"'embedding.weight' and 'head.weight' share memory"):
                 optim.SGD(model.parameters(), lr=1e-2)
             assert {p.dtype for p in model.parameters()} == {torch.float32}
-        model, wide = tied(how), {"extends": "bf16-sr", "module_dtypes": {"head": "float32"}}
+        model, wide = tied(how), {"extends": "bf16-sr", "parameters": {"head.*": "float32"}}
         with (
             hmpx.activate(wide),
             pytest.raises(hmpx.HmpxError, match="share memory, and have two dtypes by the recipe"),

@@ -219,7 +219,7 @@ def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(par
 
     for active in (False, True):
         cure: dict = {}
-        for keys in ({}, {"modules": ...}, {"module_dtypes": ...}):
+        for keys in ({}, {"modules": ...}, {"parameters": ...}):
             with pytest.raises(RuntimeError, match="TorchScript"):
                 train({"extends": "bf16-sr", **{key: cure[key] for key in keys}}, active)
             name = "1.inside.0" if isinstance(part, nn.Module) else "1"
@@ -227,7 +227,10 @@ def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(par
             cure = {
                 key: value for each in re.findall("`(.*?)`", caplog.text) for key, value in yaml.safe_load(each).items()
             }
-            assert cure == {key: {"1": "float32", "3": "float32"} for key in ("modules", "module_dtypes")}, keys
+            assert cure == {
+                "modules": {"1": "float32", "3": "float32"},
+                "parameters": {"1.*": "float32", "3.*": "float32"},
+            }, keys
         assert train({"extends": "bf16-sr", **cure}, active) is FP32 and not caplog.text
     assert train({"extends": "bf16-sr", "opt_level": None, "parameter_dtype": "float32"}) is FP32 and not caplog.text
     assert train({"extends": "autocast-cpu", "modules": cure["modules"]}) is FP32 and not caplog.text

@@ -60,7 +60,7 @@ def test_fp32_beside_bf16_and_what_a_class_names_stay_and_are_named(caplog):
         "named by a module's class": (nn.Sequential(Routed())[0], {}, {"gate.weight": FP32}),
         "named by transformers for FP16": (Weakly(), {}, {}),
         "named by diffusers": (diffusers(), {}, {"gate.weight": FP32}),
-        "a key casts it": (beside_low(), {"module_dtypes": {"gate*": "bfloat16"}}, {}),
+        "a key casts it": (beside_low(), {"parameters": {"gate*": "bfloat16"}}, {}),
         "frozen": (beside_low().requires_grad_(False), {}, every),
         "FP32 weights": (beside_low(), {"parameter_dtype": "float32"}, dict.fromkeys(in_bf16, FP32)),
     }
@@ -83,7 +83,7 @@ def test_fp64_stays_under_a_recipe_of_fp32_weights_and_is_named_under_others(cap
         said = [each.getMessage() for each in caplog.records if "came in float64" in each.getMessage()]
         assert len(said) == (dtype is not FP64) and all("'mass.weight', 'mass.bias'" in each for each in said), recipe
         assert all(("float32}` in the recipe keeps more" in each) == (dtype is BF16) for each in said), recipe
-    found = dtypes(orbit(), {"extends": "autocast-cpu", "module_dtypes": {"mass": "float32"}})
+    found = dtypes(orbit(), {"extends": "autocast-cpu", "parameters": {"mass.*": "float32"}})
     assert {*found.values()} == {FP32}
 
 

@@ -15,9 +15,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 RECIPE = {
     "opt_level": None,
     "state_dtype": "8bit",
-    "module_dtypes": {"1": "fp32"},
     "parameters": {
         "*.bias": {"weights": "master"},
+        "1.*": "fp32",
         "0.*": "fp32",
         "0.weight": {"dtype": "bf16", "state_dtype": "bf16"},
     },
@@ -50,7 +50,6 @@ def test_the_last_rule_that_fits_decides_dtype_weights_and_state():
     optimizer = optim.AdamW(model.parameters())
     hmpx.prepare(model, optimizer, RECIPE)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    # 1 is FP32 by `module_dtypes`, of which "*.bias" says nothing.
     assert [name for name, dtype in dtypes.items() if dtype is FP32] == ["0.bias", "1.weight", "1.bias"]
     step(model, optimizer)
     assert kinds(optimizer, model[0].weight) == {"torch.bfloat16"}

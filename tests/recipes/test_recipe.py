@@ -24,11 +24,9 @@ NXD = {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weight
 
 
 def test_dtypes_in_short_and_torchs_own(tmp_path):
-    long = as_recipe(
-        {"parameter_dtype": "bfloat16", "module_dtypes": {"*.norm*": "float32"}, "state_dtype": "bfloat16"}
-    )
-    (tmp_path / "short.yaml").write_text('module_dtypes: {"*.norm*": fp32}\nstate_dtype: bf16\n')
-    own = {"parameter_dtype": BF16, "module_dtypes": {"*.norm*": torch.float32}, "state_dtype": BF16}
+    long = as_recipe({"parameter_dtype": "bfloat16", "parameters": {"*.norm*": "float32"}, "state_dtype": "bfloat16"})
+    (tmp_path / "short.yaml").write_text('parameters: {"*.norm*": fp32}\nstate_dtype: bf16\n')
+    own = {"parameter_dtype": BF16, "parameters": {"*.norm*": torch.float32}, "state_dtype": BF16}
     assert long == read_recipe(tmp_path / "short.yaml") == as_recipe(own)
     assert as_recipe({"dtype_map": {torch.float64: "fp32"}}).mapped() == {torch.float64: torch.float32}
 
@@ -37,7 +35,7 @@ SAMPLES = {
     "opt_level": "O2", "bf16_file_path": "bf16.txt", "fp32_file_path": "fp32.txt", "promote_file_path": "promote.txt",
     "fp8_file_path": "fp8.txt", "fp8": ["linear"], "fp8_format": {"scaling": "mx", "rceil": False},
     "bf16": ["linear"], "fp32": ["gelu"], "promote": [], "dtype_map": {"float64": "float32"},
-    "parameter_dtype": "float32", "module_dtypes": {"*.norm*": "float32"}, "weights": "split", "seed": 7,
+    "parameter_dtype": "float32", "weights": "split", "seed": 7,
     "state_dtype": "bfloat16", "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True,
     "release_gradients": True, "fused": True, "low_precision": "float16", "kernels": "float32", "verbose": True,
     "where": "everywhere",
@@ -139,14 +137,14 @@ def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
     ("order", "wrapped"), [(1, False), (-1, True)], ids=["as it is", "compiled, and a block under checkpointing"]
 )
 def test_the_last_pattern_that_fits_decides_and_a_wrapper_is_no_part_of_a_name(order, wrapped):
-    patterns = {"blocks.*": "float32", "blocks.1": "bfloat16"}
+    patterns = {"blocks.*": "float32", "blocks.1.*": "bfloat16"}
     block = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)]
     model = nn.ModuleDict({"first": nn.Linear(4, 4), "blocks": nn.ModuleList(block), "last": nn.Linear(4, 4)})
-    model["last"].weight = model["first"].weight  # of a tied one, the first module that holds it decides
+    model["last"].weight = model["first"].weight  # of a tied one, the first name decides
     optimizer = optim.SGD(model.parameters(), lr=1e-2)
     if wrapped:
         model["blocks"][1] = checkpoint_wrapper(model["blocks"][1])
-    recipe = {"opt_level": None, "module_dtypes": {**dict([*patterns.items()][::order]), "last": "float32"}}
+    recipe = {"opt_level": None, "parameters": {**dict([*patterns.items()][::order]), "last.*": "float32"}}
     hmpx.prepare(torch.compile(model) if wrapped else model, optimizer, recipe)
     found = {name.replace("_checkpoint_wrapped_module.", ""): p.dtype for name, p in model.named_parameters()}
     second = BF16 if order == 1 else torch.float32
@@ -158,13 +156,13 @@ def test_the_last_pattern_that_fits_decides_and_a_wrapper_is_no_part_of_a_name(o
 def test_a_recipe_prints_as_a_file_that_is_complete_in_itself(tmp_path):
     """It says the same wherever it is saved: no path is left, and each key and op that decides something is in it."""
     for name in recipe_names():
-        recipe = dataclasses.replace(read_recipe(name), module_dtypes={"lm_head": "float32"}, seed=3)
+        recipe = dataclasses.replace(read_recipe(name), parameters={"lm_head.*": "float32"}, seed=3)
         path = tmp_path / "printed.yaml"
         path.write_text(str(recipe))
         read = read_recipe(path)
         assert (read.policy(), read.settings()) == (recipe.policy(), recipe.settings()), name
         assert str(read) == str(recipe), name
-        rest = ("opt_level", "kernels", "dtype_map", "parameter_dtype", "module_dtypes")
+        rest = ("opt_level", "kernels", "dtype_map", "parameter_dtype", "parameters")
         assert all(getattr(read, key) == getattr(recipe, key) for key in rest), name
         first, _, keys = path.read_text().partition("\n")
         assert first == f"# Written by hmpx {hmpx.__version__} with torch {torch.__version__}."
@@ -256,4 +254,4 @@ def test_arguments_that_are_swapped_and_a_file_of_another_name_are_said(tmp_path
     names = [f"layer{i}" for i in range(12)]
     named = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
     with pytest.raises(hmpx.HmpxError, match=r"'9' is the name of no module \(there are layer0, .*9 and 2 more\)"):
-        hmpx.prepare(named, optim.SGD(named.parameters(), lr=0.1), {"module_dtypes": {"9": "fp32"}})
+        hmpx.prepare(named, optim.SGD(named.parameters(), lr=0.1), {"modules": {"9": "fp32"}})

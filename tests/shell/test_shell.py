@@ -95,7 +95,7 @@ def test_bytes_of_a_model_say_what_is_left_out(capsys, tmp_path):
     assert out.splitlines()[-1].startswith("lean has no rows for ddp and zero1: release_gradients steps before Distri")
     out = run(capsys, "explain", "neuron-bf16-sr", "--params", "7e9")[1]
     assert "has no rows" not in out and "neuron-bf16-sr, ddp" in out
-    (tmp_path / "mine.yaml").write_text('module_dtypes: {a: fp32}\nparameters: {"*.bias": fp32}\n')
+    (tmp_path / "mine.yaml").write_text('parameters: {a: fp32, "*.bias": fp32}\n')
     said = run(capsys, "explain", str(tmp_path / "mine.yaml"), "--params", "7e9")[1].splitlines()[-1]
     assert "without its exceptions by name ('a', '*.bias')" in said
     own_steps = run(capsys, "explain", "bf16-sr", "--set", "fused=false", "--params", "7e9")[1].splitlines()[-1]
