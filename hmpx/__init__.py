@@ -5,7 +5,7 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from hmpx import hmp
-from hmpx.converting import convert, restore
+from hmpx.conversion import convert, restore
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import policies_of, policy_for
 from hmpx.ops.policies.policy import Policy

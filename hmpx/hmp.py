@@ -14,7 +14,7 @@ import logging
 import os
 from typing import Any, Literal
 
-from hmpx import converting
+from hmpx import conversion
 from hmpx.conversion import Conversion
 from hmpx.regions import disable_casts, enable_casts
 
@@ -48,7 +48,7 @@ def convert(
         'O2'
     """
     level, lists = lenient(opt_level, bf16_file_path, fp32_file_path)
-    return converting.convert(level, isVerbose=isVerbose, **lists, **keywords)
+    return conversion.convert(level, isVerbose=isVerbose, **lists, **keywords)
 
 
 def lenient(opt_level: Any, bf16_file_path: Any, fp32_file_path: Any) -> tuple[Any, dict[str, Any]]:

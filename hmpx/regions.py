@@ -18,9 +18,8 @@ from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
 from hmpx.ops.decision_log import say_beats_island
-from hmpx.ops.overlays import overlay_by_hand
+from hmpx.ops.overlays import overlay_by_hand, scope_inside
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.scopes import scope_inside
 from hmpx.ops.wrapping import weight_cache
 from hmpx.ops.wrapping.callers import runs_later
 from hmpx.rounding.stochastic import check_seed

@@ -22,7 +22,6 @@ FLOORS = (
     "ops updates",  # each stands without the other
     "conversion regions",
     "recipes",
-    "converting",
     "hmp",
     "insight integrations",
     "hmpx",  # the public names

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bench import measure
 from bench.models import MODELS
-from hmpx.converting import convert
+from hmpx.conversion import convert
 from hmpx.errors import HmpxError
 from hmpx.insight.recording.record import record
 from hmpx.ops.policies.lists import shipped

@@ -15,7 +15,7 @@ from torch import nn
 
 from bench import measure
 from bench.models import Block, Gpt
-from hmpx.converting import convert, restore
+from hmpx.conversion import convert, restore
 from hmpx.recipes.prepare import prepare
 
 RECIPES = "autocast-cuda", "bf16-sr", "torchao-bf16-sr", "flash", "lean", "lean8", "lean4"

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch.utils.weak import WeakTensorKeyDictionary
-
 from hmpx.base import forks
 from hmpx.base.changes import Attribute, Changes
 
@@ -58,12 +56,8 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
-# The models that `hmpx.prepare` was given, as long as they live, each with its recipe (recipes.prepared).
-# `model_lists`: where they have different lists, the overlays of these by number; first what all agree on, which holds
-# outside of every model. `lists_of_parameters`: the number of the lists of each of their parameters.
+# The models that `hmpx.prepare` was given, as long as they live, each with its recipe (recipes.prepare).
 prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-model_lists: tuple[int, ...] = ()
-lists_of_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 # The outermost modules that have been called, by identity, each by a weak reference (ops.wrapping.switch): models, and
 # those that keep an average. A new one with each conversion.

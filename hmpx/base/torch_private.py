@@ -162,7 +162,6 @@ COMPILED = Feature(
     Name("torch._dynamo.exc.SkipFrame", "leaves a function to Python whose region ends elsewhere"),
     Name("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle"),
     Name("torch._guards.CompileContext.try_get", "whether it is tracing then"),
-    Name("torch._dynamo.comptime.[comptime|ComptimeContext.get_local]", "look at the tensors of a call that it traces"),
     Name(f"{_FRAME}.skip_code", "a wrapper behind a graph break is no graph of its own"),
     Name(f"{_REGION}.[enter|exit]", "trace a region of hmpx in place of torch.autocast's"),
     Name(f"{_REGION}().target_values", "what the region asks for"),

@@ -19,10 +19,9 @@ from hmpx.base.torch_features import exists
 from hmpx.base.torch_private import FEATURES
 from hmpx.base.yaml_files import composed
 from hmpx.errors import HmpxError, OpListError, Origin, did_you_mean
-from hmpx.ops.policies.build_policy import resolve_sides
 from hmpx.ops.policies.catalog import canonical, is_op, retired, unknown_op
 from hmpx.ops.policies.lists import LIST_KEYS, SIDES, Listed, OpLists, text_of_list
-from hmpx.ops.policies.policy import Policy
+from hmpx.ops.policies.policy import Policy, resolve_sides
 from hmpx.ops.user_functions import shipped_names
 from hmpx.recipes.keys import EXTENDS, NXD, NXD_MASTERS
 from hmpx.recipes.reading import read_recipe, recipe_names

@@ -43,7 +43,7 @@ def observed(
         others = observers[:]
         observers[:] = [observer]
         try:
-            conversion = install(policy, kernels=kernels, rules=rules)
+            conversion = install(Conversion(policy, kernels=kernels, rules=rules))
         finally:
             observers[:] = others
     with conversion:

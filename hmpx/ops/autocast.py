@@ -41,8 +41,8 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import AUTOCAST, private
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule, rules_of
+from hmpx.ops.overlays import Policies
 from hmpx.ops.policies.policy import LOW_RULES
-from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.wrapping.callers import methods, modules, users_line
 from hmpx.ops.wrapping.switch import Switch, in_any_forward, in_forward, is_in_model
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at

@@ -24,13 +24,12 @@ from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
 from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.model_lists import build_outside
+from hmpx.ops.overlays import Policies
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
 from hmpx.ops.policies.composition import SPARSE_GRADIENTS
 from hmpx.ops.policies.lists import SIDES, is_shipped
 from hmpx.ops.policies.policy import Case, Policy, Rule
-from hmpx.ops.policies.scopes import Policies
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.registered import registered
 from hmpx.ops.user_functions import UserFunctions
@@ -189,7 +188,7 @@ class PatchTable(Patches):
                 continue
             function = self._functions.get((id(original), entry.in_place))
             if function is None:
-                function = _Function(op, entry, original, self._build, self.switch)
+                function = _Function(op, entry, original, self._build)
                 self._functions[id(original), entry.in_place] = function
             wrapper = function.wrapper(cases)
             if old is None or old.wrapper is not wrapper:
@@ -241,10 +240,8 @@ class PatchTable(Patches):
 class _Function:
     """One function of torch and its wrapper."""
 
-    def __init__(
-        self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable], switch: Switch
-    ) -> None:
-        self._op, self._entry, self._original, self._build, self._switch = op, entry, original, build, switch
+    def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
+        self._op, self._entry, self._original, self._build = op, entry, original, build
         self._built: dict[Cases, Callable] = {}
         self._runs: dict[int, Callable] = {}  # by scope; the scoped wrapper looks here
         self._scoped: Callable | None = None
@@ -258,8 +255,7 @@ class _Function:
                     self._built[each] = build_untouched(built) if built is self._original else built
                 self._runs[scope] = self._built[each]
         if self._scoped is None and len(self._built) > 1:
-            outside = build_outside(self._op, self._entry.signature, self._runs, self._built, self._switch)
-            self._scoped = build_scoped(self._entry, self._original, self._runs, outside)
+            self._scoped = build_scoped(self._entry, self._original, self._runs)
         return self._runs[0] if self._scoped is None else self._scoped
 
 

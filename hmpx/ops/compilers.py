@@ -27,7 +27,6 @@ from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
-from hmpx.ops.followed import follow
 from hmpx.ops.forwards import unwrapped
 from hmpx.ops.policies.policy import Rule
 
@@ -139,11 +138,9 @@ class Compilers:
 
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
             _guard_on_region(output)
-            mark = follow(module) if process_state.model_lists else None
             opens = any([_opens_regions(each) for each in module.modules()])  # before a backend changes it
             wrap = functools.partial(run_in_region.graph, opens=opens, everywhere=self._everywhere)
-            run = wrap(wrap(compile_graph)(output, module, inputs))
-            return run if mark is None else mark(run)
+            return wrap(wrap(compile_graph)(output, module, inputs))
 
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
         self._changes.put(Attribute(output_graph.OutputGraph, "call_user_compiler", label), call_user_compiler)

@@ -3,15 +3,24 @@
 While torch is converted, the forward of a class is wrapped once a module of it has a rule; the wrapper looks at the
 module's own attribute. A forward that stands in the module itself (`module.forward = ...`, as Accelerate does it) is
 wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves the scope would not be called.
+
+The lists of a prepared model that has others than the conversion are an overlay that takes the place of the
+conversion's own lists, below all other overlays. The rule that puts it in force stands in every module of the model,
+since programs call parts of a model too (``vae.encode``). Inside a model's lists, the rule of a part does nothing, so a
+module that two models share follows the model that calls it. Ops outside of all models follow the conversion's lists.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -19,12 +28,16 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state as state
 from hmpx.base import region_state
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import never_compile_alone
+from hmpx.base.region_state import Region, innermost
+from hmpx.base.run_in_region import run_at, run_in
 from hmpx.errors import HmpxError
-from hmpx.ops.decision_log import say_beats_island
-from hmpx.ops.model_lists import run_as_model
-from hmpx.ops.module_rules import RULES, deciding, forward_class, lowering_rule, rules_of
-from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.scopes import lists_of, scope_inside
+from hmpx.ops.autocast import in_enabled_region
+from hmpx.ops.decision_log import say_beats_island, say_once
+from hmpx.ops.module_rules import RULES, ModuleRule, deciding, forward_class, has_forward, lowering_rule, rules_of
+from hmpx.ops.overlays import Overlay, lists_of, registered, scope_inside
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.wrapping.callers import runs_later
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module
@@ -108,7 +121,7 @@ def _run(rules, function, args, kwargs):
     if casting is not None:
         args = tuple([_cast_once(value, casting) for value in args])
         kwargs = {key: _cast_once(value, casting) for key, value in kwargs.items()}
-    result = run_as_model(around, scope, function, args, kwargs)
+    result = run_in_scope(around, scope, function, args, kwargs)
     if overlay is not None and isinstance(result, _LAZY):
         raise HmpxError(
             f"{overlay.where}: the forward returned a {type(result).__name__}, whose ops run after the call, where the "
@@ -169,3 +182,73 @@ def unwrapped(forward: Any) -> Any:
 def overlay_that_casts(frame: FrameType) -> Overlay | None:
     """Return the overlay of the module rule by which `frame` casts an argument; None if it casts none."""
     return frame.f_locals["overlay"] if frame.f_code is _cast_once.__code__ else None
+
+
+_BEYOND = 1 << 30  # a distance beyond that of any container of a module
+_NO_LISTS = (
+    "this model's recipe has no op lists, and beside a model with lists torch.autocast does nothing in it: give it a "
+    "recipe with lists (autocast-cuda, autocast-cpu)"
+)
+
+
+@dataclass(frozen=True)
+class ModelLists(Overlay):
+    """All lists of a model. policy: None casts nothing."""
+
+    policy: Policy | None = None
+    of_model: ClassVar[bool] = True
+
+    def over(self, policy: Policy) -> Policy:
+        return Policy() if self.policy is None else self.policy
+
+    def in_words(self) -> str:
+        return "nothing cast" if self.policy is None else f"the lists of {self.where}"
+
+
+class ListsRule(ModuleRule):
+    """The lists of one model in the forward of its modules.
+
+    yields: whether the rule does nothing inside a model's lists. The rule of the model itself replaces those lists.
+    """
+
+    overlay: ModelLists
+
+    def __init__(self, model: Module, lists: ModelLists, *, yields: bool) -> None:
+        self.overlay, self.yields, self.casts_arguments, self.active = lists, yields, False, False
+        modules = [each for each in (model.modules() if yields else [model]) if _can_have_lists(each)]
+        self._modules = [(weakref.ref(each), _BEYOND - (not yields)) for each in modules]
+        self.classes = {forward_class(each) for each in modules if "forward" not in vars(each)}
+
+    def __reduce__(self) -> tuple:
+        return _removed, ()
+
+
+def rules_of_lists(model: Module, where: str, policy: Policy | None) -> list[ListsRule]:
+    """Return the rules that put the lists of a model in force: in all its modules, and in the model itself."""
+    lists = registered(ModelLists(where, policy=policy))
+    return [ListsRule(model, lists, yields=yields) for yields in (True, False)]
+
+
+def _can_have_lists(module: Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or not has_forward(module):
+        return False
+    return not runs_later(inspect.unwrap(module.forward))
+
+
+def _removed() -> ListsRule:
+    """Return the inactive rule that a pickled module carries, since the process that reads it has other lists."""
+    return ListsRule(Module(), ModelLists("a pickled module"), yields=True)
+
+
+def run_in_scope(around: int, scope: int, function: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a forward in a scope that a module's rules make inside of another one."""
+    lists = lists_of(scope)
+    if not lists or lists == lists_of(around) or state.overlays[lists].policy is not None:
+        return run_at(scope, function, args, kwargs)
+    here = innermost()
+    if not is_dynamo_compiling() and in_enabled_region():
+        say_once(logging.WARNING, _NO_LISTS, sys._getframe(2))
+    return run_in(Region(False, here.rounding, here.maps, scope), function, args, kwargs)
+
+
+never_compile_alone(run_in_scope)

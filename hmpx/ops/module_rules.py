@@ -17,9 +17,8 @@ import torch
 from hmpx.base import process_state as state
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.ops.overlays import Overlay, overlay_by_hand
+from hmpx.ops.overlays import Overlay, number_inside, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.scopes import number_inside
 from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module

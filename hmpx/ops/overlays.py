@@ -3,11 +3,18 @@
 An overlay is one of two things: lists of ops, which move these ops and leave the others as they are around it; or a
 dtype, for every op that computes ("bf16-to-fp32" is float32 but for the inputs of matrix products). Equal overlays are
 one object with one number.
+
+Each nesting of overlays is a *scope*, a number; 0 is outside of all overlays. The state of a thread holds the number of
+a scope, and compiled code is guarded by it. Numbers hold for the process; which policy a scope has depends on the
+conversion in force, which is around all of them.
+
+The lists of a prepared model are an overlay too, which lies below all others: it takes the place of the conversion's
+own lists, and what regions and rules lay over those lies over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -15,15 +22,97 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hmpx.base import process_state as state
+from hmpx.base.compiling import ask_once
 from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, Places, did_you_mean, errors_at
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.build_policy import resolve_sides
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.lists import LIST_KEYS, SIDES, OpLists
-from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
+from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule, resolve_sides
 from hmpx.ops.wrapping.callers import users_line
+
+
+class Policies(dict[int, Policy]):
+    """The policies of one conversion by the scope in which they hold, as far as they are known."""
+
+    def at(self, scope: int) -> Policy:
+        """Return the policy of any scope, known or not."""
+        if scope in self:
+            return self[scope]
+        around, overlay = state.scopes[scope]
+        return state.overlays[overlay].over(self.at(around))
+
+    def __str__(self) -> str:
+        return "".join(f"{scope}: {policy}" for scope, policy in self.items())
+
+
+def scope_inside(scope: int, overlay: int) -> int:
+    """Return the scope of an overlay (by its number) inside another scope; a conversion builds wrappers for it."""
+    found = number_inside(scope, overlay)
+    if found not in state.known_scopes and state.learn is not None:
+        state.learn((found,))
+    return found
+
+
+# torch.compile calls it, and takes the number for a constant: it depends on nothing but the arguments.
+ask_once(scope_inside)
+
+
+def number_inside(scope: int, overlay: int) -> int:
+    """Return the same scope, whether the conversion in force has wrappers for it or not."""
+    found = state.scope_numbers.get((scope, overlay))
+    return _new(scope, overlay) if found is None else found
+
+
+def _new(scope: int, overlay: int) -> int:
+    with state.lock:
+        key = scope, overlay
+        if key not in state.scope_numbers:
+            if scope and state.overlays[overlay].of_model:
+                state.scope_numbers[key] = _above(scope, overlay)
+            elif state.scopes[scope][1] == overlay:
+                state.scope_numbers[key] = scope  # once more the same
+            else:
+                state.scope_numbers[key] = len(state.scopes)
+                state.scopes.append(key)
+        return state.scope_numbers[key]
+
+
+def _above(scope: int, lists: int) -> int:
+    """Return the scope of a model's lists: with the overlays of `scope` over them, or alone inside of another model."""
+    before = lists_of(scope)
+    if before == lists:
+        return scope
+    found = number_inside(0, lists)
+    for overlay in () if before else [*_overlays_of(scope)][::-1]:
+        found = number_inside(found, overlay)
+    return found
+
+
+def _overlays_of(scope: int) -> Iterator[int]:
+    """Yield the numbers of the overlays of a scope, the innermost first."""
+    while scope:
+        scope, overlay = state.scopes[scope]
+        yield overlay
+
+
+def lists_of(scope: int) -> int:
+    """Return the overlay (its number) of the model whose lists hold in a scope; 0 if they are those of no model."""
+    return next((overlay for overlay in _overlays_of(scope) if state.overlays[overlay].of_model), 0)
+
+
+ask_once(lists_of)
+
+
+def made_of(overlays: Collection[int]) -> set[int]:
+    """Return the known scopes that consist of these overlays alone."""
+    found = {0}
+    for scope, (around, overlay) in enumerate(state.scopes):  # the scope around has a smaller number
+        if around in found and overlay in overlays:
+            found.add(scope)
+    return found
+
 
 DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
 BF16_TO_FP32 = "bf16-to-fp32"  # float32, except matrix products: these take bfloat16 and hand on float32
@@ -48,7 +137,7 @@ class Overlay:
     bf16_products: bool = False
     no_fp8: bool = False
     number: int = field(default=0, compare=False)
-    of_model: ClassVar[bool] = False  # whether it is all the lists of a prepared model (`ops.model_lists`)
+    of_model: ClassVar[bool] = False  # whether it is all the lists of a prepared model (`ops.forwards`)
 
     def over(self, policy: Policy) -> Policy:
         """Return the policy that holds inside, where `policy` holds around."""

@@ -15,7 +15,7 @@ from typing import Any
 from hmpx.base import region_state, run_in_region
 from hmpx.base.torch_private import REGISTERED, private
 from hmpx.ops.autocast import casts_here, low_precision
-from hmpx.ops.policies.scopes import Policies
+from hmpx.ops.overlays import Policies
 from hmpx.ops.wrapping.overriding import stand_in
 from hmpx.ops.wrapping.rules import autocast_inside, device_of
 from hmpx.ops.wrapping.switch import Switch

@@ -209,11 +209,6 @@ class UserFunctions:
         for policy in policies.values():
             self.origins = dict(policy.origins) | self.origins
 
-    def check(self) -> None:
-        """Raise `HmpxError` for a name that is no function of its imported module; nothing is changed."""
-        for name in self.rules:
-            self._patch_of(name)
-
     @property
     def waiting(self) -> list[str]:
         """Names whose module is not imported yet, except names in hmpx's own lists."""
@@ -292,6 +287,13 @@ class UserFunctions:
 
     def _active(self) -> bool:
         return not self._switch.retired and region_state.casts_on()
+
+
+def check_functions(policies: Mapping[int, Policy]) -> None:
+    """Raise `HmpxError` for a name in policies that is no function of its imported module; nothing is changed."""
+    functions = UserFunctions(policies, Switch())
+    for name in functions.rules:
+        functions._patch_of(name)
 
 
 @functools.cache

@@ -1,27 +1,36 @@
-"""`activate`: a recipe in force for every model and optimizer that the program makes from here on."""
+"""`activate`: a recipe in force for every model and optimizer that the program makes from here on.
+
+Hooks in constructors see every optimizer when it has been made, and every model before it is distributed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.base.changes import Changes
+from hmpx.base.awaited import when_imported
+from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.base.installation import Installation, current
-from hmpx.base.module_tree import parameters_in
+from hmpx.base.module_tree import modules_in, parameters_in
+from hmpx.base.subclasses import with_subclasses
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
+from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.recipes.casting import cast_models, tell_cast
-from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
@@ -33,6 +42,8 @@ from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
 
 logger = logging.getLogger("hmpx")
+Module = torch.nn.Module
+Optimizer = torch.optim.Optimizer
 VARIABLE = "HMPX_RECIPE"
 
 
@@ -80,7 +91,7 @@ class Activation(Installation):
     def _change(self, changes: Changes) -> None:
         recipe, policy = self.recipe, self._policy
         how = recipe.verbose, True, recipe.mapped(), recipe.kernels, (), recipe.where
-        self._conversion = None if policy is None else install(policy, *how)
+        self._conversion = None if policy is None else install(Conversion(policy, *how))
         if self._conversion is not None:
             changes.callback(self._conversion.restore)
             self._conversion.expect(self._overlays.values())
@@ -282,3 +293,95 @@ def runs_a_shell_command() -> bool:
     if sys.argv[:1] == ["-m"]:  # `runpy` is still looking for the module; its word stands before the arguments
         return bool(re.fullmatch(r"(-\w*m)?hmpx(\.__main__)?", sys.orig_argv[-len(sys.argv)]))
     return bool(sys.argv) and Path(sys.argv[0]).name in ("hmpx", "hmpx.exe", "hmpx-script.py")
+
+
+# Hooks in constructors
+
+
+def watch_optimizers(made: Callable[[Optimizer, list[Optimizer]], None], changes: Changes) -> None:
+    """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
+
+    With it come the optimizers that were made inside of the constructor (of a `ZeroRedundancyOptimizer`, say).
+    """
+    ended: list[bool] = []
+    running = threading.local()  # inside: those made inside of the watched constructor that is running in this thread
+
+    def watch(cls: type[Optimizer]) -> None:
+        init = vars(cls).get("__init__")
+        if init is None or ended:
+            return
+
+        @functools.wraps(init)
+        def __init__(new: Any, *args: Any, **kwargs: Any) -> None:
+            outer = getattr(running, "inside", None)
+            if ended or outer is not None:
+                init(new, *args, **kwargs)
+                if outer is not None:
+                    outer.append(new)
+                return
+            inside: list[Any] = []
+            running.inside = inside
+            try:
+                init(new, *args, **kwargs)
+                made(new, [each for each in inside if each is not new])  # hmpx itself may make an optimizer
+            finally:
+                running.inside = None
+
+        changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
+
+    def defined(cls: type[Optimizer], **kwargs: Any) -> None:
+        if before is MISSING:
+            super(Optimizer, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
+        watch(cls)
+
+    changes.callback(ended.append, True)
+    subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
+    before = changes.put(subclassing, classmethod(defined))
+    for each in with_subclasses(Optimizer):
+        watch(each)
+
+
+def watch_distribution(distributes: Callable[[Module], object], changes: Changes) -> None:
+    """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to wrap."""
+    init = DistributedDataParallel.__init__
+    ended: list[bool] = []
+
+    @functools.wraps(init)
+    def __init__(ddp: DistributedDataParallel, module: Module, *args: Any, **kwargs: Any) -> None:
+        if not ended:
+            distributes(module)
+        init(ddp, module, *args, **kwargs)
+
+    rebinding, imported_before = Rebinding(), "torch.distributed.fsdp" in sys.modules
+    changes.callback(rebinding.undo)
+    changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
+
+    def imported(fsdp: ModuleType) -> None:
+        fully_shard = fsdp.fully_shard
+
+        @functools.wraps(fully_shard)
+        def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in module if isinstance(module, list | tuple) else (module,):
+                if not ended:
+                    distributes(each)
+            return fully_shard(module, *args, **kwargs)
+
+        changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
+        if imported_before:
+            rebinding.add([(fully_shard, shard)])
+        else:  # nobody can have imported the name yet
+            rebinding.add_imported([(fully_shard, shard)], [fsdp])
+
+    changes.callback(ended.append, True)
+    when_imported("torch.distributed.fsdp", imported, changes)
+
+
+def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:
+    """Return the modules that hold some of `params` and are part of no other module, the smallest first."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "training" in vars(thing)]
+    parts = {id(child) for module in modules for child in module._modules.values()}
+    wanted = set(params)
+    found = [m for m in modules if id(m) not in parts and not wanted.isdisjoint(parameters_in(m))]
+    return sorted(found, key=lambda module: sum(1 for _ in modules_in(module)))

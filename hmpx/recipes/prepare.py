@@ -1,24 +1,33 @@
-"""`prepare`: set a model and its optimizer up as a recipe says."""
+"""`prepare`: set a model and its optimizer up as a recipe says, beside the models that were prepared before.
+
+The first model converts torch by its lists. A model with other lists has them as rules in its modules
+(`ops.forwards`); ops outside of all models, such as losses, follow the first one's, which is logged. A model that is
+restored before the others is left uncast.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
+from hmpx.base import process_state
 from hmpx.base.module_tree import parameters_in
+from hmpx.conversion import Conversion, install, installed
 from hmpx.errors import HmpxError, kind_of
+from hmpx.ops.forwards import ListsRule, rules_of_lists
 from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.casting import cast_models, tell_cast
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.parameter_dtypes import parameter_dtypes
-from hmpx.recipes.prepared import Prepared, take
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.scripted import tell_scripted
@@ -28,8 +37,7 @@ from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
-
-
+Module = torch.nn.Module
 Optimizers = TypeVar("Optimizers", torch.optim.Optimizer, Sequence[torch.optim.Optimizer])
 
 
@@ -43,9 +51,9 @@ def prepare(
     `prepare` of Accelerate may run before this or after it. ``hmpx.restore(optimizer)`` undoes it; the parameters keep
     their dtype.
 
-    Several models may be prepared by different recipes: the ops of each follow its own lists. An op outside of all
-    models, such as a loss, follows the lists of the model whose output it takes. `dtype_map`, `kernels` and `verbose`
-    hold for the process.
+    Several models may be prepared by different recipes: the ops in each follow its own lists. An op outside of all
+    models, such as a loss, follows the lists of the first one, which a warning says; `hmpx.casts` lays others over
+    them. `where`, `dtype_map`, `kernels` and `verbose` of the first one hold for all.
 
     Args:
         optimizer: one, or a list of those that train the model.
@@ -174,3 +182,96 @@ def of_own(
 def facts(recipe: Recipe) -> dict[str, Any]:
     """Return the keys that must be equal on every rank, with names of ops for list files, whose paths may differ."""
     return asdict(recipe.inlined())
+
+
+# The models that have been prepared
+
+_OF_PROCESS = ("where", "verbose", "dtype_map", "kernels")  # keys that cannot differ between models
+_OUTSIDE = (
+    "hmpx: the op lists of %s hold in the modules of its model; ops outside of all models, such as losses, follow "
+    "those of %s, which was prepared first: call them in a module of a model, or in hmpx.casts(...)"
+)
+
+
+@dataclass(eq=False)
+class Prepared:
+    """What `prepare` was given for one model.
+
+    policy: its lists; None leaves its ops alone. rules: of its modules. lists: the rules that put the policy in force,
+    where it is not the conversion's own.
+    """
+
+    recipe: Recipe
+    policy: Policy | None
+    optimizers: WeakSet[torch.optim.Optimizer]
+    rules: Sequence[ModuleRule]
+    lists: Sequence[ListsRule] = field(default=())
+
+
+def take(model: Module, new: Prepared) -> None:
+    """Put the lists of a model in force beside those of the models that were prepared before."""
+    with process_state.lock:
+        inside, before = set(model.modules()), dict(process_state.prepared)
+        if model in before:
+            new.optimizers |= before[model].optimizers
+        models = {each: known for each, known in before.items() if each not in inside} | {model: new}
+        cast = [each for each in models.values() if each.policy is not None]
+        conversion = installed()
+        if not cast:
+            process_state.prepared[model] = new
+            return
+        if conversion is None or conversion.prepared_by is None:
+            return _convert_by(cast[0], models)
+        others = [key for key in _OF_PROCESS if getattr(conversion.prepared_by, key) != getattr(new.recipe, key)]
+        if cast == [new] and (others or new.policy != conversion.policy):
+            return _convert_by(new, models)
+        for key in others if new.policy is not None else ():
+            logger.warning("hmpx: the recipes of the prepared models differ in `%s`; the first's holds", key)
+        _put_in_force(conversion, models)
+
+
+def leave(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Leave the models of these optimizers uncast from here on; False if no other model has lists."""
+    with process_state.lock:
+        models, conversion = dict(process_state.prepared), installed()
+        ending = [each for each in models.values() if not each.optimizers.isdisjoint(optimizers)]
+        left = [each for each in models.values() if each.policy is not None and each not in ending]
+        if not ending or not left or conversion is None:
+            return False
+        for each in ending:
+            each.policy, each.rules, each.optimizers = None, (), WeakSet()
+        _put_in_force(conversion, models)
+        return True
+
+
+def _convert_by(first: Prepared, models: Mapping[Module, Prepared]) -> None:
+    """Convert torch by the recipe of one of these models."""
+    assert first.policy is not None
+    recipe, rules = first.recipe, [rule for each in models.values() for rule in each.rules]
+    how = recipe.verbose, True, recipe.mapped(), recipe.kernels, rules, recipe.where
+    conversion = install(Conversion(first.policy, *how))
+    conversion.prepared_by, conversion.leave = recipe, leave
+    for each in models.values():
+        each.lists = ()
+    _put_in_force(conversion, models)
+
+
+def _put_in_force(conversion: Conversion, models: Mapping[Module, Prepared]) -> None:
+    """Put the lists and rules of these models in force, and end all others, without a gap for other threads.
+
+    A model that shares modules with another one has its lists as rules, too: those of the other are in the modules.
+    """
+    some_differ = any(each.policy != conversion.policy for each in models.values())
+    times = Counter(module for model in models for module in model.modules())
+    for model, each in models.items():
+        differs = each.policy != conversion.policy
+        shares = some_differ and any(times[part] > 1 for part in model.modules())
+        if (differs or shares) and not (each.lists and each.lists[0].overlay.policy == each.policy):
+            each.lists = rules_of_lists(model, each.recipe.place, each.policy)
+            if differs and each.optimizers:  # it was not restored
+                logger.warning(_OUTSIDE, each.recipe.place, conversion.prepared_by.place)
+    rules = [rule for each in models.values() for rule in (*each.rules, *each.lists)]
+    conversion.add_rules(rule for rule in rules if not rule.active)
+    conversion.drop_rules([rule for rule in conversion.rules if rule not in rules])
+    conversion.prepared.clear()
+    conversion.prepared.update(models)

@@ -141,7 +141,6 @@ class StateCode(ABC):
 
     @property
     def per_byte(self) -> int:
-        """The number of elements in a byte."""
         return 8 // self.bits
 
     @abstractmethod

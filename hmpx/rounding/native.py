@@ -39,7 +39,6 @@ class StoredTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return self.tensor.numel() * (2 if self.kind == FOUR else 1)
 
     @classmethod

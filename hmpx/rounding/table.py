@@ -287,7 +287,6 @@ class Table:
 
     @property
     def has_launches(self) -> bool:
-        """Whether anything is to be launched."""
         return bool(self._launches)
 
     def takes(self, addresses: array[int]) -> bool:

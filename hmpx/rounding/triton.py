@@ -30,7 +30,6 @@ def _imported() -> ModuleType | None:
 
 
 def available() -> bool:
-    """Return whether Triton can be imported."""
     return _imported() is not None
 
 

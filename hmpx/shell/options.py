@@ -13,8 +13,8 @@ from hmpx.base.files import WriteError, beside
 from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
-from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.lists import LOW_DTYPES, SIDES
+from hmpx.ops.policies.policy import OPT_LEVELS
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.reading import as_recipe, checked, laid_over
 from hmpx.recipes.recipe import Recipe

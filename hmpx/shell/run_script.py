@@ -27,7 +27,7 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any, cast
 
-from hmpx import converting
+from hmpx import conversion
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
@@ -138,7 +138,7 @@ def run_to_the_end(
         finally:
             atexit.register, atexit.unregister, os._exit = register, unregister, leave
             if restores:
-                converting.restore()
+                conversion.restore()
 
 
 def _wait_for_threads() -> None:

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 import hmpx
 from hmpx.insight.explain import explain_op
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
 from hmpx.ops.policies.lists import read_lists
-from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.policy import Rule, build_policy
 from tests.support.blocks import same
 from tests.support.recorded import escaped
 from tests.support.samples import database, samples

@@ -18,10 +18,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hmpx
 from hmpx.ops import decision_log
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import read_lists
-from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.policies.policy import Policy, Rule, build_policy
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS

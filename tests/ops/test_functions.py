@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import conversion, converting
+from hmpx import conversion
 from hmpx.ops.captured_names.sweep import Sweep
 from hmpx.ops.policies.lists import shipped
 from hmpx.recipes.reading import read_recipe
@@ -353,7 +353,7 @@ def test_without_torchvision_nothing_is_said_for_the_shipped_lists_or_copies_of_
     (tmp_path / "copy.yaml").write_text(str(read_recipe("neuron-bf16-sr")))
     copied = read_recipe(tmp_path / "copy.yaml").policy()
     assert "torchvision.ops.nms" in copied.fp32
-    for install in (converting.convert, lambda: conversion.install(copied)):
+    for install in (conversion.convert, lambda: conversion.install(conversion.Conversion(copied))):
         with install() as handle:
             assert not caplog.text and not any("torchvision" in line for line in handle.escaped)
     with hmpx.convert(**lists(fp32="torchvision.ops.box_iou")) as handle:

@@ -11,9 +11,9 @@ import torch
 import hmpx
 from hmpx.insight.explain import explain_op
 from hmpx.ops.policies import lists as op_list_files
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import OpLists, default_lists, read_lists, shipped
+from hmpx.ops.policies.policy import build_policy
 
 WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 

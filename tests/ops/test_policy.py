@@ -7,10 +7,9 @@ import torch
 
 import hmpx
 from hmpx.insight.explain import explain_op
-from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import read_lists
-from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.policies.policy import Policy, Rule, build_policy
 
 
 def read_back(policy: Policy, tmp_path) -> Policy:

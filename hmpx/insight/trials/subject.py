@@ -18,8 +18,7 @@ from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor, differentiable, widened
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.policies.build_policy import build_policy
-from hmpx.ops.policies.policy import Policy
+from hmpx.ops.policies.policy import Policy, build_policy
 from hmpx.ops.wrapping.callers import users_frame
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.casting import cast_models

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.benchmark import Measurement, Timer
 
-from hmpx import conversion
 from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
+from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight import observed
 from hmpx.insight.tensors import LOW
@@ -282,10 +282,10 @@ class Tuning:
     def _timed(self, policy: Policy, recipe: Recipe) -> dict[str, Measurement | None]:
         """Time a step under the lists, in plain FP32, and under torch.autocast; None if that raises."""
         subject, batch = self.subject, self.subject.batches[self._held_out[0]]
-        with conversion.install(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe)):
+        with install(Conversion(policy, kernels=self.kernels, rules=rules_for([subject.model], recipe))):
             found: dict[str, Measurement | None] = {"tuned": timed(lambda: subject.low(batch))}
         device, loss = subject.parameters[0].device.type, subject.loss
-        with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # instead of one in force
+        with install(Conversion(Policy(bf16=(), fp32=(), promote=()), kernels="native")):  # instead of one in force
             found["FP32"] = timed(lambda: subject.wide(batch))
             try:
                 subject.loss = torch.autocast(device, torch.bfloat16)(loss)

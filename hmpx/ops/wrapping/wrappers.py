@@ -19,7 +19,6 @@ from typing import Any
 
 import wrapt
 
-from hmpx.base import process_state as state
 from hmpx.base import run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import leave_to_python
@@ -28,7 +27,6 @@ from hmpx.ops.captured_names import raw
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import Case, Rule
-from hmpx.ops.policies.scopes import lists_of
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import make_wrapper, widening
 from hmpx.ops.wrapping.observing import Observer, Point, observed, reporting
@@ -172,19 +170,15 @@ def build_choice(
     return named_like(choice, entry.label, original)
 
 
-def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable], outside: Callable) -> Callable:
+def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
     """Return the wrapper of one entry point whose rule depends on the scope, for which it asks in each call.
 
-    runs: the wrapper of each scope; more may be added. outside: makes the call if models have different lists and the
-    scope has none of them.
+    runs: the wrapper of each scope; more may be added.
     """
     elsewhere = runs[0]
 
     def scoped(*args, **kwargs):
-        here = scope() or forward_scope()
-        if state.model_lists and not lists_of(here):
-            return outside(*args, **kwargs)
-        return runs.get(here, elsewhere)(*args, **kwargs)
+        return runs.get(scope() or forward_scope(), elsewhere)(*args, **kwargs)
 
     pass_over(scoped.__code__)
     return named_like(scoped, entry.label, original)

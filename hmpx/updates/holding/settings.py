@@ -62,7 +62,6 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
-        """Whether some parameters have masters."""
         return any(WAYS[way.weights].has_masters for way in self.ways)
 
     @property

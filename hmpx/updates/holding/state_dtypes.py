@@ -212,7 +212,6 @@ def is_single(tensor: Tensor) -> bool:
 
 
 def is_bf16(value: Any) -> bool:
-    """Whether a state value is a BF16 tensor."""
     return _is_dense(value) and value.dtype is BF16
 
 
