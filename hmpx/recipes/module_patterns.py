@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import re
 from collections import Counter
@@ -29,8 +28,7 @@ from hmpx.updates.stepping.names import names_in, plain_names
 Module = torch.nn.Module
 logger = logging.getLogger("hmpx")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out")  # what models call their head; the first that is there counts
-_ROUTER_NAME = re.compile(r"(^|[._])(gate|router)$")
-_CHOOSING = {"topk", "sort", "argsort", "argmax"}
+_ROUTER, _ROUTER_CLASS = re.compile(r"(^|[._])(gate|router)$"), re.compile(r"(Gate|Router)$")
 _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -167,27 +165,16 @@ def _norms(model: Module) -> set[Module]:
 
 
 def _routers(model: Module) -> set[Module]:
-    """Return what chooses experts: by its name, or by what the module that calls it does with its output."""
-    found = {module for name, module in _named(model) if _ROUTER_NAME.search(name) and _outputs(module)}
-    for module in model.modules():
-        methods = (value for value in vars(type(module)).values() if inspect.isfunction(value))
-        if not any(not _CHOOSING.isdisjoint(method.__code__.co_names) for method in methods):
-            continue
-        if own := [p for p in module.parameters(recurse=False) if p.dim() == 2]:
-            found |= {module} if _few(own) else set()
-        elif rows := {each: few for each in module.children() if (few := _outputs(each))}:
-            found |= {each for each, few in rows.items() if few == min(rows.values())}
-    return found
+    """Return what chooses experts, by its name or that of its class."""
+    called = ((name, module) for name, module in _named(model) if _narrows(module))
+    return {module for name, module in called if _ROUTER.search(name) or _ROUTER_CLASS.search(type(module).__name__)}
 
 
-def _outputs(module: Module) -> int:
-    """Return how many outputs a module has, by its matrices: 0 if there are more than half as many as inputs."""
-    return _few([p for p in module.parameters() if p.dim() == 2])
-
-
-def _few(matrices: list[torch.nn.Parameter]) -> int:
+def _narrows(module: Module) -> bool:
+    """Return whether a module has at most half as many outputs as inputs, by its matrices."""
+    matrices = [p for p in module.parameters() if p.dim() == 2]
     rows, columns = (max((p.shape[dim] for p in matrices), default=0) for dim in (0, 1))
-    return rows if 2 * rows <= columns else 0
+    return 0 < 2 * rows <= columns
 
 
 def _last_blocks(model: Module, percent: int) -> set[Module]:
@@ -222,8 +209,8 @@ _ROLES: dict[str, _Role] = {
     ),
     ROUTERS: (
         _routers,
-        "modules called gate or router with at most half as many outputs as inputs, and of modules that call topk or "
-        "sort the smallest layer of that kind; write the names of the modules in its place",
+        "modules called gate or router, or of a class Gate or Router, with at most half as many outputs as inputs; "
+        "write the names of the modules in its place",
     ),
 }
 
