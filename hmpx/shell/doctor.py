@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +21,7 @@ from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
 from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
+from hmpx.shell.main import Parser
 from hmpx.shell.options import add_force, keys_asked, outputs_asked, save
 from hmpx.shell.processes import started_processes
 from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, running
@@ -29,10 +29,8 @@ from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, runn
 _STEPS = 50
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    command = add_command(
-        "doctor",
-        "run an unmodified script and say what is wrong with its precision",
+def add_doctor(command: Parser) -> None:
+    command.describe(
         "Run the first steps of a script as it is, without a recipe and with the bits that it has without this, and\n"
         "print what is wrong with its precision to standard error, the worst first: the evidence, the line or the\n"
         "parameter, and the one thing to do. The script ends after --steps steps of an optimizer; its `finally`\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from hmpx.base.torch_private import FEATURES
@@ -14,16 +13,15 @@ from hmpx.insight.explain import explain_op, is_known, list_lines, ops_table, re
 from hmpx.insight.memory import memory_lines
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.reading import as_recipe, recipe_names
+from hmpx.shell.main import Parser
 from hmpx.shell.options import add_recipe_options, keys_asked, recipe_asked, with_options
 
 _CODE = re.compile(r"\.py$|\.\w+:\d+$")
 _FILES = (".txt", ".json", ".yaml", ".yml")
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    command = add_command(
-        "explain",
-        "what an op, a list or a recipe does, and what is wrong in a file; alone: the recipes there are",
+def add_explain(command: Parser) -> None:
+    command.describe(
         "Of an op: which rule it gets, where that is listed, and by which names of torch it is called.\n"
         "Of a recipe, or its file: what it does to weights, ops, gradients, state and checkpoints.\n"
         "Of a list: what the recipe or the default lists do with it in place of theirs.\n"

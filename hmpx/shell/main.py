@@ -1,4 +1,4 @@
-"""The parser of every command, what a wrong command line says, and `run`."""
+"""The table of the commands, and what a wrong command line says. Only the command that is asked for is loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,25 @@ import torch
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.wrapping.callers import users_frame
-from hmpx.recipes.reading import recipe_names
-from hmpx.shell import doctor, explain, record, run_script, trials
-from hmpx.shell.processes import started_processes
-from hmpx.shell.run_script import add_script, own_words, recipe_to_run, running
 from hmpx.version import __version__
 
-_DESCRIPTION = """\
+# By name: the module of `hmpx.shell` whose ``add_NAME(parser)`` adds the options, and what the command does.
+_COMMANDS = {
+    "doctor": ("doctor", "run an unmodified script and say what is wrong with its precision"),
+    "run": ("run_script", "run an unmodified training script under a recipe"),
+    "explain": (
+        "explain",
+        "what an op, a list or a recipe does, and what is wrong in a file; alone: the recipes there are",
+    ),
+    "record": (
+        "record",
+        "run an unmodified script and say which op ran in which precision, where, and at what price",
+    ),
+    "report": ("record", "show what `record` has saved, or compare two of these files"),
+    "compare": ("trials", "compare the training under op lists with FP32 and say which ops are to blame"),
+    "tune": ("trials", "find the op lists of a model, and write them"),
+}
+_ABOUT = """\
 Mixed precision for PyTorch that you can read, edit and undo. These commands show which precision each op and each
 weight update has, explain lists and recipes, and run a training script under one."""
 _MORE = """\
@@ -55,8 +69,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
+    def describe(self, about: str, examples: str) -> None:
+        """Say what the command does, and show its name before each line of `examples`."""
+        lines = [f"  {self.prog} {line}".rstrip() for line in examples.splitlines()]
+        self.description, self.epilog = about, "\n".join(["examples:", *lines])
+
     def error(self, message: str):
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            from hmpx.recipes.reading import recipe_names
+
             name, legal = found[1], re.findall(r"[\w-]+", found[2])
             hint = f"; {_GONE[name]}" if name in _GONE else did_you_mean(name, legal)
             if not hint and name in recipe_names():
@@ -67,14 +88,16 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command, and return its exit status, as `--help` says it."""
-    as_script = Path(sys.argv[0]).stem == "hmpx"
-    prog = "hmpx" if as_script else "python -m hmpx"
-    parser = Parser(prog=prog, description=_DESCRIPTION, epilog=_MORE.format(prog=prog))
+    prog = "hmpx" if Path(sys.argv[0]).stem == "hmpx" else "python -m hmpx"
+    parser = Parser(prog=prog, description=_ABOUT, epilog=_MORE.format(prog=prog))
     parser.add_argument("--version", action="version", version=f"hmpx {__version__}, torch {torch.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
-    _add_all(subparsers, prog)
     words = sys.argv[1:] if arguments is None else arguments
-    number = own_words(subparsers.choices.get(words[0]), words) if words else 0
+    for name, (module, what) in _COMMANDS.items():
+        command = subparsers.add_parser(name, help=what)
+        if words[:1] == [name]:
+            getattr(import_module(f"hmpx.shell.{module}"), f"add_{name}")(command)
+    number = _own_words(subparsers.choices.get(words[0]), words) if words else 0
     options = parser.parse_args(words[:number])
     if hasattr(options, "arguments"):
         options.arguments = [*words[number:]]
@@ -109,49 +132,15 @@ def _line_of_script(error: HmpxError) -> str:
     return own
 
 
-def _add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
-    def add(name: str, words: str, description: str, examples: str) -> argparse.ArgumentParser:
-        lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())
-        return subparsers.add_parser(name, help=words, description=description, epilog=f"examples:\n{lines}")
-
-    doctor.add(add)
-    run = add(
-        "run",
-        "run an unmodified training script under a recipe",
-        "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
-        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.\n"
-        "Lists alone lie over the default ones, with FP32 weights.",
-        "--recipe neuron-bf16-sr train.py --steps 500\n--recipe lean --set seed=3 --bf16 mine.txt -m package.train\n"
-        "--list mine.txt train.py",
-    )
-    add_script(run, "the one that the environment names")
-    run.set_defaults(run=_run)
-
-    explain.add(add)
-    record.add(add)
-    trials.add(add)
-
-
-def _run(options: argparse.Namespace) -> int:
-    recipe = recipe_to_run(options)
-    if recipe is None:
-        names = ", ".join(recipe_names())
-        lists = "or lists (--list FILE --fp32 FILE)"
-        raise HmpxError(f"run needs --recipe NAME or FILE, {lists}, before {options.script}; there are {names}")
-    told = set[str]()
-
-    def tell(said: str) -> None:
-        if said not in told:
-            told.add(said)
-            print(f"hmpx: {said}", file=sys.stderr, flush=True)
-
-    def started(words: str) -> None:
-        tell(f"the recipe does not hold in a process that the script starts: {words}")
-
-    def replaced(words: str) -> None:
-        if words:
-            tell(f"the recipe ends here, since the script goes on as another program: {words}")
-
-    with started_processes(running(options), started, replaced):
-        run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
-    return 0
+def _own_words(command: argparse.ArgumentParser | None, words: Sequence[str]) -> int:
+    """Return how many words of a command line are hmpx's: up to a script, behind which `argparse` would drop ``--``."""
+    actions = command._actions if command else []
+    if not any(action.dest == "arguments" for action in actions):
+        return len(words)
+    i = 1
+    while i < len(words) and words[i].startswith("-") and words[i] not in ("-", "--"):
+        named = [each for each in actions for option in each.option_strings if option.startswith(words[i])]
+        if any(each.nargs == "+" for each in named):  # `doctor --files`, without a script
+            return len(words)
+        i += 2 if any(each.nargs != 0 for each in named) else 1
+    return i + 2 if words[i : i + 1] == ["--"] else i + 1

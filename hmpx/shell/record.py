@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from hmpx.base import process_state
@@ -19,15 +18,14 @@ from hmpx.insight.recording.parting import parting
 from hmpx.insight.recording.record import record
 from hmpx.recipes.recipe import Recipe
 from hmpx.shell import run_script
+from hmpx.shell.main import Parser
 from hmpx.shell.options import add_force, outputs_asked, save
 from hmpx.shell.processes import started_processes
 from hmpx.shell.run_script import add_script, is_first_rank, recipe_to_run, running
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    command = add_command(
-        "record",
-        "run an unmodified script and say which op ran in which precision, where, and at what price",
+def add_record(command: Parser) -> None:
+    command.describe(
         "Run a script as `run` does, and print a table to standard error at its end, also when it raises or is\n"
         "interrupted: every op by line and module, its dtypes, its rule, its casts and their time. Without a recipe\n"
         "or lists, the script is one that converts itself. Of many ranks, each writes files of its own, and the first\n"
@@ -46,9 +44,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_script(command, "the one that the environment names, or none: the script converts itself")
     command.set_defaults(run=_record)
 
-    command = add_command(
-        "report",
-        "show what `record` has saved, or compare two of these files",
+
+def add_report(command: Parser) -> None:
+    command.describe(
         "Print the table of a record that `record --json` or log.json() has saved. With --diff, of two files of\n"
         "`record --hash`, say where the two runs part: the first call of an op whose inputs agree to the bit and\n"
         "whose results do not. Of two files of `record --json`: sites that are new or gone, other rules and dtypes.\n"

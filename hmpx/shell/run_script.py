@@ -21,7 +21,7 @@ import threading
 import traceback
 import types
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.abc import InspectLoader
 from pathlib import Path
@@ -31,10 +31,11 @@ from hmpx import conversion
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
-from hmpx.recipes.reading import as_recipe, recipe_of_environment
+from hmpx.recipes.reading import as_recipe, recipe_names, recipe_of_environment
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed, noted
+from hmpx.shell.main import Parser
 from hmpx.shell.options import add_recipe_options, keys_asked, note_run, number_in, with_options
-from hmpx.shell.processes import Running, hand_on
+from hmpx.shell.processes import Running, hand_on, started_processes
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
@@ -224,6 +225,43 @@ def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:
 # The commands that run a script: which one, and under which recipe
 
 
+def add_run(command: Parser) -> None:
+    command.describe(
+        "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
+        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.\n"
+        "Lists alone lie over the default ones, with FP32 weights.",
+        "--recipe neuron-bf16-sr train.py --steps 500\n--recipe lean --set seed=3 --bf16 mine.txt -m package.train\n"
+        "--list mine.txt train.py",
+    )
+    add_script(command, "the one that the environment names")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe = recipe_to_run(options)
+    if recipe is None:
+        names = ", ".join(recipe_names())
+        lists = "or lists (--list FILE --fp32 FILE)"
+        raise HmpxError(f"run needs --recipe NAME or FILE, {lists}, before {options.script}; there are {names}")
+    told = set[str]()
+
+    def tell(said: str) -> None:
+        if said not in told:
+            told.add(said)
+            print(f"hmpx: {said}", file=sys.stderr, flush=True)
+
+    def started(words: str) -> None:
+        tell(f"the recipe does not hold in a process that the script starts: {words}")
+
+    def replaced(words: str) -> None:
+        if words:
+            tell(f"the recipe ends here, since the script goes on as another program: {words}")
+
+    with started_processes(running(options), started, replaced):
+        run(recipe, options.script, options.arguments, as_module=options.as_module)
+    return 0
+
+
 def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Action:
     """Add the options of a recipe, and the script, which is returned, with its own arguments.
 
@@ -239,20 +277,6 @@ def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Actio
     own = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     own.required = False
     return script
-
-
-def own_words(command: argparse.ArgumentParser | None, words: Sequence[str]) -> int:
-    """Return how many words of a command line are hmpx's: up to a script, behind which `argparse` would drop ``--``."""
-    actions = command._actions if command else []
-    if not any(action.dest == "arguments" for action in actions):
-        return len(words)
-    i = 1
-    while i < len(words) and words[i].startswith("-") and words[i] not in ("-", "--"):
-        named = [each for each in actions for option in each.option_strings if option.startswith(words[i])]
-        if any(each.nargs == "+" for each in named):  # `doctor --files`, without a script
-            return len(words)
-        i += 2 if any(each.nargs != 0 for each in named) else 1
-    return i + 2 if words[i : i + 1] == ["--"] else i + 1
 
 
 def words_of(options: argparse.Namespace) -> str:

@@ -20,14 +20,17 @@ from hmpx.insight.comparing.compare import compare
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import LOWS
 from hmpx.ops.policies.lists import SIDES
+<<<<<<< HEAD
 from hmpx.shell.options import add_force, add_recipe_options, check_outputs, note_run, outputs_asked, recipe_asked
+=======
+from hmpx.shell.main import Parser
+from hmpx.shell.options import add_force, add_recipe_options, check_outputs, outputs_asked, recipe_asked
+>>>>>>> 643cf172 (A command is loaded when it is asked for)
 from hmpx.shell.run_script import check_is_there
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    command = add_command(
-        "compare",
-        "compare the training under op lists with FP32 and say which ops are to blame",
+def add_compare(command: Parser) -> None:
+    command.describe(
         "Call a function without arguments that returns (model, batches, loss), as hmpx.compare\n"
         "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each batch\n"
         "runs in FP32 and under the lists. Where these break the training, the least is found that must be in FP32.\n"
@@ -42,9 +45,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_recipe_options(command)
     command.set_defaults(run=_compare)
 
-    command = add_command(
-        "tune",
-        "find the op lists of a model, and write them",
+
+def add_tune(command: Parser) -> None:
+    command.describe(
         "Call a function without arguments that returns (model, batches, loss), or (model, batches, loss, held_out),\n"
         "as hmpx.tune takes them, and write bf16.txt, fp32.txt, promote.txt and recipe.yaml, with what was measured\n"
         "in tuned.json and tuned.html. The exit status is 1 if the tolerance is not met.",
