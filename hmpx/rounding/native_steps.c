@@ -134,7 +134,7 @@ static int halves_of(const Stepped *one) {
 /* Asks for `count` elements that will be read soon: the loops that write a block load nothing new, and hardware that
    looks at what is loaded does not run far enough ahead. */
 static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
-  static const int64_t halves[] = {0, 8, 4, 2, 4, 4, 4, 4, 2, 2, 1}; /* of a byte, of an element, by kind */
+  static const int64_t halves[] = {0, 8, 4, 2, 4, 4, 4, 4, 2, 1}; /* of a byte, of an element, by kind */
   const char *from = AS(const char, stored->at) + at * halves[stored->kind] / 2;
   for (int64_t byte = 0; byte < count * halves[stored->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }

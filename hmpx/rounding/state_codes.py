@@ -238,4 +238,5 @@ def code_of(key: Any) -> StateCode | None:
 
 @functools.lru_cache(maxsize=4096)
 def _code_of(key: str) -> StateCode | None:
-    return next((code for prefix, code in _PREFIXES.items() if key.startswith(prefix)), None)
+    prefix = max(filter(key.startswith, _PREFIXES), key=len, default="")  # "hmpx_fp8_" begins "hmpx_fp8_e5m2_", too
+    return _PREFIXES.get(prefix)

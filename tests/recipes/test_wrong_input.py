@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections import OrderedDict
@@ -78,13 +79,18 @@ def told_by(who, words, capsys):
     return lines
 
 
+def is_answer(line):
+    return line.startswith(">")
+
+
 def test_what_is_said_of_wrong_input(tmp_path, monkeypatch, capsys, request):
     """``== NAME`` begins a file, ``$`` says who reads it, and ``>`` what they say; "..." is what is not ours."""
     stored, found = STORED.read_text(encoding="utf-8").splitlines(), []
     for i, case in enumerate("\n".join(stored).split("\n\n")):
         (tmp_path / str(i)).mkdir()
         monkeypatch.chdir(tmp_path / str(i))
-        for line in case.splitlines():
+        lines = case.splitlines()
+        for n, line in enumerate(lines, 1):
             kind, _, rest = line.partition(" ")
             if kind == ">":
                 continue
@@ -94,13 +100,12 @@ def test_what_is_said_of_wrong_input(tmp_path, monkeypatch, capsys, request):
                 file.touch()
             elif kind == "$":
                 who, *words = shlex.split(rest)
-                found += [f"> {each}" for each in told_by(who, words, capsys)]
+                known = [each for each in itertools.takewhile(is_answer, lines[n:]) if each.endswith("...")]
+                for said in told_by(who, words, capsys):
+                    found.append(next((each for each in known if f"> {said}".startswith(each[:-3])), f"> {said}"))
             else:
                 file.write_text(f"{file.read_text()}{line}\n", encoding="utf-8")
         found.append("")
-    for i, (line, known) in enumerate(zip(found, stored)):  # noqa: B905
-        if known.endswith("...") and line.startswith(known[:-3]):
-            found[i] = known
     if request.config.getoption("--update"):
         STORED.write_text("\n".join(found), encoding="utf-8")
     assert found[:-1] == STORED.read_text(encoding="utf-8").splitlines(), "run with --update and look at the difference"

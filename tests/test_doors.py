@@ -1,0 +1,141 @@
+"""What stands in several files has the same in each: a test for each "To change one thing" of a README.
+
+Each fails with the name of the file that is to be edited.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import hmpx
+from hmpx.insight.explain import recipe_lines
+from hmpx.insight.looks.checks import CHECKS
+from hmpx.recipes.keys import _LEGAL
+from hmpx.recipes.reading import as_recipe
+from hmpx.rounding import calls, eager, native, table
+from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
+from hmpx.shell.main import _COMMANDS
+from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
+from tests.support.formulas import CONFIGURATIONS
+from tests.support.kernel_steps import STATES, STEPS
+from tests.support.planted_trainings import PLANTED
+from tests.support.state_codes import PREFIXES
+
+ROOT = Path(__file__).parent.parent
+ROUNDING = ROOT / "hmpx" / "rounding"
+KINDS = {"FP32", "BF16", "CODED", "NEAREST", "MASTER", "SPLIT", "SPLIT8", "FP8", "FOUR"}
+
+
+def text(name):
+    return (ROUNDING / name).read_text(encoding="utf-8")
+
+
+def numbers_in(name, pattern):
+    """Names that a file of C or Triton counts up from 0, and the number that Python has for each."""
+    return {each: i for i, each in enumerate(re.search(pattern, text(name))[1].replace(" ", "").split(","))}
+
+
+def test_a_kernel_stands_in_every_backend_and_is_tested():
+    kernels = [*native.KERNELS]
+    in_c = re.findall(r"DO\((\w+)\)", re.search(r"#define FOR_EACH_KERNEL\(DO\).*", text("native_steps.c"))[0])
+    assert in_c == kernels, "rounding/native_steps.c: FOR_EACH_KERNEL"
+    in_triton = numbers_in("triton_kernels.py", r"\n(ADAM, [\w, ]+) = \(tl")
+    assert [*in_triton] == [name.upper() for name in kernels], "rounding/triton_kernels.py: the names of kernels"
+    branches = {name for name in in_triton if re.search(rf"KERNEL == {name}\b", text("triton_kernels.py"))}
+    assert len({*in_triton} - branches) <= 1, f"rounding/triton_kernels.py: no branch of {in_triton.keys() - branches}"
+    assert [*eager._STEPS] == kernels, "rounding/eager.py: _STEPS"
+    assert [*STEPS] == [*STATES] == kernels, "tests/support/kernel_steps.py: STEPS, STATES"
+    formulas = [*_FORMULAS.values(), *_FORMULAS_BY_NAME.values()]
+    assert {each.kernel for each in formulas} == {*kernels}, "updates/stepping/optimizer_classes.py: _FORMULAS"
+
+
+def test_an_optimizer_that_a_kernel_steps_is_tested_and_named():
+    tested = {f"{cls.__module__}.{cls.__qualname__}" for cls, _ in CONFIGURATIONS.values()}
+    for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in _FORMULAS), *_FORMULAS_BY_NAME]:
+        assert name in tested, f"tests/support/formulas.py: CONFIGURATIONS has no {name}"
+        for said, where in ((hmpx.attach.__doc__, "updates/attach.py"), (guide(), "examples/README.md")):
+            assert re.search(rf"\b{name.rpartition('.')[2]}\b", said), f"{where} says nothing of {name}"
+
+
+def guide():
+    return (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_kind_of_tensor_has_one_number_everywhere():
+    in_c = numbers_in("native_stored.c", r"enum \{ (ABSENT[\w, ]+) \}")
+    assert {name: getattr(native, name) for name in KINDS} == {each: in_c[each] for each in KINDS} and in_c[
+        "ABSENT"
+    ] == 0
+    assert len(in_c) == len(KINDS) + 1, "tests/test_doors.py: KINDS"
+    halves = re.search(r"halves\[\] = \{([^}]*)\}", text("native_steps.c"))[1].split(",")
+    assert len(halves) == len(in_c), "rounding/native_steps.c: half bytes of an element by kind"
+    coded = {code.kind for code in STATE_CODES.values()}
+    assert {*table._CODED} == coded, "rounding/table.py: _CODED"
+    assert coded <= {*calls._DRAWN}, "rounding/calls.py: _DRAWN"
+    assert "kind == CODED || kind >= FP8" in text("native_stored.c")
+    assert coded == {native.CODED, *(kind for kind in in_c.values() if kind >= native.FP8)}, "native_stored.c: is_coded"
+
+
+def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):
+    assert {name: code.prefix for name, code in STATE_CODES.items()} == PREFIXES, (
+        "tests/support/state_codes.py: PREFIXES"
+    )
+    for code in STATE_CODES.values():
+        assert code_of(f"{code.prefix}exp_avg") is code and code_of(f"hmpx_no_{code.name}_exp_avg") is None
+    monkeypatch.setitem(_PREFIXES, f"{STATE_CODES['fp8'].prefix}e5m2_", STATE_CODES["8bit"])
+    assert code_of(f"{STATE_CODES['fp8'].prefix}e5m2_momentum") is STATE_CODES["8bit"], "the longest prefix decides"
+    _code_of.cache_clear()
+
+
+@pytest.mark.parametrize("key", _LEGAL)
+def test_explain_has_words_for_each_legal_value(key):
+    for value in _LEGAL[key]:
+        keys = {key: value, **({"weights": "master"} if key == "use_master_weights_in_ckpt" else {})}
+        try:
+            recipe = as_recipe(keys)
+            recipe.settings()
+        except hmpx.HmpxError:  # it goes with another key alone
+            continue
+        assert recipe_lines(recipe), f"insight/explain.py: {key}: {value}"
+
+
+def test_the_page_names_each_key_of_a_recipe():
+    page = (ROOT / "oplists" / "README.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))))
+    assert {*hmpx.Recipe.__dataclass_fields__} <= rows, "oplists/README.md: keys"
+
+
+def test_each_look_at_an_op_is_planted():
+    planted = {name.partition(":")[0] for name in PLANTED}
+    (notes,) = re.findall(
+        r"^NOTES = (\{.*?^\})", (ROOT / "tests/insight/test_doctor.py").read_text("utf-8"), re.M | re.S
+    )
+    for each in CHECKS:
+        assert each.kind in planted, f"tests/support/planted_trainings.py: no fault of the kind {each.kind!r}"
+        assert each.wrong or each.kind in ast.literal_eval(notes), (
+            f"tests/insight/test_doctor.py: NOTES has no {each.kind!r}"
+        )
+
+
+def test_the_guide_names_each_command():
+    pages = guide() + (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in _COMMANDS:
+        assert re.search(rf"hmpx {name}\b|`{name} ", pages), f"README.md, examples/README.md: {name}"
+
+
+ROOMS = ("ops", "recipes", "rounding", "updates", "insight", "shell")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_files_of_to_change_one_thing_are_there(room):
+    page = (ROOT / "hmpx" / room / "README.md").read_text(encoding="utf-8")
+    (part,) = re.findall(r"^## To change one thing\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    files = re.findall(r"`([\w./]+\.(?:py|c|h|md|yaml|txt))`", part)
+    assert files, room
+    for file in files:
+        known = [base / file for base in (ROOT / "hmpx" / room, ROOT / "hmpx", ROOT) if (base / file).is_file()]
+        assert known, f"hmpx/{room}/README.md: {file}"
