@@ -123,7 +123,7 @@ def leave_forward() -> None:
 
 
 def run_backward(function, args, kwargs):
-    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
+    """Call `function`, which runs a backward pass: hooks inside are outside of the model."""
     here = innermost()
     return run_in(Region(None, here.rounding, here.maps, here.scope), function, args, kwargs)
 

@@ -65,7 +65,7 @@ OPS = Feature(
     Name("torch.[_prims|_prims_common|_refs|_subclasses|_tensor_str|_utils|fx.experimental]", _SPELLS_OUT, None),
 )
 HOOKS = Feature(
-    "hooks of gradients beside the model",
+    "hooks of gradients outside of the model",
     "ops in them are cast as a model's, and ops in the backward of a torch.autograd.Function as they come",
     Name("torch.autograd._engine_run_backward", "where a backward pass begins; else torch.autograd.backward", None),
     _GRAPH_TASK,
@@ -91,7 +91,7 @@ PARAMETRIZATIONS = Feature(
     Name("torch.nn.Module().[_parameters|_buffers]", "are given FP32 meanwhile, and what a record of a run puts back"),
 )
 DATA = Feature(
-    "data loading beside the model",
+    "data loading outside of the model",
     'convert(where="everywhere") casts in data sets and collate functions',
     Name("torch.utils.data.[_utils.fetch._BaseDatasetFetcher|dataloader._BaseDataLoaderIter]", "no model's forward"),
 )

@@ -17,13 +17,13 @@ import wrapt
 from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.ops import autocast
-from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
 from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
+from hmpx.ops.outside_model import OutsideModel
 from hmpx.ops.overlays import Policies
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
@@ -138,7 +138,7 @@ class PatchTable(Patches):
     ) -> None:
         self.policies, self.mapping = policies, mapping
         self.switch, self._kernels, self._observer = Switch(everywhere), kernels, observer
-        self.beside = BesideModel(self.switch)
+        self.beside = OutsideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
         self.foreign: dict[str, str] = {}  # what stands in torch's place and is no function, in words

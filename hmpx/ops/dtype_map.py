@@ -25,7 +25,7 @@ from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.base.torch_private import LOADED
 from hmpx.errors import HmpxError
-from hmpx.ops.beside_model import functions_in, places
+from hmpx.ops.outside_model import functions_in, places
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.signatures import schemas

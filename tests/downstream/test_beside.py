@@ -16,7 +16,7 @@ from torch import optim
 
 import hmpx
 from hmpx.integrations.transformers import HmpxCallback
-from hmpx.ops import beside_model
+from hmpx.ops import outside_model
 from tests.downstream.by_hand import AUTOCASTS, RECIPES, ByHand, bits, digest, state_bits
 from tests.downstream.trainer import NO_DROPOUT, gpt2, texts, trained
 
@@ -128,9 +128,9 @@ def test_merged_weights_and_new_adapters_have_the_bits_that_they_have_without_hm
 
 
 def test_every_place_of_peft_exists():
-    places = beside_model.places()
+    places = outside_model.places()
     for name in places["peft"]:
-        assert list(beside_model.functions_in("peft", {**places, "peft": [name]})), name
+        assert list(outside_model.functions_in("peft", {**places, "peft": [name]})), name
 
 
 WIDE = {**NO_DROPOUT, "n_embd": 32}  # with parameters of 4096 elements, from which on state is held in 8 bits

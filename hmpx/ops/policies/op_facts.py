@@ -239,7 +239,7 @@ INSIDE_THE_MODEL = (
     "torch._higher_order_ops.flex_attention:FlexAttentionBackwardHOP.__call__",
 )  # fmt: skip
 # What runs beside it. `updates.step_hooks` watches optimizer steps.
-BESIDE_THE_MODEL = (
+OUTSIDE_THE_MODEL = (
     # learning rates, and averages of weights
     "torch.optim.lr_scheduler", "torch.optim.lr_scheduler:LRScheduler",
     "torch.optim.swa_utils:AveragedModel.update_parameters",

@@ -39,9 +39,9 @@ class Patching(enum.Enum):
     """The effect of a patch on calls of an entry point."""
 
     CAST = "cast"  # the arguments are cast as its rule says
-    UNCAST = "uncast"  # no op inside is cast: it is beside the model, or was cast before
+    UNCAST = "uncast"  # no op inside is cast: it is outside of the model, or was cast before
     FORWARD = "forward"  # what runs inside is a model's forward
-    BACKWARD = "backward"  # what runs inside is beside the model, except forwards that are computed again
+    BACKWARD = "backward"  # what runs inside is outside of the model, except forwards that are computed again
     FP32 = "in fp32"  # it computes in FP32 and returns its input's dtype
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
     CARRYING = "carrying"  # a callback that it stores will run in the region of this call

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, Dataset
 
 import hmpx
-from hmpx.ops import beside_model
+from hmpx.ops import outside_model
 from tests.support import python
 
 SCHEDULERS = {
@@ -173,13 +173,13 @@ def test_a_module_that_is_imported_later_is_patched_then():
 
 
 def test_every_place_of_the_table_exists():
-    places = beside_model.places()
+    places = outside_model.places()
     for module, names in places.items():
         if not module.startswith("torch."):
             continue  # tests/downstream has it
         __import__(module)
         for name in names:
-            assert list(beside_model.functions_in(module, places)), (module, name)
+            assert list(outside_model.functions_in(module, places)), (module, name)
             found = sys.modules[module]
             for part in name.split(".") if name else ():
                 found = getattr(found, part)

@@ -6,7 +6,7 @@ forward is computed again, and in the `backward` of a `torch.autograd.Function`.
 model. Compiled code counts as a forward, whoever calls it. A module inside opens no region there, and Dynamo is told
 that nobody has patched `Module.__call__`.
 
-- Casts are off in code that runs beside the model (`op_facts.BESIDE_THE_MODEL`: schedulers, clipping, data loading) and
+- Casts are off in code that runs outside of the model (`op_facts.OUTSIDE_THE_MODEL`: schedulers, clipping, data loading) and
   in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
 - A layer's check of its input's dtype accepts an input that will be cast.
 - Activation checkpointing runs a stored function in the region in which it was stored.
@@ -51,7 +51,7 @@ _HOOKS = "BackwardHookFunctionBackward"  # the node in which a module's own back
 _DYNAMO_CALL = "unpatched_nn_module_call"  # if `Module.__call__` equals it, Dynamo goes straight to `forward`
 
 
-class BesideModel:
+class OutsideModel:
     """Makes the patches of this file for one conversion. All names of a function have the same wrapper."""
 
     def __init__(self, switch: Switch) -> None:
@@ -247,7 +247,7 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
 def places() -> dict[str, list[str]]:
     """Return, by module, the names of code in which nothing is cast. "" stands for all functions of the module."""
     found: dict[str, list[str]] = {}
-    for place in (*op_facts.INSIDE_THE_MODEL, *op_facts.BESIDE_THE_MODEL):
+    for place in (*op_facts.INSIDE_THE_MODEL, *op_facts.OUTSIDE_THE_MODEL):
         module, _, name = place.partition(":")
         found.setdefault(module, []).append(name)
     return found
