@@ -1,10 +1,10 @@
-"""The containers in which calls hand over tensors: lists, tuples and mappings, of classes derived from them too."""
+"""What is inside of containers (lists, tuples, mappings, in which calls hand over tensors), of modules, of classes."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -59,3 +59,39 @@ def with_items(container: Any, items: Collection[Any]) -> Any:
     for key, item in zip(range(len(items)) if isinstance(new, list) else list(new.keys()), items, strict=True):
         new[key] = item
     return new
+
+
+# Modules, read as torch keeps them: no method is called that a class may override, since modules of others are read
+
+Module = torch.nn.Module
+
+
+def modules_in(module: Module) -> Iterator[Module]:
+    """Yield a module and all modules in it, each once."""
+    found = {id(module): module}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        inside = {id(child): child for child in each._modules.values() if child is not None and id(child) not in found}
+        found.update(inside)
+        waiting += reversed(inside.values())
+
+
+def own_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that a module itself holds, by name."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def parameters_in(module: Module) -> list[torch.nn.Parameter]:
+    """Return all parameters of a module, each once."""
+    return list({id(p): p for each in modules_in(module) for p in own_parameters(each).values()}.values())
+
+
+def with_subclasses(cls: type) -> list[type]:
+    """Return a class and every class that derives from it, each once, a class before those that derive from it."""
+    found = [cls]
+    for each in found:
+        derived: list[type] = each.__subclasses__()
+        found += [sub for sub in derived if sub not in found]
+    return found

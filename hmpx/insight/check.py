@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.files import composed
 from hmpx.base.torch_features import exists
 from hmpx.base.torch_private import FEATURES
-from hmpx.base.yaml_files import composed
 from hmpx.errors import HmpxError, OpListError, Origin, did_you_mean
 from hmpx.ops.policies.catalog import canonical, is_op, retired, unknown_op
 from hmpx.ops.policies.lists import LIST_KEYS, SIDES, Listed, OpLists, text_of_list

@@ -17,6 +17,7 @@ import wrapt
 from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.ops import autocast
+from hmpx.ops.autocast import registered
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.compilers import Compilers, forget_compiled
@@ -31,7 +32,6 @@ from hmpx.ops.policies.composition import SPARSE_GRADIENTS
 from hmpx.ops.policies.lists import SIDES, is_shipped
 from hmpx.ops.policies.policy import Case, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
-from hmpx.ops.registered import registered
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.overriding import Modes

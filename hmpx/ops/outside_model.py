@@ -1,13 +1,13 @@
-"""Where a model runs, and what runs beside it: patches of functions of torch that are no ops.
+"""Where a model runs, and what runs outside of it: patches of functions of torch that are no ops.
 
 Under ``where="model"``, the call of a module opens a region that casts. So does that of a checkpointed function, which
 runs again in backward. Under either setting, a backward pass opens a region that casts in two places only: where a
-forward is computed again, and in the `backward` of a `torch.autograd.Function`. Hooks of gradients are beside the
+forward is computed again, and in the `backward` of a `torch.autograd.Function`. Hooks of gradients are outside of the
 model. Compiled code counts as a forward, whoever calls it. A module inside opens no region there, and Dynamo is told
 that nobody has patched `Module.__call__`.
 
-- Casts are off in code that runs outside of the model (`op_facts.OUTSIDE_THE_MODEL`: schedulers, clipping, data loading) and
-  in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
+- Casts are off in code that runs outside of the model (`op_facts.OUTSIDE_THE_MODEL`: schedulers, clipping, data
+  loading) and in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
 - A layer's check of its input's dtype accepts an input that will be cast.
 - Activation checkpointing runs a stored function in the region in which it was stored.
 - A function in `op_facts.NO_LOW_FUNCTIONS` takes mixed dtypes, and says why torch refuses BF16.
@@ -29,7 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import awaited, process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import with_dynamo
-from hmpx.base.subclasses import with_subclasses
+from hmpx.base.containers import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts

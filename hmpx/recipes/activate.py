@@ -24,18 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
+from hmpx.base.containers import modules_in, parameters_in, with_subclasses
 from hmpx.base.installation import Installation, current
-from hmpx.base.module_tree import modules_in, parameters_in
-from hmpx.base.subclasses import with_subclasses
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.recipes.casting import cast_models, tell_cast
+from hmpx.recipes.casting import cast_models, tell_cast, tell_scripted
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.scripted import tell_scripted
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import attached, check_torch, detach, steppers
 from hmpx.updates.ranks.checks import compare

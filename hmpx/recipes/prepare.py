@@ -19,18 +19,16 @@ from weakref import WeakSet
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.module_tree import parameters_in
+from hmpx.base.containers import parameters_in
 from hmpx.conversion import Conversion, install, installed
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.forwards import ListsRule, rules_of_lists
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.policy import Policy
-from hmpx.recipes.casting import cast_models, tell_cast
+from hmpx.recipes.casting import cast_models, parameter_dtypes, tell_cast, tell_scripted
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.parameter_dtypes import parameter_dtypes
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.scripted import tell_scripted
 from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.checks import compare

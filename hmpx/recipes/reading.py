@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from hmpx.base.files import beside
-from hmpx.base.yaml_files import composed, places_inside, value_of
+from hmpx.base.files import beside, composed, places_inside, value_of
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean, errors_at
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.policies.lists import (

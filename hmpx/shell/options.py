@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base import process_state
-from hmpx.base.files import WriteError, beside
-from hmpx.base.yaml_files import root_of, value_of
+from hmpx.base.files import WriteError, beside, root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.lists import LOW_DTYPES, SIDES

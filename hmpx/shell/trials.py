@@ -20,12 +20,8 @@ from hmpx.insight.comparing.compare import compare
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import LOWS
 from hmpx.ops.policies.lists import SIDES
-<<<<<<< HEAD
-from hmpx.shell.options import add_force, add_recipe_options, check_outputs, note_run, outputs_asked, recipe_asked
-=======
 from hmpx.shell.main import Parser
-from hmpx.shell.options import add_force, add_recipe_options, check_outputs, outputs_asked, recipe_asked
->>>>>>> 643cf172 (A command is loaded when it is asked for)
+from hmpx.shell.options import add_force, add_recipe_options, check_outputs, note_run, outputs_asked, recipe_asked
 from hmpx.shell.run_script import check_is_there
 
 

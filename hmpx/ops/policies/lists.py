@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from hmpx.base.yaml_files import places_inside, root_of, text_of, value_of
+from hmpx.base.files import places_inside, root_of, text_of, value_of
 from hmpx.errors import OpListError, Origin, Places, did_you_mean, errors_at, kind_of
 from hmpx.ops.policies.fp8_format import Format
 
