@@ -16,7 +16,7 @@ from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
-from hmpx.rounding import calls, eager, native, table
+from hmpx.rounding import calls, eager, native
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
 from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
@@ -53,6 +53,23 @@ def test_a_kernel_stands_in_every_backend_and_is_tested():
     assert {each.kernel for each in formulas} == {*kernels}, "updates/stepping/optimizer_classes.py: _FORMULAS"
 
 
+@pytest.mark.parametrize("kernel", native.SCALARS_OF)
+def test_the_scalars_of_a_kernel_have_one_order(kernel):
+    """Of Triton, which has no names for them, each number that is read."""
+    names = [*native.SCALARS_OF[kernel]]
+    loop = re.search(rf"^KERNEL\({kernel},.*?^}}", text("native_steps.c"), re.M | re.S)[0]
+    in_c = dict(sorted((int(i), name) for name, i in re.findall(r"(\w+) = s\[(\d+)\]", loop)))
+    assert in_c == dict(enumerate(names)), "rounding/native_steps.c"
+    *others, last = re.split(
+        r"\n    (?:el)?if KERNEL == |\n    else:", text("triton_kernels.py").partition("def stepped")[2]
+    )
+    branch = next((each for each in others if each.startswith(f"{kernel.upper()}:")), last.partition("return")[0])
+    read = {0, 1, *map(int, re.findall(r"s \+ (\d+)", branch))}  # the first two are read by all
+    wanted = {i for i, name in enumerate(names) if name != "centered"}  # which Triton asks of the state
+    assert read == wanted, f"rounding/triton_kernels.py: {kernel}"
+    assert all(len(scalars) == len(names) for scalars in STEPS[kernel]), "tests/support/kernel_steps.py: STEPS"
+
+
 def test_an_optimizer_that_a_kernel_steps_is_tested_and_named():
     tested = {f"{cls.__module__}.{cls.__qualname__}" for cls, _ in CONFIGURATIONS.values()}
     for name in [*(f"{cls.__module__}.{cls.__qualname__}" for cls in _FORMULAS), *_FORMULAS_BY_NAME]:
@@ -74,7 +91,7 @@ def test_a_kind_of_tensor_has_one_number_everywhere():
     halves = re.search(r"halves\[\] = \{([^}]*)\}", text("native_steps.c"))[1].split(",")
     assert len(halves) == len(in_c), "rounding/native_steps.c: half bytes of an element by kind"
     coded = {code.kind for code in STATE_CODES.values()}
-    assert {*table._CODED} == coded, "rounding/table.py: _CODED"
+    assert {*native.CODES} == coded, "rounding/native.py: CODES"
     assert coded <= {*calls._DRAWN}, "rounding/calls.py: _DRAWN"
     assert "kind == CODED || kind >= FP8" in text("native_stored.c")
     assert coded == {native.CODED, *(kind for kind in in_c.values() if kind >= native.FP8)}, "native_stored.c: is_coded"

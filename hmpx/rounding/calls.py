@@ -12,10 +12,10 @@ from types import ModuleType
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, KERNELS, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.native import BF16, CODES, FP32, KERNELS, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.table import EVEN, WORDS_OF_A_MOVE, Lain, Table, TableRow, run_all
 
-_DRAWN = BF16, SPLIT8, CODED, FP8, FOUR  # kinds whose writes need random numbers
+_DRAWN = BF16, SPLIT8, *CODES  # kinds whose writes need random numbers
 
 
 def launch_once(

@@ -11,12 +11,14 @@ is contracted into a fused multiply-add. That is 10 to 20 passes over memory whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from hmpx.base.torch_private import copy_all, private
 from hmpx.rounding.devices import is_lazy, is_on_host, reinterpreted, shifted
+from hmpx.rounding.native import SCALARS_OF
 
 Tensor = torch.Tensor
 
@@ -145,59 +147,59 @@ def _operand(other: _Each | Sequence[float]) -> Sequence:
     return other.tensors if isinstance(other, _Each) else other
 
 
-Numbers = list[list[float]]  # each scalar of `native_steps.c`, with a value for each tensor
+Numbers = Any  # its attributes are scalars by their names in `native.SCALARS_OF`, each with a value for each tensor
 States = list[Any]  # an `_Each` or None, in the order of `native_steps.c`
 
 
 def _adam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     m, v = states[:2]
-    m.becomes(m * s[3] + x * s[4])
-    v.becomes(v * s[5] + x * s[6] * x)
-    return p * s[2] - m / (v.sqrt() + s[8]) * s[7]
+    m.becomes(m * s.beta1 + x * s.rest1)
+    v.becomes(v * s.beta2 + x * s.rest2 * x)
+    return p * s.decay - m / (v.sqrt() + s.eps) * s.rate
 
 
 def _sgd(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     b = states[0]
     if b is None:
-        return p - x * s[2]
-    b.becomes(b * s[4] + x * s[5])
-    is_nesterov = s[6][0] != 0
-    return p - (x + b * s[3] if is_nesterov else b) * s[2]
+        return p - x * s.rate
+    b.becomes(b * s.keep + x * s.add)
+    is_nesterov = s.nesterov[0] != 0
+    return p - (x + b * s.momentum if is_nesterov else b) * s.rate
 
 
 def _lion(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     m = states[0]
-    direction = (m * s[3] + x * s[4]).sign()
-    m.becomes(m * s[5] + x * s[6])
-    return p * s[2] - direction * s[7]
+    direction = (m * s.beta1 + x * s.rest1).sign()
+    m.becomes(m * s.beta2 + x * s.rest2)
+    return p * s.decay - direction * s.rate
 
 
 def _adagrad(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     total = states[0]
     total.becomes(total + x * x)
-    return p - x / (total.sqrt() + s[3]) * s[2]
+    return p - x / (total.sqrt() + s.eps) * s.rate
 
 
 def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     square, b, mean = states
-    square.becomes(square * s[3] + x * s[4] * x)
+    square.becomes(square * s.alpha + x * s.rest * x)
     variance = square
     if mean is not None:
-        mean.becomes(mean + (x - mean) * s[4])
+        mean.becomes(mean + (x - mean) * s.rest)
         variance = square - mean * mean
-    moved = x / (variance.sqrt() + s[5])
+    moved = x / (variance.sqrt() + s.eps)
     if b is not None:
-        b.becomes(b * s[6] + moved)
+        b.becomes(b * s.momentum + moved)
         moved = b
-    return p - moved * s[2]
+    return p - moved * s.rate
 
 
 def _nadam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     m, v = states[:2]
-    m.becomes(m + (x - m) * s[3])
-    v.becomes(v * s[4] + x * s[5] * x)
-    root = v.over(s[9]).sqrt() + s[8]
-    return p * s[2] - x / root * s[6] - m / root * s[7]
+    m.becomes(m + (x - m) * s.rest1)
+    v.becomes(v * s.beta2 + x * s.rest2 * x)
+    root = v.over(s.correction).sqrt() + s.eps
+    return p * s.decay - x / root * s.rate - m / root * s.rate_mean
 
 
 _STEPS: dict[str, Callable[[_Each, _Each, States, Numbers], _Each]] = {
@@ -226,11 +228,12 @@ def step_list(
     """
     for few, their_grads, held, of_each in _slices_of(weights, grads, states, scalars):
         p, numbers = _Each(few), [list(each) for each in zip(*of_each, strict=True)]
-        x = _Each(their_grads) * numbers[0]
-        if any(numbers[1]):  # 0 times an infinite weight would be NaN
-            both = zip(numbers[1], (x + p * numbers[1]).tensors, x.tensors, strict=True)
+        s = SimpleNamespace(**dict(zip(SCALARS_OF[kernel], numbers, strict=False)))
+        x = _Each(their_grads) * s.sign
+        if any(s.l2):  # 0 times an infinite weight would be NaN
+            both = zip(s.l2, (x + p * s.l2).tensors, x.tensors, strict=True)
             x = _Each([penalised if l2 else plain for l2, penalised, plain in both])
-        p.becomes(_STEPS[kernel](p, x, [None if each is None else _Each(each) for each in held], numbers))
+        p.becomes(_STEPS[kernel](p, x, [None if each is None else _Each(each) for each in held], s))
 
 
 def _slices_of(

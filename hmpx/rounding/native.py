@@ -14,9 +14,19 @@ from hmpx.rounding.native_library import library
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
-KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
+# The kernels of `native_steps.c` and the scalars of each, in the order in which C and Triton read them.
+SCALARS_OF = {
+    "adam": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate", "eps"),
+    "sgd": ("sign", "l2", "rate", "momentum", "keep", "add", "nesterov"),
+    "lion": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate"),
+    "adagrad": ("sign", "l2", "rate", "eps"),
+    "rmsprop": ("sign", "l2", "rate", "alpha", "rest", "eps", "momentum", "centered"),
+    "nadam": ("sign", "l2", "decay", "rest1", "beta2", "rest2", "rate", "rate_mean", "eps", "correction"),
+}
+KERNELS = tuple(SCALARS_OF)
 FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
+CODES = CODED, FP8, FOUR  # kinds that are codes with scales
 _STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
 
 # The numbers that codes of 4 bits mean, of `native_codes.c`, as torchao computes them; see `state_codes.py`.

@@ -18,12 +18,12 @@ import torch
 
 from hmpx.rounding import native, triton
 from hmpx.rounding.keys import MAX_UINT64
-from hmpx.rounding.native import CODED, FOUR, FP8, StoredTensor
+from hmpx.rounding.native import CODES, StoredTensor
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
-_ABSENT, _CODED = 0, (CODED, FP8, FOUR)
+_ABSENT = 0
 _HEAD, _STORED, _KEY = 11, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words for the scalars of a row, two in each
@@ -108,7 +108,7 @@ class TableRow(NamedTuple):
         """Return what Triton compiles a kernel for: the kinds of the tensors, and how their elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
-        lain, is_coded = self.lain, any(abs(held.kind) in _CODED for held in there)
+        lain, is_coded = self.lain, any(abs(held.kind) in CODES for held in there)
         lie = EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
         if lie == EVEN and not (lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))):
             lie = _ALIGNED
