@@ -42,10 +42,10 @@ def prepared(recipe):
 
 
 def of_recipe(name):
-    """By its path, read before or not, as `check` says it, and as a dict, which has no line."""
+    """By its path, read before or not, as `explain` says it, and as a dict, which has no line."""
     yield "", (whole := error_of(prepared, name))
     yield "", error_of(lambda: prepared(read_recipe(name)))
-    yield "check: ", str(next(check_files([name]), "nothing"))
+    yield "explain: ", str(next(check_files([name]), "nothing"))
     try:
         keys = yaml.safe_load(Path(name).read_text())
     except (yaml.YAMLError, ValueError):
@@ -60,7 +60,7 @@ def of_recipe(name):
 
 def of_list(name):
     yield "", error_of(lambda: hmpx.convert(bf16_file_path=name))
-    yield "check: ", str(next(check_files([name]), "nothing"))
+    yield "explain: ", str(next(check_files([name]), "nothing"))
 
 
 READERS = {"recipe": of_recipe, "list": of_list}
