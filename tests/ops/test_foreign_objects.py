@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx.ops.captured_names import rewriting, sweep
+from hmpx.ops.captured_names import raw, sweep
 
 X = torch.randn(4, 4)
 LINEAR = F.linear
@@ -227,7 +227,7 @@ def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, un
 
 def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
     handle = hmpx.convert()
-    write, calls = rewriting.ITEM.write, []
+    write, calls = raw.ITEM.write, []
 
     def interrupted(*args):
         calls.append(args)
@@ -236,7 +236,7 @@ def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
         write(*args)
 
     (rebinding,) = handle._casts._rebindings
-    item = rewriting.ITEM
+    item = raw.ITEM
     for undo in rebinding._changes._undo[0].function.__self__._undo:
         undo.args = tuple(item._replace(write=interrupted) if each is item else each for each in undo.args)
     with pytest.raises(KeyboardInterrupt):
