@@ -21,7 +21,7 @@ import torch
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
 from hmpx.insight.finding import some
-from hmpx.insight.reasons import reason
+from hmpx.insight.places import reason
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.decision_log import positions_in_words

@@ -23,7 +23,7 @@ from hmpx.insight.capture.dispatch import OpWatch
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.looks.nonfinite import Nonfinite
-from hmpx.insight.reasons import in_a_line
+from hmpx.insight.places import in_a_line
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly

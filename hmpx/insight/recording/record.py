@@ -26,8 +26,7 @@ from hmpx.insight.about import about, device
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.observed import OF_STEPS, observing
-from hmpx.insight.places import CallPlaces, Place, unchosen
-from hmpx.insight.reasons import reason_of_call
+from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched
 from hmpx.insight.recording.log import Log

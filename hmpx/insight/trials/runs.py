@@ -26,8 +26,7 @@ from time import perf_counter
 import torch
 
 from hmpx.insight import run_state
-from hmpx.insight.places import CallPlaces
-from hmpx.insight.reasons import in_a_line
+from hmpx.insight.places import CallPlaces, in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
 from hmpx.insight.trials.subject import Subject
