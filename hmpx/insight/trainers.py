@@ -6,6 +6,7 @@ import re
 import sys
 from types import FrameType
 
+from hmpx.base.frames import variables
 from hmpx.ops.wrapping.callers import frames
 
 _LIGHTNING = {
@@ -30,7 +31,7 @@ def words_of_trainer(frame: FrameType) -> dict[str, str]:
     """Return what a user writes if a trainer runs this frame; empty if none that is known does."""
     known = [(getattr(sys.modules.get(where), name, None), words) for (where, name), words in _TRAINERS.items()]
     for each in frames(frame):
-        own = each.f_locals.get("self")
+        own = variables(each).get("self")
         for kind, words in known:
             if kind is not None and isinstance(own, kind):
                 return words

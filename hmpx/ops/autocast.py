@@ -38,6 +38,7 @@ from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import never_compile, with_dynamo
 from hmpx.base.dtype_names import dtype_name
+from hmpx.base.frames import variables
 from hmpx.base.torch_private import AUTOCAST, REGISTERED, private
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule, rules_of
@@ -200,7 +201,7 @@ def _is_overruled(frame: FrameType) -> bool:
 
 def _say_switch(module: torch.nn.Module, method: str, frame: FrameType) -> None:
     """Log that a region in a method of a module is not taken for the word of a model, if `frame` is of that method."""
-    if any(frame.f_locals.get(name) is module for name in frame.f_code.co_varnames[:1]):
+    if any(variables(frame).get(name) is module for name in frame.f_code.co_varnames[:1]):
         say_once(logging.WARNING, _IN_A_METHOD.format(type(module).__name__, method), frame)
 
 

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.frames import variables
 from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside
 from hmpx.insight.capture.notes import Notes
@@ -331,7 +332,8 @@ class Capture:
 def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
     """Find the models that hold these parameters, in the variables and the `self` of the functions that call `step`."""
     for frame in frames(caller):
-        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        own = variables(frame)
+        values = [*own.values(), *getattr(own.get("self"), "__dict__", {}).values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
             if not wanted.isdisjoint(model.parameters()):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hmpx.base.frames import variables
 from hmpx.base.garbage import none_collected
 from hmpx.ops.captured_names import raw
 from hmpx.ops.captured_names.holders import Holders
@@ -238,10 +239,10 @@ class Sweep:
             if frame.f_code.co_flags & _OPTIMIZED and not self._is_off(frame.f_globals):
                 inside = raw.text(dict.get(frame.f_globals, "__name__"))
                 other = "" if thread == threading.get_ident() else " in another thread"
-                variables = frame.f_locals
-                if type(variables) is dict:  # which Python keeps at the frame before 3.13
-                    self._reached.add(id(variables))
-                for name, value in dict(variables).items():
+                if type(frame.f_locals) is dict:  # which Python keeps at the frame before 3.13
+                    self._reached.add(id(frame.f_locals))
+                held = dict(frame.f_locals) if other else variables(frame)
+                for name, value in held.items():
                     if name not in frame.f_code.co_freevars:
                         yield f"local variable {name} of {inside}.{frame.f_code.co_name}{other}", value
 

@@ -11,6 +11,7 @@ import torch
 import wrapt
 
 from hmpx import errors
+from hmpx.base.frames import variables
 from hmpx.base.process_state import rules
 from hmpx.ops.policies.policy import Rule
 
@@ -81,7 +82,7 @@ def methods(frame: types.FrameType | None) -> Iterator[tuple[torch.nn.Module, st
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and (code.co_varnames[0] == "self" or code.co_name == "forward"):
-            owner = frame.f_locals.get(code.co_varnames[0])
+            owner = variables(frame).get(code.co_varnames[0])
             if isinstance(owner, torch.nn.Module):
                 yield owner, code.co_name
         frame = frame.f_back
