@@ -74,7 +74,6 @@ class Run:
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bytes_per_parameter: float = 0.0
-    seconds: float = 0.0
 
 
 def four_ways() -> list[Run]:
@@ -129,7 +128,6 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Tensor, Tensor, int
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=options.lr, weight_decay=0.01)
     generator = torch.Generator().manual_seed(0)
     lists = {"bf16_file_path": options.list} if options.list else {}
-    started = time.perf_counter()
     with hmpx.convert(**lists) if run.convert else contextlib.nullcontext():
         for step in range(options.steps + 1):
             if step % options.every == 0 or step == options.steps:
@@ -146,7 +144,6 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Tensor, Tensor, int
                     optimizer.step()
             else:
                 optimizer.step()
-    run.seconds = time.perf_counter() - started
     run.bytes_per_parameter = measure(model, optimizer)
     progress.done()
 
@@ -171,8 +168,8 @@ class Progress:
 
 
 def table(runs: list[Run]) -> str:
-    head = f"{'':34} {'validation loss':>15} {'bytes/parameter':>16} {'seconds':>8}"
-    rows = [f"{r.name:34} {r.losses[-1]:15.3f} {r.bytes_per_parameter:16.1f} {r.seconds:8.1f}" for r in runs]
+    head = f"{'':34} {'validation loss':>15} {'bytes/parameter':>16}"
+    rows = [f"{r.name:34} {r.losses[-1]:15.3f} {r.bytes_per_parameter:16.1f}" for r in runs]
     return "\n".join([head, *rows])
 
 

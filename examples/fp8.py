@@ -94,13 +94,8 @@ def plot(ways: dict[str, Way], every: int, path: Path, dark: bool = False) -> No
     steps = [i * every for i in range(points)]
     with charlm.two_panels(path, conclusion(ways), steps[-1], dark) as (losses, differences):
         for (name, way), color, style in zip(ways.items(), COLORS, charlm.STYLES, strict=True):
-            losses.plot(
-                steps,
-                [statistics.fmean(each) for each in zip(*way.curves, strict=True)],
-                label=name,
-                color=color,
-                **style,
-            )
+            mean = [statistics.fmean(each) for each in zip(*way.curves, strict=True)]
+            losses.plot(steps, mean, label=name, color=color, **style)
             pairs = zip(way.curves, ways["FP32"].curves, strict=True)
             above = [*zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)]
             middle = [statistics.fmean(each) for each in above]
@@ -108,6 +103,7 @@ def plot(ways: dict[str, Way], every: int, path: Path, dark: bool = False) -> No
             low, high = ([m + sign * s for m, s in zip(middle, around, strict=True)] for sign in (-1, 1))
             differences.plot(steps, middle, color=color, **style)
             differences.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        losses.fill_between([], [], color=COLORS[0], alpha=0.3, linewidth=0, label="standard deviation over the seeds")
 
 
 def main() -> None:

@@ -197,7 +197,8 @@ class Checkup(Diagnosis):
 
     def _table(self) -> Grid:
         rows = sorted((each for each in self.tensors if each.tells), key=lambda each: each.moved.kept)  # type: ignore
-        return Grid(_FIELDS, rows, shown=rows[:_SHOWN] if self.wrong else [], page="The tensors", order="kept")
+        head = f"the {_SHOWN} that keep least, of {len(rows)}" if len(rows) > _SHOWN else ""
+        return Grid(_FIELDS, rows, head, rows[:_SHOWN] if self.wrong else [], page="The tensors", order="kept")
 
     def _text(self, width: int) -> str:
         return "\n".join([super()._text(width), *self._table().as_text(width)])

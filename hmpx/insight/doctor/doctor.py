@@ -233,7 +233,8 @@ class Examination(Capture):
         lines = [f"{number(steps, 'step')} of {classes}; parameters: {held}"] if steps else []
         lines += [f"beside {number(looked, 'step')} of them, float32 copies took the same step"] if looked else []
         if watched := self.iterations.watched:
-            lines += [f"looked at ops in iterations {', '.join(map(str, watched[:9]))}"]
+            word = "iteration" if len(watched) == 1 else "iterations"
+            lines += [f"looked at ops in {word} {', '.join(map(str, watched[:9]))}"]
             lines[-1] += " and so on" if len(watched) > 9 else ""
             if left := self.iterations.passed_over:
                 lines[-1] += f"; {number(left, 'other')} would have taken over a twentieth of the time"
