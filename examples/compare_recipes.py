@@ -88,7 +88,7 @@ def table(found: list[Way]) -> str:
         last = way.last()
         spread = f"±{statistics.stdev(last):.3f}" if len(last) > 1 else ""
         lines.append(
-            f"{way.name:30} {statistics.fmean(last):16.4f} {spread:>11} {recovered(way, fp32, nearest):9.1f} % "
+            f"{way.name:30} {statistics.fmean(last):16.3f} {spread:>11} {recovered(way, fp32, nearest):9.0f} % "
             f"{way.bytes_per_parameter:16g}"
         )
     return "\n".join(lines)

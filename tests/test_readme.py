@@ -25,15 +25,13 @@ from tests.support import python
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FOLDERS = ("oplists", "hmpx", "examples", "tests")
-READMES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (ROOT / "README.md", *(Path(at) / "README.md" for each in FOLDERS for at, _, _ in os.walk(ROOT / each)))
-    if path.is_file()
-}
+_PAGES = [Path(at) / "README.md" for each in FOLDERS for at, _, _ in os.walk(ROOT / each)]
+_PAGES = [ROOT / "README.md", ROOT / "examples" / "SKILL.md", *_PAGES]
+READMES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _PAGES if path.is_file()}
 BLOCK = re.compile(r"^(?:<!-- (.*) command -->\n)?```(.*)\n((?s:.*?))^```$", re.MULTILINE)
 BLOCKS = [(name, *found) for name, text in READMES.items() for found in BLOCK.findall(text)]
 # Commands that this file runs below, in smaller form, or that CI runs; a README may show no other than these unrun.
-COMMANDS = {"install", "main", "picture", "ranks"}
+COMMANDS = {"install", "main", "memory", "picture", "ranks"}
 COMMANDS |= {f"{group}test" for group in ("", "downstream ", "fake cuda ", "older libraries ", "xla ", "versions ")}
 
 
@@ -56,8 +54,8 @@ def _rows(page, column):
     return "\n".join(line.split("|")[1 + column] for line in table.splitlines())
 
 
-@pytest.mark.parametrize("page", ["README.md", "oplists/README.md"])
-def test_bytes_a_parameter_are_those_of_the_recipes(page):
+def test_bytes_a_parameter_are_those_of_the_recipes():
+    page = "oplists/README.md"
     for names, given in zip(_rows(page, 0).splitlines(), _rows(page, 2).splitlines(), strict=True):
         sums = [sum(read_recipe(name).bytes_per_parameter().values()) for name in re.findall(r"`([^`]*)`", names)]
         assert [f"{each:.3g}" for each in sums if each != sums[0]] == given.strip().split(", ")[1:], names
@@ -80,7 +78,7 @@ def test_troubleshooting_has_the_texts_of_the_code():
     trees = [ast.parse(path.read_text()) for path in (ROOT / "hmpx").rglob("*.py")]
     texts = [each.value for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
     said = [text for text in texts if isinstance(text, str)]
-    assert len(shown) > 12
+    assert len(shown) >= 10
     for parts in shown:
         assert all(any(part in text for text in said) for part in parts), parts
 
@@ -265,6 +263,21 @@ def test_the_main_job_takes_a_users_list(tmp_path):
     arguments = "--steps", "1", "--list", tmp_path / "mine.txt"
     done = python.run(ROOT / "examples" / "charlm.py", *arguments, cwd=tmp_path)
     assert done.returncode == 1 and "mine.txt:2: unknown op 'nosuch'" in done.stderr
+
+
+@pytest.mark.slow
+def test_8_bit_optimizers_are_set_side_by_side():
+    """The table of the front page: its rows where the libraries are installed, bytes, and a loss with its spread."""
+    arguments = "--steps 60 --seeds 2".split()
+    done = python.run(ROOT / "examples" / "memory.py", *arguments, check=True)
+    row = r"^(\S.{22,}?) +([\d.]+) +[\d.]+ ± [\d.]+ +(?:([-+][\d.]+) ± [\d.]+)? +[\d.]+$"
+    rows, shown = (
+        {name: rest for name, *rest in re.findall(row, text, re.MULTILINE)} for text in (done.stdout, README)
+    )
+    assert len(shown) == 6 and rows.keys() <= shown.keys() and len(rows) >= 3, done.stdout
+    assert {name: size for name, (size, _) in rows.items()} == {name: shown[name][0] for name in rows}
+    losses = {name: float(above or 0) for name, (_, above) in rows.items()}
+    assert abs(losses["hmpx, bf16-sr-8bit"]) < 0.01 < losses["BF16 weights, AdamW"]
 
 
 @pytest.mark.slow

@@ -48,5 +48,5 @@ def _program() -> str:
 
 def title(command: str, known: dict[str, str]) -> str:
     """Return the title of a page: "hmpx doctor: train.py --lr 0.1, bf16-sr"."""
-    named = ", ".join(filter(None, (known.get("script"), known.get("recipe"))))
+    named = ", ".join(each for key in ("script", "recipe") if (each := known.get(key)) and each != "none")
     return f"hmpx {command}: {named}" if named else f"hmpx {command}"

@@ -300,7 +300,7 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     elif keys_asked(options)[0]:
         recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
-        note_run(options, words_of(options), "no recipe")
+        note_run(options, words_of(options), "none")
         return None
     recipe = with_options(recipe, options)
     if options.verbose:

@@ -19,10 +19,12 @@ from tests.downstream.lightning_net import Net
 from tests.downstream.trainer import arguments, gpt2, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-GUIDE = (Path(hmpx.__file__).parent.parent / "examples" / "README.md").read_text()
+ROOT = Path(hmpx.__file__).parent.parent
+GUIDE = (ROOT / "examples" / "README.md").read_text()
 BLOCK = re.compile(r"^```python with (\w+)\n((?s:.*?))^```$", re.MULTILINE)
 
 
+MEMORY = re.findall(r"^\| [^|`]* \| `((?:\w+\.)*\w+\(.*\))` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 PUBLIC = [getattr(module, name) for module in (lightning, transformers) for name in module.__all__]
 
 
@@ -43,6 +45,32 @@ def test_the_lines_of_the_guide_run(framework, world):
     for found, block in BLOCK.findall(GUIDE):
         if found == framework:
             exec(compile(block, "train.py", "exec"), world)
+
+
+@pytest.mark.parametrize("line", MEMORY)
+def test_each_line_of_the_front_page_trains_with_8_bit_state(line, world):
+    names = {"HmpxCallback": transformers.HmpxCallback, "HmpxPrecision": lightning.HmpxPrecision}
+    made = eval(line, {**world, **names})
+    if line.startswith("Trainer("):
+        made.train()
+        optimizer = made.optimizer
+    elif line.startswith("pl."):
+        made.fit(world["module"], world["batches"])
+        (optimizer,) = made.optimizers
+    else:
+        model, optimizer = made
+        optimizer = optimizer if hasattr(optimizer, "state") else world["optimizer"]
+        tokens = torch.arange(8)[None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
+    held = {each.dtype for state in optimizer.state.values() for each in state.values() if each.dim() > 1}
+    assert torch.int8 in held or torch.uint8 in held, held
+    hmpx.restore()
+
+
+def test_the_front_page_has_a_line_for_a_loop_and_two_trainers():
+    assert len(MEMORY) == 3
 
 
 @pytest.mark.parametrize("thing", PUBLIC)

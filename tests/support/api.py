@@ -31,7 +31,7 @@ _HEAD = """\
 
 Written from the docstrings by `python -m pytest tests/test_api.py --update`; edit those. The
 [guide](../examples/README.md) shows how the parts go together. What stands here is public: a change of it is named in
-the [changelog](CHANGELOG.md). Classes stand as tables where functions return them; they are for annotations and
+the [changelog](CHANGELOG.md). Classes stand here where functions return them; they are for annotations and
 `isinstance`. What insight returns has `as_json()`, all of it as objects of JSON; `json(path)`, which saves them by the
 names of the attributes; and `html(path)`, which saves one page that needs no network and no other file.
 
@@ -69,7 +69,7 @@ def _entry(name: str, thing: Any, heading: str) -> Iterator[str]:
     said = _prose(inspect.getdoc(thing) or "", name.rpartition(".")[2] in WITHOUT_EXAMPLE)
     if inspect.isfunction(thing):
         yield f"`{_signature(name.rpartition('.')[2], thing)}`\\\n{next(said)}"
-    yield from (_KEYS if thing is hmpx.Recipe and part.startswith("| ") else part for part in said)
+    yield from (_KEYS if thing is hmpx.Recipe and part.startswith("- `") else part for part in said)
     if inspect.ismodule(thing):
         for each in thing.__all__:
             if getattr(thing, each) is not getattr(hmpx, each, None):
@@ -94,7 +94,7 @@ def _signature(name: str, function: Any) -> str:
 
 
 def _prose(docstring: str, is_short: bool = False) -> Iterator[str]:
-    """Yield a docstring as paragraphs of Markdown: arguments, result and errors as one list, attributes as a table.
+    """Yield a docstring as paragraphs of Markdown: arguments, result and errors as one list, attributes as another.
 
     is_short: without examples, and no list.
     """
@@ -107,8 +107,7 @@ def _prose(docstring: str, is_short: bool = False) -> Iterator[str]:
         block = textwrap.dedent(indented).strip()
         items = [" ".join(item.split()) for item in _NAMED.split(block)]
         if section == "Attributes":
-            rows = (_NAME.sub(lambda found: f"| `{found[1]}` | ", item.replace("|", "\\|")) for item in items)
-            yield "\n".join(("| attribute | is |", "|---|---|", *(f"{row} |" for row in rows)))
+            yield _list([_NAME.sub(lambda found: f"`{found[1]}`: ", item) for item in items])
         elif section == "Returns":
             points.append(f"Returns: {' '.join(block.split())}")
         elif section != "Example":
