@@ -270,10 +270,9 @@ def test_8_bit_optimizers_are_set_side_by_side():
     """The table of the front page: its rows where the libraries are installed, bytes, and a loss with its spread."""
     arguments = "--steps 60 --seeds 2".split()
     done = python.run(ROOT / "examples" / "memory.py", *arguments, check=True)
-    row = r"^(\S.{22,}?) +([\d.]+) +[\d.]+ ± [\d.]+ +(?:([-+][\d.]+) ± [\d.]+)? +[\d.]+$"
-    rows, shown = (
-        {name: rest for name, *rest in re.findall(row, text, re.MULTILINE)} for text in (done.stdout, README)
-    )
+    row = r"^(\S.{16,}?) +(\d+\.\d\d) +[\d.]+ ± [\d.]+ +(?:([-+][\d.]+) ± [\d.]+)? +[\d.]+$"
+    found = (re.findall(row, text, re.MULTILINE) for text in (done.stdout, README))
+    rows, shown = ({name: rest for name, *rest in each} for each in found)
     assert len(shown) == 6 and rows.keys() <= shown.keys() and len(rows) >= 3, done.stdout
     assert {name: size for name, (size, _) in rows.items()} == {name: shown[name][0] for name in rows}
     losses = {name: float(above or 0) for name, (_, above) in rows.items()}

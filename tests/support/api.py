@@ -56,7 +56,10 @@ def reference() -> str:
                 parts += _entry(part.__name__, part, "####")
     text = "\n\n".join(parts) + "\n"
     text = re.sub(r"\n\n(?=- |```pycon)", "\n", text)  # a list and a block of code need no empty line before them
-    return re.sub(r"^(#+ .*)\n\n", r"\1\n", text, flags=re.MULTILINE)  # nor does what stands below a heading
+    text = re.sub(r"^(#+ .*)\n\n", r"\1\n", text, flags=re.MULTILINE)  # nor does what stands below a heading
+    return re.sub(
+        r"^((?![-#`*|]|\[).*[.:])\n\n(?=[A-Z`\"])(?!```)", r"\1\\\n", text, flags=re.MULTILINE
+    )  # prose goes on in its own line
 
 
 def _link(name: str) -> str:
