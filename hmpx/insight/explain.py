@@ -41,15 +41,21 @@ _UPDATES = {
     "split": "made to FP32 masters, whose lower halves are kept beside the weights",
     "split8": "made to masters of 24 bits, whose lower 8 are rounded stochastically and kept beside the weights",
 }
+_CODED = (
+    "a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension or cut along the last"
+)
 _STATE = {
     "float32": "float32",
     "bfloat16": "bfloat16, rounded stochastically",
-    "8bit": "8 bits with a scale for 128 elements, rounded stochastically",
-    "fp8": "float8_e4m3fn with a scale for 128 elements, rounded stochastically",
-    "4bit": "4 bits with a scale for 128 elements, rounded stochastically",
+    "8bit": f"8 bits with {_CODED}",
+    "fp8": f"float8_e4m3fn with {_CODED}",
+    "4bit": f"4 bits with {_CODED}",
 }
 _KERNELS = f"in the arithmetic of hmpx's kernels for {FUSED}"
-_COPIES = "in FP32 copies of the largest parameter or more"
+_COPIES = (
+    "in FP32 copies of the largest parameter or more; of all parameters at once where hmpx does not know the class, "
+    "which may look across parameters"
+)
 _STEPS = {  # who takes them, and who chose
     None: f"{_KERNELS}, but for groups with {', '.join(OWN)}; others by their own code, {_COPIES} (fused is not set)",
     True: f"{_KERNELS}, but for groups with {', '.join(OWN)} (fused: true)",

@@ -45,7 +45,8 @@ def row_of_rounding(
     out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0
 ) -> TableRow:
     """Return the row that does what `eager.round_` does."""
-    lain = Lain.in_rows(x.numel(), offset, width or x.numel(), stride)
+    width = width or x.numel()
+    lain = Lain(x.numel(), offset, width, stride, min(width, x.numel()))
     return TableRow(lain, (StoredTensor(x, FP32), StoredTensor(out, BF16)), (None, key))
 
 
@@ -66,7 +67,7 @@ def row_of_move(
         room: where in a room `x` begins, in bytes, if `x` lies in one.
     """
     size, own = x.numel(), StoredTensor(x, FP32)
-    lain = Lain.alone(size, held.row or size, offset=first)
+    lain = Lain(size, first, size, 0, held.row or size)
     in_room = None if room is None else (int(is_read), room)
     if not is_read:
         return TableRow(lain, (own, held), (None, _drawn(held)), by_name=True, room=in_room)
@@ -81,7 +82,8 @@ def _drawn(held: StoredTensor | None) -> int | None:
 
 def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
     """Return the row that steps a parameter; `grad`: the index of its gradient, if each step has another one."""
-    lain, held = Lain.alone(one.weight.tensor.numel(), one.row, offset=one.first), one.tensors()
+    size, held = one.weight.tensor.numel(), one.tensors()
+    lain = Lain(size, one.first, size, 0, one.row)
     drawn = tuple(map(_drawn, held))
     return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad))
 

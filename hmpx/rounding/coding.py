@@ -1,12 +1,13 @@
 """How optimizer state becomes codes of a few bits, and numbers again, in eager torch on any device.
 
 A subclass of `StateCode` says which numbers its codes mean. Its methods get whole blocks, [blocks, BLOCK], and one
-scale for each. `encode` and `decode` find these blocks in a tensor of which this process may hold a part. If kernels
-can move the tensor, they do it instead.
+scale for each. `encode` and `decode` find these blocks in a tensor, as its `BlockLayout` says. If kernels can move the
+tensor, they do it instead.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -31,91 +32,61 @@ _SHEETS = 2  # an accelerator has so many sheets of a large tensor, since a call
 _INFINITY = 0x7F800000  # the bits of inf in FP32
 
 
-class Rows(NamedTuple):
-    """The layout of elements in blocks. Blocks lie in rows, and this process may hold a part of each row.
+class BlockLayout(NamedTuple):
+    """How the elements of a tensor lie in blocks, each of which has a scale.
+
+    A row is the last dimension. While it is shorter than a block, the dimension before it joins the row, but never the
+    first one. Each row begins with a block. So whoever holds whole rows holds whole blocks.
 
     Attributes:
-        width: how many elements of a row this process holds.
-        first: the column in the whole row of the first of them.
-        blocks: how many blocks a whole row has.
+        row: the elements of a row.
+        folded: the first dimension that belongs to a row.
     """
 
-    width: int
-    first: int
-    blocks: int
+    row: int
+    folded: int
 
     @classmethod
-    def of(cls, length: int) -> Rows:
-        """Return the layout of whole rows of `length` elements."""
-        return cls(length, 0, -(-length // BLOCK))
+    def of(cls, shape: Sequence[int]) -> BlockLayout:
+        """Return the layout of a tensor of this shape."""
+        folded = max(len(shape) - 1, 0)
+        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
+            folded -= 1
+        return cls(math.prod(shape[folded:]), folded)
 
-    def floor(self, element: int) -> int:
-        """Return the first held element of an element's block. Elements are counted in the held rows."""
-        if not self.width:
-            return 0
-        row, column = divmod(element, self.width)
-        begin = (self.first + column) // BLOCK * BLOCK - self.first
-        return row * self.width + max(begin, 0)
-
-    def range(self, start: int, stop: int) -> slice:
-        """Return the blocks from that of element `start` to that of `stop - 1`. Blocks are counted in whole rows."""
-        blocks = (
-            element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
-            for element in (start, stop - 1)
-        )
-        first, last = blocks
-        return slice(first, last + 1)
+    def shapes(self, code: StateCode, shape: Sequence[int]) -> tuple[torch.Size, torch.Size]:
+        """Return the shapes of the codes and of the scales of a tensor, or of a part of some of its rows."""
+        in_front, codes = tuple(shape[: self.folded]), self.row // code.per_byte
+        blocks = -(-self.row // BLOCK)
+        return torch.Size(shape if code.per_byte == 1 else (*in_front, codes)), torch.Size((*in_front, blocks))
 
 
-class BlockCodes(NamedTuple):
-    """Numbers in a few bits. Codes begin with element `start` of the held rows; scales are those of all held rows.
-
-    codes: flat uint8. A byte is one code of 8 bits, or two of 4 bits, the first in the upper half. scales: BF16.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    rows: Rows
-    start: int = 0
-
-
-class _Sheet(NamedTuple):
-    """A rectangle of elements: `start` ... `stop - 1`, in `rows` of `width`. `rows` and `blocks` index its scales."""
-
-    start: int
-    stop: int
-    width: int
-    rows: slice
-    blocks: slice
-    padding: tuple[int, int]  # elements that its blocks lack at both ends of a row
-
-    def in_blocks(self, x: Tensor, origin: int) -> Tensor:
-        """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
-        held = x[self.start - origin : self.stop - origin].view(-1, self.width)
-        return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
-
-    def out_of_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo `in_blocks`; the result is flat."""
-        rows = blocks.view(-1, self.width + sum(self.padding))
-        return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
+def _sheets(x: Tensor, row: int) -> Iterator[tuple[slice, slice, int]]:
+    """Cut rows into rectangles of whole blocks. Yield the elements of each, its blocks, and its width."""
+    size = x.numel()
+    chunk = (_CHUNK if is_on_host(x) else max(size // _SHEETS, _CHUNK)) // BLOCK * BLOCK
+    blocks = -(-row // BLOCK)
+    if row <= chunk:
+        count = chunk // (blocks * BLOCK) or 1
+        for first in range(0, size // row, count):
+            last = min(first + count, size // row)
+            yield slice(first * row, last * row), slice(first * blocks, last * blocks), row
+        return
+    for begin in range(0, size, row):
+        for column in range(0, row, chunk):
+            width, block = min(chunk, row - column), begin // row * blocks + column // BLOCK
+            yield slice(begin + column, begin + column + width), slice(block, block + -(-width // BLOCK)), width
 
 
-def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
-    """Cut `x`, which begins at element `start` of the held rows, into rectangles of whole blocks, as far as held."""
-    stop = start + x.numel()
-    chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
-    while start < stop:
-        row, column = divmod(start, rows.width)
-        count = (stop - start) // rows.width if not column else 0
-        width = rows.width if count else min(rows.width - column, stop - start)
-        if width > chunk:
-            width = rows.floor(start + chunk) - start
-        left, right = (rows.first + column) % BLOCK, -(rows.first + column + width) % BLOCK
-        count = max(min(count, chunk // (left + width + right)), 1) if width == rows.width else 1
-        block = (rows.first + column) // BLOCK
-        blocks = slice(block, block + (left + width + right) // BLOCK)
-        yield _Sheet(start, start + count * width, width, slice(row, row + count), blocks, (left, right))
-        start += count * width
+def _in_blocks(x: Tensor, width: int) -> Tensor:
+    """Return a rectangle of this width as [blocks, BLOCK], padded with zeros."""
+    rows = x.view(-1, width)
+    return (pad(rows, (0, -width % BLOCK)) if width % BLOCK else rows).reshape(-1, BLOCK)
+
+
+def _out_of_blocks(blocks: Tensor, width: int) -> Tensor:
+    """Undo `_in_blocks`; the result is flat."""
+    return blocks.view(-1, width + -width % BLOCK)[:, :width].reshape(-1)
 
 
 class StateCode(ABC):
@@ -145,7 +116,12 @@ class StateCode(ABC):
 
     @abstractmethod
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
-        """Return the BF16 scales of blocks, from the result of `largest`."""
+        """Return the BF16 scales of blocks, from two int32 numbers of each.
+
+        Args:
+            magnitudes: the bits of the block's largest magnitude; with `has_infinity`, of its largest finite one.
+            not_positive: 1 more than the bits of the largest magnitude among its numbers <= 0; 0 if it has none.
+        """
 
     @abstractmethod
     def codes_of(self, values: Tensor, r: Tensor, scale: Tensor) -> Tensor:
@@ -160,86 +136,66 @@ class StateCode(ABC):
     def numbers_of(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the FP32 numbers of int32 codes. For numbers that the code has, this is the inverse of `codes_of`."""
 
-    def largest(self, x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-        """Return two flat int32 tensors with one number for each block.
-
-        The first has the bits of the block's largest magnitude; with `has_infinity`, of its largest finite one. The
-        second has 1 more than the bits of the largest magnitude among its numbers <= 0, or 0 if it has none. If other
-        ranks hold a part of a block, this rank's part alone counts. Blocks of which it holds nothing get 0.
-
-        x: elements of the held rows from `start` on, FP32 and flat.
-        """
-        if not x.numel():
-            return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
-        found = rows.range(start, start + x.numel())
-        above, below = start // rows.width, -(-(start + x.numel()) // rows.width)
-        magnitudes = torch.zeros(below - above, rows.blocks, dtype=torch.int32, device=x.device)
-        not_positive = torch.zeros_like(magnitudes)
-        for sheet in _sheets(start, x, rows):
-            blocks = sheet.in_blocks(x, start)
-            bits = reinterpreted(blocks, torch.int32) & 0x7FFFFFFF
-            here = slice(sheet.rows.start - above, sheet.rows.stop - above), sheet.blocks
-            shape = magnitudes[here].shape
-            counted = torch.where(bits < _INFINITY, bits, 0) if self.has_infinity else bits
-            magnitudes[here] = counted.amax(1).view(shape)
-            not_positive[here] = torch.where(sheet.in_blocks(x <= 0, start), bits + 1, 0).amax(1).view(shape)
-        told = slice(found.start - above * rows.blocks, found.stop - above * rows.blocks)
-        return magnitudes.view(-1)[told], not_positive.view(-1)[told]
-
-    def encode(self, held: BlockCodes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
-        """Round flat FP32 `x` stochastically, and write its codes.
+    def encode(self, held: StoredTensor, x: Tensor, spans: Sequence[Span], keys: Keys) -> None:
+        """Round flat FP32 `x`, which is whole rows, stochastically. Write its codes and scales.
 
         Args:
-            spans, keys: the random numbers of the elements of `x` depend on these.
-            given: whether the scales are there already. If not, the scales of the blocks of `x` are written, too.
+            held: flat codes, and scales `beside` them, in rows of `row` elements. A byte is one code of 8 bits, or two
+                of 4 bits, the first in the upper half.
+            spans, keys: the random numbers of the elements of `x` depend on these. A span has whole rows.
         """
-        codes, scales, rows, start = held
         if not x.numel():
             return
         kernels = self._kernels(held, x)
-        parts = [part for span in spans for part in span.within_keys()]
-        if kernels is not None and len(parts) == len(spans):  # a cut between keys may be inside of a block
-            launch_once(kernels, [self._row(held, x, p, derive_key(*keys, p.offset >> 32), given) for p in parts])
+        if kernels is not None and all([len(list(span.within_keys())) == 1 for span in spans]):
+            launch_once(kernels, [self._row(held, x, span, derive_key(*keys, span.offset >> 32)) for span in spans])
             return
-        if not given:
-            scales.view(-1)[rows.range(start, start + x.numel())] = self.scales_for(*self.largest(x, rows, start))
-        numbers, per_byte = random_numbers(x, spans, keys), self.per_byte
-        for sheet in _sheets(start, x, rows):
-            scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
-            values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
-            code = sheet.out_of_blocks(self.codes_of(values, r, scale)).to(torch.uint8)
-            if per_byte == 2:
-                code = code[::2] * 16 + code[1::2]
-            codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte] = code
+        numbers, per_byte, scales = random_numbers(x, spans, keys), self.per_byte, _scales(held)
+        for here, blocks, width in _sheets(x, held.row):
+            values = _in_blocks(x[here], width)
+            bits = reinterpreted(values, torch.int32) & 0x7FFFFFFF
+            finite = torch.where(bits < _INFINITY, bits, 0) if self.has_infinity else bits
+            not_positive = torch.where(_in_blocks(x[here] <= 0, width), bits + 1, 0)
+            scales[blocks] = scale = self.scales_for(finite.amax(1), not_positive.amax(1))
+            code = self.codes_of(values, _in_blocks(numbers[here], width), scale[:, None])
+            code = _out_of_blocks(code, width).to(torch.uint8)
+            code = code[::2] * 16 + code[1::2] if per_byte == 2 else code
+            held.tensor[here.start // per_byte : here.stop // per_byte] = code
 
-    def decode(self, out: Tensor, held: BlockCodes) -> None:
-        """Write the numbers that the codes mean to flat FP32 `out`."""
-        codes, scales, rows, start = held
+    def decode(self, out: Tensor, held: StoredTensor) -> None:
+        """Write the numbers that the codes mean to flat FP32 `out`. held: as for `encode`."""
+        if not out.numel():
+            return
         kernels = self._kernels(held, out)
         if kernels is not None:
             launch_once(kernels, [self._row(held, out, Span(0, out.numel(), 0, out.numel(), 0))])
             return
-        per_byte = self.per_byte
-        for sheet in _sheets(start, out, rows):
-            scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
-            code = codes[(sheet.start - start) // per_byte : (sheet.stop - start) // per_byte].to(torch.int32)
+        per_byte, scales = self.per_byte, _scales(held)
+        for here, blocks, width in _sheets(out, held.row):
+            code = held.tensor[here.start // per_byte : here.stop // per_byte].to(torch.int32)
             if per_byte == 2:
                 code = torch.stack((code // 16, code % 16), 1).view(-1)
-            y = self.numbers_of(sheet.in_blocks(code, sheet.start), scale)
-            out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
+            y = self.numbers_of(_in_blocks(code, width), scales[blocks, None])
+            out[here] = _out_of_blocks(y, width)
 
-    def _row(self, held: BlockCodes, x: Tensor, span: Span, key: int | None = None, given: bool = False) -> TableRow:
+    def _row(self, held: StoredTensor, x: Tensor, span: Span, key: int | None = None) -> TableRow:
         """Return the table row that writes a span of FP32 `x` in codes; without a key, that reads it from codes."""
-        (row, column, blocks), (first, last, offset, width, stride) = held.rows, span
-        lain = Lain(last - first, offset % 2**32, width, stride, row, blocks, held.start + first, column)
-        codes = held.codes[first // self.per_byte : last // self.per_byte]
-        coded = StoredTensor(codes, -self.kind if given else self.kind, beside=held.scales)
+        first, last, offset, width, stride = span
+        lain = Lain(last - first, offset % 2**32, width, stride, held.row)
+        scales = _scales(held)[first // held.row * -(-held.row // BLOCK) :]
+        coded = held._replace(tensor=held.tensor[first // self.per_byte : last // self.per_byte], beside=scales)
         tensors = coded, StoredTensor(x[first:last], FP32)
         return TableRow(lain, tensors if key is None else tensors[::-1], (None, key))
 
-    def _kernels(self, held: BlockCodes, x: Tensor) -> ModuleType | None:
-        """Return the kernels that can move these codes from or to FP32 `x`; None if there are none, or no elements."""
-        if not x.numel() or not is_plain(held.scales) or held.scales.device != x.device:
-            return None  # `kernels_for` wants equal shapes, so it cannot check the scales
+    def _kernels(self, held: StoredTensor, x: Tensor) -> ModuleType | None:
+        """Return the kernels that can move these codes from or to FP32 `x`; None if there are none."""
+        scales = _scales(held)
+        if not is_plain(scales) or scales.device != x.device:  # `kernels_for` wants equal shapes, so it cannot check
+            return None
         kernels = kernels_for(x)
-        return kernels if kernels is not None and kernels.can_read(held.codes) else None
+        return kernels if kernels is not None and kernels.can_read(held.tensor) else None
+
+
+def _scales(held: StoredTensor) -> Tensor:
+    assert held.beside is not None, "codes have scales"
+    return held.beside.view(-1)

@@ -106,7 +106,7 @@ static inline void nearest_block(const float *restrict x, uint16_t *restrict out
 }
 
 /* How the elements of a row of a table lie, as `Lain` of table.py says it. */
-typedef struct { int64_t program, n, blocks, before, offset, row, column, whole, start, width, stride; } Lain;
+typedef struct { int64_t program, n, blocks, offset, row, width, stride; } Lain;
 
 static inline uint64_t element_of(const Lain *lain, int64_t at) {
   return (uint64_t)(lain->offset + (at < lain->width ? at : at / lain->width * lain->stride + at % lain->width));

@@ -14,51 +14,37 @@
    FP8      as CODED, numbers of e4m3
    FOUR     as CODED, in 4 bits: two elements in a byte */
 enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR };
-typedef struct { uint64_t at, key, beside; int64_t kind; } Stored; /* kind: below 0, codes whose scales are there */
+typedef struct { uint64_t at, key, beside; int64_t kind; } Stored;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
 
-/* How the blocks of codes of a row lie. first: the block of its first element. row: 0 where a block begins every CODES
-   elements from there on, which saves divisions. */
-typedef struct { int64_t first, row, column, whole, start; } Blocks;
+/* How blocks of codes lie: in rows of so many elements and blocks. row: 0 where a block begins every CODES elements,
+   which saves divisions. */
+typedef struct { int64_t row, whole; } Blocks;
 
-static inline int is_coded(int64_t kind) { return kind == CODED || kind >= FP8 || kind < 0; }
+static inline int is_coded(int64_t kind) { return kind == CODED || kind >= FP8; }
 
 static Blocks blocks_of(const Lain *lain, int has_codes) {
-  Blocks found = {0, 0, lain->column, lain->whole, lain->start};
-  if (!has_codes) return found;
-  int64_t column = lain->start % lain->row, in_whole = lain->column + column;
-  int is_full = lain->column == 0 && lain->row == lain->whole * CODES;
-  if (!(is_full || column + lain->n <= lain->row) || in_whole % CODES) found.row = lain->row;
-  found.first = lain->start / lain->row * lain->whole + in_whole / CODES;
-  return found;
+  int is_even = !has_codes || lain->n <= lain->row || lain->row % CODES == 0;
+  return (Blocks){is_even ? 0 : lain->row, (lain->row + CODES - 1) / CODES};
 }
 
-/* Where the block of an element begins, or the part of it that is there. */
+/* Where the block of an element begins. */
 static inline int64_t block_start(const Blocks *blocks, int64_t at) {
-  if (!blocks->row) return at;
-  int64_t column = (blocks->start + at) % blocks->row;
-  int64_t begin = (blocks->column + column) / CODES * CODES - blocks->column;
-  return at - column + (begin > 0 ? begin : 0);
+  return blocks->row ? at - at % blocks->row % CODES : at;
 }
 
 /* Goes through the blocks of codes of `count` elements from `at` on, which begins a block: BODY sees elements j ...
    j + n - 1 and their scale. */
 #define FOR_EACH_SCALE(BODY)                                                                             \
   {                                                                                                      \
-    int64_t row = blocks->row, column = row ? (blocks->start + at) % row : 0;                            \
-    uint16_t *scale = AS(uint16_t, stored->beside) + blocks->first + at / CODES, *next;                  \
-    if (row)                                                                                             \
-      scale = AS(uint16_t, stored->beside) + (blocks->start + at) / row * blocks->whole +                \
-              (blocks->column + column) / CODES;                                                         \
-    for (int64_t j = 0, n; j < count; j += n, scale = next) {                                            \
-      n = count - j < CODES ? count - j : CODES, next = scale + 1;                                       \
+    int64_t row = blocks->row, column = row ? at % row : 0;                                              \
+    uint16_t *scale = AS(uint16_t, stored->beside) + (row ? at / row * blocks->whole + column / CODES : at / CODES); \
+    for (int64_t j = 0, n; j < count; j += n, scale++) {                                                 \
+      n = count - j < CODES ? count - j : CODES;                                                         \
       if (row) {                                                                                         \
-        int64_t in_block = (blocks->column + column) % CODES, rest = row - column;                       \
-        rest = rest < CODES - in_block ? rest : CODES - in_block;                                        \
-        n = n < rest ? n : rest;                                                                         \
+        n = n < row - column ? n : row - column;                                                         \
         column = column + n < row ? column + n : 0;                                                      \
-        if (!column) next = scale + blocks->whole - (blocks->column + row - 1) / CODES + blocks->column / CODES; \
       }                                                                                                  \
       BODY                                                                                               \
     }                                                                                                    \
@@ -72,17 +58,17 @@ static __attribute__((noinline)) void decode(int64_t kind, const uint8_t *codes,
   else decode_four(codes + at / 2, x, n, scale);
 }
 
-/* r: the random numbers of the elements. is_given: whether the scale is there. */
+/* r: the random numbers of the elements. */
 static __attribute__((noinline)) void encode(int64_t kind, const float *x, uint8_t *codes, int64_t at, int64_t n,
-                                             uint16_t *scale, const uint16_t *r, const Largest *largest, int is_given) {
+                                             uint16_t *scale, const uint16_t *r, const Largest *largest) {
   if (kind == CODED) {
-    if (!is_given) *scale = scale_of(x, n, *largest, EIGHT_BITS);
+    *scale = scale_of(x, n, *largest, EIGHT_BITS);
     encode_float(x, codes + at, n, *scale, r, largest->magnitude, EIGHT_BITS);
   } else if (kind == FP8) {
-    if (!is_given) *scale = scale_of(x, n, *largest, E4M3);
+    *scale = scale_of(x, n, *largest, E4M3);
     encode_float(x, codes + at, n, *scale, r, largest->magnitude, E4M3);
   } else {
-    if (!is_given) *scale = scale_of_four(x, n);
+    *scale = scale_of_four(x, n);
     encode_four(x, codes + at / 2, n, *scale, r);
   }
 }
@@ -107,7 +93,7 @@ static inline void closed(const Stored *stored, int64_t at, int64_t count, const
                           uint64_t element) {
   uint64_t key = stored->key;
   uint16_t *to = AS(uint16_t, stored->at) + at;
-  int given = stored->kind < 0, kind = (int)(given ? -stored->kind : stored->kind);
+  int64_t kind = stored->kind;
   if (kind == BF16) round_block(room, to, count, key, element);
   if (is_coded(kind)) {
     Numbers numbers;
@@ -115,7 +101,7 @@ static inline void closed(const Stored *stored, int64_t at, int64_t count, const
     Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
     if (kind != FOUR) FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
     largest = found;
-    FOR_EACH_SCALE(encode(kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, largest++, given);)
+    FOR_EACH_SCALE(encode(kind, room + j, AS(uint8_t, stored->at), at + j, n, scale, r + j, largest++);)
   }
   if (kind == NEAREST || kind == MASTER) nearest_block(room, to, count);
   if (kind == MASTER && AS(float, stored->beside) + at != room)

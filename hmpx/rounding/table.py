@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.keys import MAX_UINT64
 from hmpx.rounding.native import CODES, StoredTensor
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
 _ABSENT = 0
-_HEAD, _STORED, _KEY = 11, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
+_HEAD, _STORED, _KEY = 7, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words for the scalars of a row, two in each
 _BYTES = 8  # in a word
@@ -35,8 +34,8 @@ _NONE = array("Q")
 class Lain(NamedTuple):
     """The layout of `size` elements: where they stand in the parameter, and in the blocks of a tensor with scales.
 
-    Element i is element `offset + i // width * stride + i % width` of the parameter, and element `start + i` of the
-    held rows. A held row has `row` elements: it is a part of a whole row of `whole` blocks, from `column` on.
+    Element i is element `offset + i // width * stride + i % width` of the parameter. A block begins every `_CODES`
+    elements of each row of `row` elements.
     """
 
     size: int
@@ -44,41 +43,18 @@ class Lain(NamedTuple):
     width: int
     stride: int
     row: int
-    whole: int
-    start: int = 0
-    column: int = 0
-
-    @classmethod
-    def in_rows(cls, count: int, offset: int, width: int, stride: int) -> Lain:
-        """Lay out a tensor without scales: a block ends where a row ends."""
-        return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
-
-    @classmethod
-    def alone(cls, count: int, row: int, offset: int = 0) -> Lain:
-        """Lay out a tensor of `count` elements that begins at element `offset` of the parameter."""
-        return cls(count, offset, count, 0, row, _blocks(row))
 
     @property
     def is_even(self) -> bool:
         """Return whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
-        is_full = self.column == 0 and self.row == self.whole * _CODES
-        is_one = self.start % self.row + self.size <= self.row and (self.column + self.start) % _CODES == 0
-        return self.width >= self.size and (is_full or is_one)
+        return self.width >= self.size and (self.row % _CODES == 0 or self.size <= self.row)
 
     def words(self, lie: int) -> tuple[int, ...]:
         """Return the words of this layout, but not that of the first program. The second is the number of blocks."""
-        if lie != _UNEVEN:
-            blocks, before = _blocks(self.size + self.offset % 2), self._block(self.start, self.whole)
-        else:
-            parts = _blocks(self.column % _CODES + self.row)
-            first, last = (self._block(i, parts) for i in (self.start, self.start + self.size - 1))
-            blocks, before = last - first + 1, first - self.column // _CODES
-        rest = self.row, self.column, self.whole, self.start, self.width, self.stride
-        return self.size, blocks, before, self.offset, *rest
-
-    def _block(self, element: int, of_a_row: int) -> int:
-        row, column = divmod(element, self.row)
-        return row * of_a_row + (self.column + column) // _CODES
+        row, column = divmod(self.size - 1, self.row)
+        uneven = row * _blocks(self.row) + column // _CODES + 1
+        blocks = uneven if lie == _UNEVEN else _blocks(self.size + self.offset % 2)
+        return self.size, blocks, self.offset, self.row, self.width, self.stride
 
 
 def _blocks(count: int) -> int:
@@ -108,7 +84,7 @@ class TableRow(NamedTuple):
         """Return what Triton compiles a kernel for: the kinds of the tensors, and how their elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
-        lain, is_coded = self.lain, any(abs(held.kind) in CODES for held in there)
+        lain, is_coded = self.lain, any(held.kind in CODES for held in there)
         lie = EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
         if lie == EVEN and not (lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))):
             lie = _ALIGNED
@@ -122,8 +98,7 @@ class TableRow(NamedTuple):
                 words += 0, 0, 0, _ABSENT
             else:
                 beside = 0 if held.beside is None else held.beside.data_ptr()
-                key = 0 if self.by_name or key is None else key
-                words += held.tensor.data_ptr(), key, beside, held.kind & MAX_UINT64
+                words += held.tensor.data_ptr(), 0 if self.by_name or key is None else key, beside, held.kind
         return words
 
 

@@ -18,7 +18,6 @@ from hmpx.rounding.triton_bits import (
     coded,
     decoded,
     decoded_of_four,
-    encoded,
     encoded_in_four,
     float_of,
     kept_bits,
@@ -33,7 +32,7 @@ TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
 
-# Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte. Below 0: codes whose scales are there.
+# Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte.
 FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
 NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
 SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
@@ -44,13 +43,10 @@ ABSENT, FP8, FOUR = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR)
 UNEVEN, EVEN, ALIGNED = (tl.constexpr(number) for number in range(3))
 WARPS = 4, 4, 2  # of a program, by how elements lie: a thread of two warps has 16 elements, and shares more among them
 
-# Words of a row, in front of those of tensors: the first program that takes a part, elements, blocks, the number of
-# the first block, the index of the first element in the parameter. Of uneven ones: rows that are held, of so many
-# elements, from this column of whole ones on, which have so many blocks; the index of the first element in them; and
-# rows in the parameter, of so many elements, so far apart.
-FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, HEAD = (
-    tl.constexpr(number) for number in range(12)
-)
+# Words of a row, in front of those of tensors: the first program that takes a part, elements, blocks, the index of the
+# first element in the parameter. Of uneven ones: elements of a row; and rows in the parameter, of so many elements, so
+# far apart.
+FIRST, COUNT, BLOCKS, OFFSET, ROW, WIDTH, STRIDE, HEAD = (tl.constexpr(number) for number in range(8))
 # Words of a tensor: its address, its key, the address of `native.StoredTensor.beside`, its kind, which is for C.
 AT, KEY, BESIDE, _, STORED = (tl.constexpr(number) for number in range(5))
 
@@ -62,19 +58,16 @@ def tile_of(one, part, LIE: tl.constexpr):
     column = tl.arange(0, CODES)[None, :]
     block = part * TILE + tl.arange(0, TILE)
     has_block = block < tl.load(one + BLOCKS)
-    block += tl.load(one + BEFORE)
     if LIE == UNEVEN:
-        row, first = tl.load(one + ROW), tl.load(one + COLUMN)
-        left = first // CODES
-        parts = (first + row - 1) // CODES - left + 1  # of a row that is held
-        begin = (block % parts + left) * CODES - first
-        count = tl.minimum(begin + CODES, row) - tl.maximum(begin, 0)
-        at = block // parts * row + tl.maximum(begin, 0) - tl.load(one + START)
+        row = tl.load(one + ROW)
+        parts = (row + CODES - 1) // CODES
+        begin = block % parts * CODES
+        count = tl.minimum(begin + CODES, row) - begin
+        at = block // parts * row + begin
         width = tl.load(one + WIDTH)
         element = tl.load(one + OFFSET) + at // width * tl.load(one + STRIDE) + at % width
         inside = (column < count[:, None]) & has_block[:, None]
         at, element = at[:, None] + column, element[:, None] + column
-        block = block // parts * tl.load(one + WHOLE) + block % parts + left
         ends = True
     else:
         at = (part * TILE + tl.arange(0, TILE))[:, None] * CODES + column
@@ -177,29 +170,21 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
         pass
     elif KIND == FP32:
         tl.store(pointer(held, AT, tl.float32, LIE) + at, x, mask=inside)
-    elif (KIND == CODED) | (KIND >= FP8) | (KIND < 0):
-        CODE: tl.constexpr = KIND if KIND > 0 else -KIND
+    elif (KIND == CODED) | (KIND >= FP8):
         r = drawn(tile, held, LIE)
-        if KIND > 0:
-            NOTHING: tl.constexpr = 1e-45 if CODE == FOUR else 0.0  # which no scale is made of
-            if LIE == ALIGNED:
-                if ends:
-                    x = tl.where(inside, x, NOTHING)
-            else:
+        NOTHING: tl.constexpr = 1e-45 if KIND == FOUR else 0.0  # which no scale is made of
+        if LIE == ALIGNED:
+            if ends:
                 x = tl.where(inside, x, NOTHING)
-            if CODE == FOUR:
-                scale = scale_of_four(x)
-                code = encoded_in_four(x, r, scale[:, None])
-            else:
-                scale, code = coded(x, r, CODE == FP8)
-            tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
         else:
-            scale = scales_at(held, block, has_block, LIE)
-            if CODE == FOUR:
-                code = encoded_in_four(x, r, scale)
-            else:
-                code = encoded(x, r, (scale >> 7) & 0xFF, scale >> 15, CODE == FP8)
-        if CODE == FOUR:
+            x = tl.where(inside, x, NOTHING)
+        if KIND == FOUR:
+            scale = scale_of_four(x)
+            code = encoded_in_four(x, r, scale[:, None])
+        else:
+            scale, code = coded(x, r, KIND == FP8)
+        tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
+        if KIND == FOUR:
             first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))
             code, at, inside = first * 16 + second, halved(at) // 2, halved(inside.to(tl.int32)) != 0
         tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)

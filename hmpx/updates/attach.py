@@ -68,9 +68,10 @@ def attach(
             carries, else 0; a new optimizer goes on from the last step number of its parameters.
         state_dtype: how the optimizer's state is held between steps. torch.bfloat16 rounds it to BF16, stochastically.
             "8bit", "fp8" and "4bit" hold each state tensor of the parameter's shape in codes, with a scale for 128
-            elements (`hmpx.rounding.state_codes`): of 8 bits; of 8 bits, the numbers of float8_e4m3fn; of 4 bits. 4
-            bits need two dimensions or more and rows of a multiple of 16 elements; other tensors are in 8. State of
-            Muon, SOAP and Shampoo is in BF16 then, as their matrix functions make the noise of 8 bits cost loss.
+            elements (`hmpx.rounding.state_codes`): of 8 bits; of 8 bits, the numbers of float8_e4m3fn; of 4 bits,
+            in 8 where rows have an odd number of elements. Three kinds of state are in BF16 then: of parameters of one
+            dimension; of those that are cut along the last dimension, as some are by tensor parallelism; and of Muon,
+            SOAP and Shampoo, as their matrix functions make the noise of 8 bits cost loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             `weights`, `state_dtype` or both. Of several patterns that fit, the last decides; a key that it lacks
             has the value above.

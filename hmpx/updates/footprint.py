@@ -36,8 +36,8 @@ class Footprint:
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
         masters: beside the weights, 4 (FP32), 2 or 1 (the lower halves, of 16 or 8 bits).
         state: of the optimizer, between two steps. In codes, with the scales of rows that are whole blocks; of one
-            with fewer than 128 elements, and of others' last blocks, each scale serves fewer. In 4 bits, of parameters
-            with two dimensions or more, in rows of a multiple of 16 elements; that of others is in 8 bits.
+            with fewer than 128 elements, and of others' last blocks, each scale serves fewer. State of parameters of
+            one dimension is in BF16, and that in rows of an odd number of elements in 8 bits where 4 are asked for.
         waiting: of a gradient that is released; so many elements wait in backward, and the parameter that makes it
             enough (`hmpx.updates.stepping.released`).
         copies: in a step, for each element that is stepped at once: FP32 weight and gradient, FP32 state that is not

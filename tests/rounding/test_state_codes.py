@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.coding import BlockCodes, Rows
+from hmpx.rounding.coding import BlockLayout
 from hmpx.rounding.halves import join, split
 from hmpx.rounding.keys import Span
+from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.holding.held import RoundingKey, Segment
-from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks
+from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.ranks.sharding import Box
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
 from tests.support.state_codes import beside_the_finest_steps, in_code, numbers, read, row_length
@@ -158,19 +160,16 @@ def test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales():
 
 
 def test_blocks_lie_in_rows():
+    code = STATE_CODES["8bit"]
     for shape in SHAPES:
-        length = row_length(shape)
-        assert StateBlocks.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
-    assert StateBlocks.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
-    assert StateBlocks.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
-    assert StateBlocks.of(torch.empty(1000, 8)).shape == (1000, 1)
-
-
-def test_what_may_stand_where_a_part_of_cut_rows_ends():
-    """Columns 100 to 400 of rows of 500 elements: worked by hand."""
-    rows = Rows(300, 100, 4)
-    assert [rows.floor(e) for e in (0, 27, 28, 100, 156, 299, 300, 327, 328)] == [0, 0, 28, 28, 156, 284, 300, 300, 328]
-    assert [rows.range(*each) for each in ((0, 300), (28, 300), (300, 600))] == [slice(0, 4), slice(1, 4), slice(4, 8)]
+        assert BlockLayout.of(shape).row == row_length(shape)
+    for shape, scales in (
+        ((64, 256, 1, 1), (64, 2)),  # a convolution of one pixel
+        ((8, 64, 256), (8, 64, 2)),  # experts, each of them a matrix
+        ((1000, 8), (1000, 1)),
+    ):
+        assert BlockLayout.of(shape).shapes(code, shape) == (shape, scales)
+    assert BlockLayout.of((64, 8, 3, 3)).shapes(STATE_CODES["4bit"], (16, 8, 3, 3)) == ((16, 36), (16, 1))
 
 
 def both(kernel, arguments, monkeypatch):
@@ -181,40 +180,48 @@ def both(kernel, arguments, monkeypatch):
             patch.setattr(native, "can_read", can_read)
             made = arguments()
             kernel(*made)
-            flat = [part for each in made for part in (each if isinstance(each, BlockCodes) else (each,))]
+            flat = [part for each in made for part in (each if isinstance(each, StoredTensor) else (each,))]
             found.append([each for each in flat if isinstance(each, torch.Tensor)])
     return found
 
 
 @of_every_code
 def test_the_c_kernels_have_the_bits_of_the_eager_ones(code, kernel, monkeypatch):
-    """Rows of any width, from any column on, of a parameter of nearly 2^32 elements."""
+    """Rows of any length, of a parameter of nearly 2^32 elements."""
     if native.can_read(torch.zeros(1)) is False:
         return  # nothing to compare
     coder = STATE_CODES[code]
-    for i, (width, first, count) in enumerate(itertools.product((1, 127, 129, 300), (0, 5, 128, 250), (1, 7))):
-        if code == "4bit":  # two elements share a byte
-            width, first = width + width % 2, first + first % 2
-        x = spread((width * count,), i)
+    for i, (row, count) in enumerate(itertools.product((1, 5, 127, 128, 129, 250, 256, 300), (1, 7))):
+        row += row % 2 if code == "4bit" else 0  # two elements share a byte
+        x = spread((row * count,), i)
         special = special_values()[: len(x)]
         x[: len(special)] = special if i % 5 == 0 else x[: len(special)]
-        begin = 2**32 - count * (width + 9) - 9 if i % 2 else i
-        spans, keys = [Span(0, len(x), begin + i % 7, width, width + i % 9)], (1, 2, "w")
-        rows = Rows(width, first, -(-(first + width) // 128))
+        begin = 2**32 - count * (row + 9) - 9 if i % 2 else i
+        spans, keys = [Span(0, len(x), begin + i % 7, row, row + i % 9)], (1, 2, "w")
 
-        def coded(x=x, rows=rows, count=count, spans=spans, keys=keys):
+        def coded(x=x, row=row, count=count, spans=spans, keys=keys):
             codes = torch.empty(len(x) // coder.per_byte, dtype=torch.uint8)
-            scales = torch.ones(count * rows.blocks).bfloat16()
-            return BlockCodes(codes, scales, rows), x, spans, keys
+            scales = torch.ones(count * -(-row // 128)).bfloat16()
+            return StoredTensor(codes, coder.kind, beside=scales, row=row), x, spans, keys
 
         (codes, scales, _), (eager_codes, eager_scales, _) = both(coder.encode, coded, monkeypatch)
-        assert torch.equal(codes, eager_codes), (width, first, count)
-        held = BlockCodes(codes, scales, rows)
+        assert torch.equal(codes, eager_codes), (row, count)
+        assert torch.equal(*(each.float().nan_to_num(nan=3e30) for each in (scales, eager_scales))), (row, count)
+        held = StoredTensor(codes, coder.kind, beside=scales, row=row)
         seen = both(coder.decode, lambda held=held, x=x: (torch.empty(len(x)), held), monkeypatch)
-        of_eager = held._replace(scales=eager_scales)  # of blocks that are not held: any
-        coder.decode(out := torch.empty(len(x)), of_eager)
-        assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))
         assert torch.equal(*(each[0].nan_to_num(nan=3e30) for each in seen))
+
+
+@of_every_code
+@torch.no_grad()
+def test_a_part_of_some_rows_has_the_codes_of_the_whole(code):
+    """Rows 2 to 4, of a tensor of two dimensions, and of one of three that is cut along the second."""
+    for whole, part in ((spread((6, 300)), (slice(2, 5),)), (spread((4, 6, 300)), (slice(None), slice(2, 5)))):
+        held, x = written(whole, code), whole[part].contiguous()
+        box = Box.cut(whole.shape, x.shape, (0,) * (whole.dim() - 2) + (2, 0))
+        own = HeldCodes.new(STATE_CODES[code], x)
+        own.write(Segment(torch.nn.Parameter(x.bfloat16()), "w", box), x, "w.exp_avg", RoundingKey(**KEY))
+        assert torch.equal(own.tensor, held.tensor[part]) and torch.equal(own.scales, held.scales[part])
 
 
 @torch.no_grad()

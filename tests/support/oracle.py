@@ -9,8 +9,9 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
   (split, and split8, whose numbers are first rounded to 24 bits). An element of the weight that its master rounds to
   in neither way was written by hand, and counts; in halves, with the rest that its master had.
 - `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
-  `"8bit"`, `"fp8"`, `"4bit"`: every one that has the parameter's shape and a dimension, to numbers that
-  `state_codes.py` lists, and before the step as "parameter.key.moved" what was held in another form. Of Muon, BF16.
+  `"8bit"`, `"fp8"`, `"4bit"`: every one that has the parameter's shape, to numbers that `state_codes.py` lists, and
+  before the step as "parameter.key.moved" what was held in another form. Of Muon, and of parameters of one dimension
+  or one element, BF16.
 """
 
 from __future__ import annotations
@@ -120,10 +121,15 @@ class Reference:
     def way(self) -> str:
         return self.settings.get("weights", "stochastic")
 
-    @property
-    def state_dtype(self) -> Any:
+    def state_dtype(self, entry: Entry) -> Any:
         given = self.settings.get("state_dtype")
-        return BF16 if given in PREFIXES and self.setup.optimizer == "Muon" else given
+        if given not in PREFIXES:
+            return given
+        return BF16 if self.setup.optimizer == "Muon" else held_as(given, entry.q.shape) or BF16
+
+    @property
+    def has_codes(self) -> bool:
+        return any(self.state_dtype(entry) in PREFIXES for entry in self.entries)
 
     def names(self) -> dict[Entry, str]:
         """What the random numbers of each parameter are keyed by."""
@@ -208,7 +214,7 @@ class Reference:
     def adopt(self, entry: Entry, name: str, numbers: dict) -> None:
         """Bring state that is held in another form, of a parameter that was FP32, into the one of the settings."""
         state = self.optimizer.state.get(entry.q, {})
-        narrow = entry.weight is not None and self.state_dtype is BF16
+        narrow = entry.weight is not None and self.state_dtype(entry) is BF16
         if self._is_filled(state):
             state["sum"].fill_(self._fill(BF16 if narrow else FP32))
         elif narrow:
@@ -281,7 +287,7 @@ class Reference:
             entry.weight, entry.master = x.bfloat16(), x.clone()
 
     def _round_state(self, entry: Entry, name: str, numbers: dict) -> None:
-        if self.state_dtype is BF16:
+        if self.state_dtype(entry) is BF16:
             for key, value in self.optimizer.state.get(entry.q, {}).items():
                 is_moment = isinstance(value, Tensor) and value.dtype is FP32 and value.numel() != 1
                 if is_moment and key not in WEIGHTS:
@@ -290,13 +296,14 @@ class Reference:
 
     def _to_codes(self, entry: Entry, name: str, numbers: dict) -> None:
         """What stands in this code already stays; in 4 bits, rounding it once more could change it."""
-        entry.coded = {key: each for key, each in entry.coded.items() if each[0] == self.state_dtype}
-        for key, value in self.optimizer.state.get(entry.q, {}).items() if self.state_dtype in PREFIXES else ():
+        code = self.state_dtype(entry)
+        entry.coded = {key: each for key, each in entry.coded.items() if each[0] == code}
+        for key, value in self.optimizer.state.get(entry.q, {}).items() if code in PREFIXES else ():
             is_held = isinstance(value, Tensor) and value.dtype is FP32 and value.numel() != 1
             is_held = is_held and value.shape == entry.q.shape and key not in WEIGHTS
             if is_held and not (key in entry.coded and torch.equal(value, entry.coded[key][1])):
-                value.copy_(in_code(value, held_as(self.state_dtype, value.shape), **numbers, name=name.format(key))[0])
-                entry.coded[key] = self.state_dtype, value.clone()
+                value.copy_(in_code(value, code, **numbers, name=name.format(key))[0])
+                entry.coded[key] = code, value.clone()
 
     def succeed(self, settings: dict[str, Any]) -> None:
         """A new optimizer, attached with these settings, over the parameters of the old one."""

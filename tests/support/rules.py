@@ -618,7 +618,7 @@ def other_state(w: World, which: int, how: str) -> None:
     """Somebody puts other tensors into the state, or casts those that are there."""
     ready(w)
     need(w.cls not in (optim.Adagrad, optim.LBFGS))  # which make state once, and cannot step without it
-    need(w.reference.state_dtype not in PREFIXES and not w.was_in_codes)
+    need(not w.reference.has_codes and not w.was_in_codes)
     entry = pick([e for e in w.held if e.weight is not None and e.q in w.reference.optimizer.state], which)
     state, meant = w.optimizer.state[w[entry.name]], w.reference.optimizer.state[entry.q]
     if how == "removed":

@@ -14,8 +14,11 @@ SCALES = "hmpx_scales_"
 
 
 def held_as(code, shape):
-    """The code of a state tensor of this shape: 8 bits where those of 4 could not share bytes on any ranks."""
-    return "8bit" if code == "4bit" and (len(shape) < 2 or row_length(shape) % 16) else code
+    """The code of a state tensor of this shape; None where it is in BF16. In rows of an odd length, two of 4 bits
+    cannot share each byte."""
+    if len(shape) < 2 or math.prod(shape) == 1:
+        return None
+    return "8bit" if code == "4bit" and row_length(shape) % 2 else code
 
 
 def grid(signed, code="8bit"):

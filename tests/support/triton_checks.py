@@ -13,7 +13,6 @@ import torch
 
 import hmpx
 from hmpx.rounding import calls, eager, halves, native, triton
-from hmpx.rounding.coding import BlockCodes, Rows
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
@@ -59,42 +58,35 @@ def check_a_list_of_tensors():
         assert same(out, alone), (x.numel(), offset, width)
 
 
-def coded(by, x, rows, start, spans, given, code="8bit"):
+def stored(codes, scales, row, code="8bit"):
+    return StoredTensor(codes, STATE_CODES[code].kind, beside=scales, row=row)
+
+
+def coded(by, x, row, spans, code="8bit"):
     with kernels(by):
         codes = torch.full((x.numel() // STATE_CODES[code].per_byte,), 77, dtype=torch.uint8)
-        scales = torch.full((-(-(start + x.numel()) // rows.width) * rows.blocks,), -4.0, dtype=torch.bfloat16)
-        scales[::2] = 8.0
-        before, back = scales.clone(), torch.empty_like(x)
-        STATE_CODES[code].encode(BlockCodes(codes, scales, rows, start), x, spans, (3, 4, "w"), given)
-        STATE_CODES[code].decode(back, BlockCodes(codes, scales, rows, start))
-        assert not given or same(scales, before)
-        return codes, scales[rows.range(start, start + x.numel())], back
+        scales = torch.full((x.numel() // row * -(-row // 128),), -4.0, dtype=torch.bfloat16)
+        held, back = stored(codes, scales, row, code), torch.empty_like(x)
+        STATE_CODES[code].encode(held, x, spans, (3, 4, "w"))
+        STATE_CODES[code].decode(back, held)
+        return codes, scales, back
 
 
-def assert_codes_of(x, rows, spans=None, start=0, given=False):
+def assert_codes_of(x, row, spans=None):
     """Of every code; of 4 bits where rows are even, since two elements share a byte."""
     spans = spans or [Span(0, x.numel(), 0, x.numel(), 0)]
-    is_even = not (rows.width % 2 or rows.first % 2 or start % 2)
-    for code in ("8bit", "fp8", "4bit") if is_even else ("8bit", "fp8"):
-        one, other = (coded(by, x, rows, start, spans, given, code) for by in ("eager", "Triton"))
-        assert_same_codes(one, other, x, rows, start, (code, rows, start, spans, given))
-
-
-def assert_same_codes(one, other, x, rows, start, where):
-    assert same(one[0], other[0]) and same(one[2].nan_to_num(7.0), other[2].nan_to_num(7.0)), where
-    assert torch.equal(one[2].isnan(), other[2].isnan())
-    here = rows.range(start, start + x.numel())
-    block = torch.arange(here.start, here.stop) % rows.blocks
-    held = (block >= rows.first // 128) & (block <= (rows.first + rows.width - 1) // 128)  # the others stay as they are
-    assert same(one[1][held], other[1][held]), where
+    for code in ("8bit", "fp8", *(() if row % 2 else ("4bit",))):
+        one, other = (coded(by, x, row, spans, code) for by in ("eager", "Triton"))
+        assert same(one[0], other[0]) and same(one[1], other[1]), (code, row, spans)
+        assert same(one[2].nan_to_num(7.0), other[2].nan_to_num(7.0)), (code, row, spans)
+        assert torch.equal(one[2].isnan(), other[2].isnan())
 
 
 def check_codes_and_scales():
-    for seed, (rows, count) in enumerate(((300, 3), (300, 3), (128, 3), (41, 5), (1100, 1), (700, 1), (1, 9))):
-        for given in (False, True):
-            for offset in (0, 7):
-                size = rows * count
-                assert_codes_of(spread(size, seed), Rows.of(rows), [Span(0, size, offset, size, 0)], 0, given)
+    for seed, (row, count) in enumerate(((300, 3), (300, 3), (128, 3), (41, 5), (1100, 1), (700, 1), (1, 9))):
+        for offset in (0, 7):
+            size = row * count
+            assert_codes_of(spread(size, seed), row, [Span(0, size, offset, size, 0)])
 
 
 def check_codes_of_special_values():
@@ -103,32 +95,31 @@ def check_codes_of_special_values():
     own = torch.zeros(len(values), 128)
     own[:, 3], own[:, 5] = values, values * 0.5
     for x in (own, own.abs(), -own.abs()):
-        assert_codes_of(x.view(-1), Rows.of(128))
-    assert_codes_of(values.repeat(9), Rows.of(9 * len(values)))
+        assert_codes_of(x.view(-1), 128)
+    assert_codes_of(values.repeat(9), 9 * len(values))
     ends = [0.0, -0.0, math.inf, math.nan, -math.inf, 1.8125, 1.8126, -1.8125, 3.4e38, -3.4e38, 1e-45, -1e-45]
     ends += [1e-38, 1.8125 * 2**126, 1.82 * 2**126, 1.8125 * 2**-126, 1.82 * 2**-126]
-    assert_codes_of(torch.tensor(ends).repeat_interleave(130), Rows.of(130))
+    assert_codes_of(torch.tensor(ends).repeat_interleave(130), 130)
     for tiny in (torch.randn(1000) * 1e-40, torch.randn(1000).abs() * 1e-40):
-        assert_codes_of(tiny, Rows.of(1000))
+        assert_codes_of(tiny, 1000)
 
 
 def check_ties_below_the_least_exponent():
     spans = [Span(0, 128, 0, 128, 0)]
     for signed in (False, True):
         x, expected = beside_the_finest_steps(signed, random_numbers(torch.empty(128), spans, (3, 4, "w")))
-        codes = coded("Triton", x, Rows.of(128), 0, spans, False)[0]
+        codes = coded("Triton", x, 128, spans)[0]
         assert torch.equal(codes[1:], expected[1:])
-        assert_codes_of(x, Rows.of(128), spans)
+        assert_codes_of(x, 128, spans)
 
 
-def check_codes_of_parts_and_of_sharded_rows():
-    for width, first, blocks in ((100, 60, 3), (256, 128, 5), (300, 77, 3)):
-        rows, x = Rows(width, first, blocks), spread(5 * width)
-        for start in {rows.floor(width + 130), 2 * width}:
-            size = x.numel() - start
-            assert_codes_of(x[start:], rows, [Span(0, size, 11, size, 0)], start)
-        spans = [Span(0, 2 * width, 10, width, 1000), Span(2 * width, 5 * width, 2**31 + 12, width, 1200)]
-        assert_codes_of(x, rows, spans)
+def check_codes_of_shards():
+    """Rows that lie apart in the parameter, in one span and in two."""
+    for row in (100, 256, 300, 77):
+        x = spread(10 * row)
+        assert_codes_of(x, row, [Span(0, 10 * row, 11, 2 * row, 1000)])
+        spans = [Span(0, 4 * row, 10, row, 1000), Span(4 * row, 10 * row, 2**31 + 12, 2 * row, 1200)]
+        assert_codes_of(x, row, spans)
 
 
 def check_steps_are_those_in_c():
@@ -192,7 +183,7 @@ def step_as_specified(size, row, kind):
         x, states = read_by_the_specification(held), []
         for each in one.states:
             states.append(torch.empty(size))
-            EIGHT_BITS.decode(states[-1], BlockCodes(each.tensor, each.beside, Rows.of(row)))
+            EIGHT_BITS.decode(states[-1], each)
     wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
         calls.step_list(triton, "adam", [each], step_key(*KEY))
@@ -200,7 +191,7 @@ def step_as_specified(size, row, kind):
         expected = written_by_the_specification(x, held)
         for state, name in zip(states, ("w.m", "w.v"), strict=True):
             codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].beside)
-            EIGHT_BITS.encode(BlockCodes(codes, scales, Rows.of(row)), state, [Span(0, size, 0, size, 0)], (*KEY, name))
+            EIGHT_BITS.encode(stored(codes, scales, row), state, [Span(0, size, 0, size, 0)], (*KEY, name))
             expected += [codes, scales]
     for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
         assert same(a, b), (kind, size, row, number)
@@ -247,7 +238,7 @@ def check_a_read_of_codes():
         held = made(size, row, BF16).states[0]
         with kernels("eager"):
             out = torch.empty(size)
-            EIGHT_BITS.decode(out, BlockCodes(held.tensor, held.beside, Rows.of(row)))
+            EIGHT_BITS.decode(out, held)
         found = torch.empty(size)
         calls.launch_once(triton, [calls.row_of_move(held, found, is_read=True)])
         assert same(found, out)

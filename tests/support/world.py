@@ -13,7 +13,7 @@ import hmpx
 from hmpx.updates.stepping.released import Released
 from tests.support.models import BF16, BY_ELEMENT, CLASSES, FP32, Setup, made_optimizer, make
 from tests.support.oracle import Entry, Reference
-from tests.support.state_codes import PREFIXES, widened
+from tests.support.state_codes import widened
 
 Tensor = torch.Tensor
 
@@ -86,7 +86,7 @@ class World:
         with torch.device(self.setup.default_device):
             hmpx.attach(self.optimizer, **self.settings, **more)
         self.attached = True
-        self.was_in_codes |= self.reference.state_dtype in PREFIXES
+        self.was_in_codes |= self.reference.has_codes
         self.adopted()
 
     def adopted(self) -> None:

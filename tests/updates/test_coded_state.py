@@ -11,6 +11,9 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
+from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.state_tensors import HeldCodes
 from tests.support.optimizers import UnlistedAdamW
 from tests.support.state_codes import PREFIXES, read, widened
 
@@ -73,7 +76,7 @@ def test_a_checkpoint_in_codes_is_read_into_wider_state(code, into, attached_fir
     [
         ("8bit", (40, 64), (64, 40), "8bit"),
         ("8bit", (64, 32), (32, 32), "8bit"),
-        ("8bit", (200,), (300,), BF16),
+        ("8bit", (5, 200), (5, 300), BF16),
         ("4bit", (64, 32), (32, 64), "4bit"),
         ("4bit", (4, 16), (4, 8), "4bit"),  # whose codes have the shape of the other's state
         ("fp8", (40, 64), (64, 40), "4bit"),
@@ -94,9 +97,7 @@ def test_state_in_codes_of_another_shape_is_refused(code, saved, own, state_dtyp
     hmpx.attach(optimizer, state_dtype=state_dtype)
     step({"p": p}, optimizer)
     before = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    is_shared = code == "4bit" and own != (4, 8)  # two in a byte
-    kept, shown = ((each[0], each[1] // 2) if code == "4bit" else each for each in (saved, own))
-    shown = shown if is_shared else own
+    kept, shown = ((each[0], each[1] // 2) if code == "4bit" else each for each in (saved, own))  # two in a byte
     shapes = rf"parameter {{}} .*{re.escape(str(kept))} with .*; the parameter's is {re.escape(str(shown))} with".format
     with pytest.raises(hmpx.HmpxError, match=shapes(0)):
         optimizer.load_state_dict(copy.deepcopy(checkpoint))
@@ -114,8 +115,8 @@ def test_state_in_codes_of_another_shape_is_refused(code, saved, own, state_dtyp
 def test_scales_that_are_not_there_are_missed():
     _, optimizer = made("8bit", 1)
     checkpoint = copy.deepcopy(optimizer.state_dict())
-    del checkpoint["state"][1]["hmpx_scales_exp_avg"]
-    with pytest.raises(hmpx.HmpxError, match="parameter 1 is in 8 bits without its scales"):
+    del checkpoint["state"][0]["hmpx_scales_exp_avg"]
+    with pytest.raises(hmpx.HmpxError, match="parameter 0 is in 8 bits without its scales"):
         optimizer.load_state_dict(checkpoint)
 
 
@@ -235,6 +236,33 @@ def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach(code):
     for name, p in others.items():
         ours, theirs = resumed.state[p], optimizer.state[params[name]]
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@of_every_code
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_codes_of_one_dimension_of_earlier_checkpoints_are_loaded_into_bf16(code, attached_first):
+    """hmpx 0.2 and before held them so, and BF16 holds their numbers; of 4 bits, as 8."""
+    params, optimizer = made(code, 2)
+    checkpoint, held = copy.deepcopy(optimizer.state_dict()), EIGHT_BITS if code == "4bit" else STATE_CODES[code]
+    of_b, expected = checkpoint["state"][1], {}
+    assert all(of_b[key].dtype is BF16 for key in MOMENTS)
+    for key in MOMENTS:
+        x = of_b.pop(key).float()
+        codes = HeldCodes.new(held, x)
+        codes.write(Segment(params["b"], "b"), x, "b", RoundingKey(0, 0))
+        of_b |= codes.entries(key)
+        expected[key] = read(codes.entries(key), key, x.shape).bfloat16()
+    others, resumed = made(code if attached_first else None)
+    resumed.load_state_dict(checkpoint)
+    if not attached_first:
+        hmpx.attach(resumed, state_dtype=code)
+    for p in others.values():
+        p.grad = None
+    resumed.step()
+    state = resumed.state[others["b"]]
+    assert state.keys() == {"step", *MOMENTS} and all(torch.equal(state[key], expected[key]) for key in MOMENTS)
+    step(others, resumed)
+    assert state["step"] == 3 and all(state[key].dtype is BF16 for key in MOMENTS)
 
 
 @of_every_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import random
 from unittest import mock
 
@@ -18,10 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import hmpx
 from hmpx.rounding import native
 from hmpx.rounding.keys import Span
+from hmpx.rounding.state_codes import EIGHT_BITS
 from hmpx.rounding.stochastic import Rounding, round_all
-from hmpx.updates.holding.state_tensors import HeldState, held_states
+from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, held_states
 from hmpx.updates.ranks.sharding import Box
-from hmpx.updates.stepping import batching, fused_batch
+from hmpx.updates.stepping import fused_batch
 from hmpx.updates.stepping.released import Released
 from tests.support import ranks
 from tests.support.optimizers import UnlistedAdamW
@@ -95,6 +99,20 @@ PARAMETER = [
 CASES = [*ELEMENT, *PARAMETER]
 
 
+def as_cut(case, dims):
+    """The same, with state in BF16 where codes are asked for and these dimensions cut the blocks of a parameter."""
+    cls, options, attached, shapes = case
+    ways, rules = Settings(**attached), dict(attached.get("parameters", {}))
+    for name, shape in shapes.items():
+        way, cut = ways.way(name), [dim if dim < len(shape) else 0 for dim in dims if shape]
+        first = max(len(shape) - 1, 0)
+        while first > 1 and math.prod(shape[first:]) < 128:
+            first -= 1
+        if way.is_coded and max(cut, default=-1) >= first:
+            rules[name] = {"weights": way.weights, "state_dtype": BF16}
+    return cls, options, {**attached, "parameters": rules}, shapes
+
+
 def placer(mesh, *placements):
     """Cut along the given dimensions where a tensor has them, else along its first."""
 
@@ -108,30 +126,35 @@ def placer(mesh, *placements):
     return place
 
 
+def cuts(world):
+    """The dimensions that are cut, by the mesh's; None is replicated."""
+    return [(0,), (1,), *([(0, 1), (2, 0), (2, 1), (None, 0)] if world == 4 else [(2,), (None,)])]
+
+
 def _cut_in_every_way(rank, cases):
     world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,))
-    ways = [placer(line, Shard(0)), placer(line, Shard(1))]
+    meshes = {1: init_device_mesh("cpu", (world,))}
     if world == 4:
-        square = init_device_mesh("cpu", (2, 2))
-        both = ((Shard(0), Shard(1)), (Shard(2), Shard(0)), (Shard(2), Shard(1)), (Replicate(), Shard(0)))
-        ways += [placer(square, *each) for each in both]
-    else:
-        ways += [placer(line, Shard(2)), placer(line, Replicate())]
+        meshes[2] = init_device_mesh("cpu", (2, 2))
+    ways = [
+        placer(meshes[len(dims)], *(Replicate() if dim is None else Shard(dim) for dim in dims)) for dims in cuts(world)
+    ]
     return [[train(case, way) for way in ways] for case in cases]
 
 
 @functools.cache
-def of_one_process():
-    return [train(case) for case in CASES]
+def of_one_process(number, dims):
+    return train(as_cut(CASES[number], dims))
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
     every = slice(None, None, 5 if world == 1 else 1)  # alone a rank holds whole tensors
     for found in ranks.run(world, _cut_in_every_way, CASES[every]):
-        for case, one, ways in zip(CASES[every], of_one_process()[every], found, strict=True):
-            assert ways == [one] * len(ways), case
+        for number, ways in zip(range(len(CASES))[every], found, strict=True):
+            for dims, way in zip(cuts(world), ways, strict=True):
+                cut = tuple(dim for dim in dims if dim is not None) if world > 1 else ()
+                assert way == of_one_process(number, cut), (CASES[number], dims)
 
 
 def _taken_by_kernels(rank):
@@ -153,43 +176,35 @@ def _taken_by_kernels(rank):
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
 def test_kernels_take_shards_of_whole_rows():
-    """Not what has gaps, nor codes of rows that ranks share; those step by the formula, to the same bits."""
+    """Not what has gaps, which steps by the formula, to the same bits."""
     for found in ranks.run(2, _taken_by_kernels):
-        assert found[0, torch.float32] == {*SHAPES} and found[0, "8bit"] == {*SHAPES} - {"c"}
-        assert found[1, torch.float32] == {"c", "e", "f"} and found[1, "8bit"] == {"f"}
+        assert found[0, torch.float32] == found[0, "8bit"] == {*SHAPES}
+        assert found[1, torch.float32] == found[1, "8bit"] == {"c", "e", "f"}
 
 
-def _in_small_slices(rank, cases):
-    batching._FLOOR = 128
-    line = init_device_mesh("cpu", (dist.get_world_size(),))
-    return [[train(case, placer(line, Shard(dim))) for dim in (0, 1, 2)] for case in cases]
+def _from_codes_of_before(rank):
+    """State of the sharded parameters in codes, of which hmpx 0.2 held parts of a block, is there; then a step."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for dim, shape in ((0, (300,)), (1, (4, 300))):
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        whole = HeldCodes.new(EIGHT_BITS, value)
+        whole.write(Segment(nn.Parameter(value.bfloat16()), "w"), value, "w.m", RoundingKey(0, 0))
+        p = nn.Parameter(distribute_tensor(torch.ones(shape, dtype=BF16), mesh, [Shard(dim)]))
+        optimizer = optim.SGD([("w", p)], lr=0.0, momentum=1.0)
+        p.grad = torch.zeros_like(p)
+        scales = distribute_tensor(whole.scales, mesh, [Replicate()])
+        codes = distribute_tensor(whole.tensor, mesh, [Shard(dim)])
+        optimizer.state[p] = {"hmpx_codes_momentum_buffer": codes, "hmpx_scales_momentum_buffer": scales}
+        hmpx.attach(optimizer, state_dtype="8bit")
+        optimizer.step()
+        state = optimizer.state[p]["momentum_buffer"]
+        found[dim] = [*optimizer.state[p]], state.dtype is BF16, torch.equal(state.full_tensor().float(), whole.whole())
+    return found
 
 
-def test_rows_of_8_bit_state_that_ranks_share_are_stepped_whole():
-    """Of a large parameter, which is stepped in slices: their ends lie elsewhere on each rank, and scales do not."""
-    cases = [case for case in ELEMENT if case[-1] is WIDE]
-    expected = [[train(case)] * 3 for case in cases]
-    assert ranks.run(2, _in_small_slices, cases) == [expected] * 2
-
-
-def _half_bytes(rank):
-    mesh, said = init_device_mesh("cpu", (3,)), []
-    for dim, parameters in ((2, {}), (1, {}), (2, {"w": {"state_dtype": "8bit"}}), (0, {})):
-        p = nn.Parameter(distribute_tensor(torch.ones(3, 2, 16, dtype=BF16), mesh, [Shard(dim)]))
-        try:
-            hmpx.attach(optim.AdamW([("w", p)]), state_dtype="4bit", parameters=parameters)
-        except hmpx.HmpxError as error:
-            said.append(str(error))
-    return said
-
-
-def test_rows_that_are_cut_in_half_bytes_want_8_bits():
-    """Along a dimension inside of a row, and in three parts of 16, 16 and 0 elements."""
-    for said in ranks.run(3, _half_bytes):
-        assert said == 2 * [
-            "the rows of parameter 'w', (3, 2, 16), are sharded so that a rank would hold half a byte of its state in "
-            "4 bits: give it 8 bits, by parameters={'w': {'state_dtype': '8bit'}}"
-        ]
+def test_codes_of_blocks_that_ranks_share_are_loaded_into_bf16():
+    for found in ranks.run(2, _from_codes_of_before):
+        assert found == dict.fromkeys((0, 1), (["momentum_buffer"], True, True))
 
 
 def test_a_box_knows_where_its_elements_stand():

@@ -5,13 +5,13 @@ torch.float32     as the step leaves it                                         
 torch.bfloat16    rounded stochastically                                            2
 "8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
                   (`hmpx.rounding.state_codes`)                                     rows below 128
-"4bit"            the same; as "8bit" in one                                        a half and a 64th
-                  dimension, and in rows of no multiple of 16 elements
+"4bit"            the same; as "8bit" in rows of an odd number of elements          a half and a 64th
 ================  ================================================================  ==================
 
 The random numbers of a state tensor depend on its own name, ``parameter.key``. In BF16 are all FP32 tensors of several
-elements; in codes are those of the parameter's shape. Three kinds of state stay as they are in every form: tensors of
-one element, which may be counts of steps; tensors of another dtype, as masks; and weights (`weights_in_state.py`).
+elements; in codes are those of the parameter's shape, unless `held_dtype` says BF16. Three kinds of state stay as they
+are in every form: tensors of one element, which may be counts of steps; tensors of another dtype, as masks; and weights
+(`weights_in_state.py`).
 
 To add a code, see `hmpx.rounding.state_codes`. To add another form, derive a class from `StateForm` and name it in
 `STATE_FORMS`.
@@ -43,7 +43,6 @@ from hmpx.updates.holding.state_tensors import (
     HeldCodes,
     HeldState,
     HeldTensor,
-    StateBlocks,
     checked_codes,
     held_states,
     is_coded,
@@ -65,9 +64,6 @@ class StateForm:
 
     bytes_each: float = 4.0
     as_left: bool = True
-
-    def check(self, param: Tensor, name: str) -> None:
-        """Raise an `HmpxError` if the state of this parameter, sharded as it is, cannot have this form."""
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         """Before a step, bring the state of a parameter to this form: a load may have brought another one.
@@ -139,16 +135,16 @@ class InCodes(StateForm):
             filled_again(optimizer, group, p, key, FP32)
         if (mended := checked_codes(state, p, segment.name)) is not state:
             state.update(mended)
-        code, weights = self._code_for(p), weight_keys(optimizer)
+        weights = weight_keys(optimizer)
         for key, value in held_states(state, p, segment.name).items():
-            if key in weights or (is_single(p) and isinstance(value, HeldState)):
+            if key in weights:
                 for entry in value.entries(key) if isinstance(value, HeldCodes) else ():
                     del state[entry]
                 state[key] = as_fp32(value.whole() if isinstance(value, HeldState) else value)
                 continue
-            in_other = isinstance(value, HeldCodes) and value.code is not code
+            in_other = isinstance(value, HeldCodes) and value.code is not self._code
             if in_other or (isinstance(value, HeldTensor) and is_moment(value.tensor)):
-                codes = HeldCodes.new(code, p)
+                codes = HeldCodes.new(self._code, p)
                 # ".moved" gives other random numbers than the step's, which may round the same element again.
                 codes.write(segment, value.whole(), f"{segment.name}.{key}.moved", rounding_key)
                 for entry in value.entries(key):
@@ -157,21 +153,13 @@ class InCodes(StateForm):
         return False
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
-        return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code_for(param), param)
+        return before if isinstance(before, HeldCodes) else HeldCodes.new(self._code, param)
 
     def zeros(self, param: Tensor) -> HeldState:
-        if is_single(param):
-            return super().zeros(param)
-        made = HeldCodes.new(self._code_for(param), param)
+        made = HeldCodes.new(self._code, param)
         for tensor, zero in zip((made.tensor, made.scales), made.code.zero, strict=True):
             tensor.fill_(zero)
         return made
-
-    def check(self, param: Tensor, name: str) -> None:
-        StateBlocks.of(param).code_for(self._code, param.shape, name)
-
-    def _code_for(self, param: Tensor) -> StateCode:
-        return StateBlocks.of(param).code_for(self._code, param.shape)
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:

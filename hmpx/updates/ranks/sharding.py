@@ -146,6 +146,14 @@ def like(param: Tensor, held: Tensor, shape: torch.Size | None = None, cut: int 
     return type(param).from_local(held, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def is_cut_from(tensor: Tensor, dim: int) -> bool:
+    """Whether ranks hold parts of a tensor along this dimension, or along one after it."""
+    if not is_sharded(tensor):
+        return False
+    mesh = tensor.device_mesh
+    return any(getattr(each, "dim", -1) >= dim and mesh.size(i) > 1 for i, each in enumerate(tensor.placements))
+
+
 def held_part(param: Tensor, value: Tensor) -> Tensor:
     """Return the part of `value`, sharded in any way or not at all, for this rank's part of `param`."""
     if is_sharded(param):

@@ -9,7 +9,6 @@ parameters that no kernel takes as they are held, from FP32 copies and with the 
 
 - there is no C compiler, or no Triton; the device is neither a CPU nor CUDA; or the tensor has an unknown subclass;
 - this rank's elements have gaps between them in the whole parameter, or reach past its first 2^32;
-- the state is in codes, and its rows are cut between ranks, which must agree on the scales;
 - weight, gradient or state is not contiguous, or the gradient is neither BF16 nor FP32.
 
 With amsgrad, differentiable, capturable, or sparse gradients, the optimizer's own step runs. So it does where a
@@ -37,7 +36,7 @@ from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, run_all
 from hmpx.updates.holding.held import RoundingKey, Segment
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, StateBlocks, by_own_keys, held_states
+from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, by_own_keys, held_states
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.by_torch import Taken, TorchBackend
@@ -56,7 +55,7 @@ def fused_batches(
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
         grad, state = context.gradients[context.indices[p]], optimizer.state.get(p) or {}
         if _takes(formula, group, segment, grad, state):
-            by_kernel = _can_be_by_kernel(formula, group, segment, grad, state)
+            by_kernel = _can_be_by_kernel(formula, segment, grad, state)
             if by_kernel or not lacks_data(local(p)):
                 found.setdefault((p.device, by_kernel), []).append(segment)
     return [FusedBatch(each, formula, context, key, tables if by else None) for (_, by), each in found.items()]
@@ -76,7 +75,7 @@ def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state:
     return all([value is None or isinstance(value, HeldState) for value in found])
 
 
-def _can_be_by_kernel(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
+def _can_be_by_kernel(formula: Formula, segment: Segment, grad: Tensor, state: dict) -> bool:
     """Whether a kernel can step this parameter as it is held."""
     if segment.first is None or segment.first + segment.count > 2**32:
         return False
@@ -85,8 +84,8 @@ def _can_be_by_kernel(formula: Formula, group: dict, segment: Segment, grad: Ten
     p, kernels, known = local(segment.param), kernels_for(local(segment.param)), by_own_keys(state)
     if kernels is None or formula.kernel not in kernels.KERNELS:
         return False
-    is_coded = segment.way.is_coded and any(formula.states(group))
-    if is_coded and not _can_be_coded(segment, state):
+    scales = [local(value) for key, value in state.items() if key.startswith(SCALES)]
+    if not all([native.is_plain(each) and each.device == p.device for each in scales]):
         return False
     held = [local(v) for v in known.values() if isinstance(v, Tensor) and v.dim()]
     alike, codes = [v for v in held if v.dtype is not torch.uint8], [v for v in held if v.dtype is torch.uint8]
@@ -271,10 +270,3 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     if code is None:
         return StoredTensor.of(local(state[key]), name)
     return HeldCodes(code, state[code.prefix + key], state[SCALES + key], segment.param).for_kernels(segment, name)
-
-
-def _can_be_coded(segment: Segment, state: dict) -> bool:
-    """Whether kernels can step a parameter whose state is in codes: its scales depend on this rank's elements alone."""
-    layout, scales = StateBlocks.of(segment.param), [local(v) for key, v in state.items() if key.startswith(SCALES)]
-    is_own = not layout.cut and not layout.is_scattered
-    return is_own and all(native.is_plain(each) and each.device == segment.param.device for each in scales)

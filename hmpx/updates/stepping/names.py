@@ -23,7 +23,7 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment, Way
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.holding.state_forms import form_of
+from hmpx.updates.holding.state_tensors import held_dtype
 from hmpx.updates.ranks.sharding import box_of, is_shell, local, refuse_shell, share
 from hmpx.updates.stepping.optimizer_classes import wants_bf16
 
@@ -224,12 +224,12 @@ class BF16Parameters:
 
     def every(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
-        return [Segment(p, name, way=self._way(optimizer, name)) for name, p in self._all(optimizer)]
+        return [Segment(p, name, way=self._way(optimizer, p, name)) for name, p in self._all(optimizer)]
 
     def last(self, optimizer: Optimizer, p: Parameter) -> Segment:
         """Return a segment for a parameter that was there when parameters were looked at before."""
         name = self.names.get(p) or self.seen.get(p, "")
-        return Segment(p, name, way=self._way(optimizer, name))
+        return Segment(p, name, way=self._way(optimizer, p, name))
 
     def _all(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         seen = {p: self.seen[p] for p in parameters(optimizer) if p in self.seen}
@@ -238,9 +238,12 @@ class BF16Parameters:
         self.seen.update((p, name) for name, p in found if p in have_names)
         return found
 
-    def _way(self, optimizer: Optimizer, name: str) -> Way:
+    def _way(self, optimizer: Optimizer, p: Parameter, name: str) -> Way:
         way = self._settings.way(name)
-        return way._replace(state_dtype=torch.bfloat16) if way.is_coded and wants_bf16(optimizer) else way
+        if not way.is_coded:
+            return way
+        held = torch.bfloat16 if wants_bf16(optimizer) else held_dtype(way.state_dtype, p)
+        return way._replace(state_dtype=held)
 
     def _segment(self, optimizer: Optimizer, p: Parameter, name: str) -> Segment:
         if getattr(p, "_fsdp_flattened", False):
@@ -248,9 +251,7 @@ class BF16Parameters:
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
                 "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
             )
-        segment = Segment(p, name, box=box_of(p, name), way=self._way(optimizer, name))
-        form_of(segment).check(p, name)
-        return segment
+        return Segment(p, name, box=box_of(p, name), way=self._way(optimizer, p, name))
 
 
 def _refuse_overlaps(named: list[tuple[str, Parameter]]) -> None:
