@@ -15,9 +15,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +44,11 @@ Optimizer = torch.optim.Optimizer
 ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _NOT_LOADED = "nothing was loaded. Without the key, the load starts from 0"
+_WIDENED = (
+    "hmpx: %s: %r was given as a BF16 tensor, in which small changes are lost: the optimizer holds a copy in FP32. Who "
+    "changes it writes to the one in param_groups; the given tensor is no longer read"
+)
+logger = logging.getLogger("hmpx")
 _loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
 
 
@@ -107,8 +113,8 @@ def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -
 def _telling_of_groups(add_param_group: Callable) -> Callable:
     @functools.wraps(add_param_group)
     def add(optimizer: Optimizer, param_group: dict) -> None:
-        _widen_hyperparameters(optimizer.defaults)
-        _widen_hyperparameters(param_group)
+        for key in {*_widen_hyperparameters(optimizer.defaults), *_widen_hyperparameters(param_group)}:
+            logger.warning(_WIDENED, type(optimizer).__name__, key)
         add_param_group(optimizer, param_group)
         attachment = own_attachment(optimizer)
         if attachment is not None:
@@ -117,11 +123,12 @@ def _telling_of_groups(add_param_group: Callable) -> Callable:
     return add
 
 
-def _widen_hyperparameters(values: dict[str, Any]) -> None:
-    """Keep a tensor learning rate in FP32: in BF16, a scheduler's factor of .999 would do nothing."""
-    for key, value in values.items():
+def _widen_hyperparameters(values: dict[str, Any]) -> Iterator[str]:
+    """Keep a tensor learning rate in FP32: in BF16, a scheduler's factor of .999 would do nothing. Yield its key."""
+    for key, value in list(values.items()):
         if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 and not value.dim():
             values[key] = value.float()
+            yield key
 
 
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:

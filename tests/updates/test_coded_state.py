@@ -151,7 +151,7 @@ class _OfMatrices(optim.Optimizer):
             p.sub_(1e-2 * (momentum / momentum.norm() if p.dim() == 2 else momentum))
 
 
-OF_MATRICES = [type(name, (_OfMatrices,), {}) for name in ("MuonOfMine", "SOAP", "DistributedShampoo")]
+OF_MATRICES = [type(name, (_OfMatrices,), {}) for name in ("MuonOfMine", "SOAP", "DistributedShampoo", "SCIONLight")]
 
 
 @pytest.mark.parametrize("cls", [optim.Muon, *OF_MATRICES])
@@ -168,6 +168,14 @@ def test_state_of_matrix_functions_is_in_bf16_where_codes_are_asked_for(cls):
         assert all(momentum.dtype is BF16 for momentum in held)
         found.append([*held, *params.values()])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_class_whose_name_only_contains_these_letters_has_codes():
+    p = nn.Parameter(torch.ones(6, 40, dtype=BF16))
+    optimizer = type("IsoApg", (_OfMatrices,), {})([p])
+    hmpx.attach(optimizer, state_dtype="8bit")
+    step({"p": p}, optimizer)
+    assert "hmpx_codes_momentum_buffer" in optimizer.state[p]
 
 
 OF_TORCH = {
@@ -465,6 +473,32 @@ def test_a_count_of_another_dtype_is_counted_as_torch_does(dtype):
             assert optimizer.state[p]["step"] == 4, cls
             found.append(p.detach())
         assert torch.equal(*found)
+
+
+class KeepsAMultiple(optim.Optimizer):
+    """A multiple of the weights, from which it makes them again, and momentum."""
+
+    def __init__(self, params, factor):
+        super().__init__(params, {"lr": 0.0})
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(sum=p * self.factor, momentum=torch.zeros_like(p))
+            state["momentum"].mul_(0.9).add_(p.grad)
+            p.copy_(state["sum"] / self.factor)
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.25, 8.0])
+def test_a_multiple_of_the_weights_is_held_as_they_are(factor):
+    p = nn.Parameter(torch.randn(20, 304, generator=torch.Generator().manual_seed(0)).bfloat16())
+    optimizer, before = KeepsAMultiple([("p", p)], factor), p.detach().clone()
+    hmpx.attach(optimizer, "master", state_dtype="4bit")
+    step({"p": p}, optimizer, 3)
+    assert torch.equal(p, before) and optimizer.state[p].keys() == {"sum", "hmpx_4bit_momentum", "hmpx_scales_momentum"}
 
 
 class MakesStateBesideSteps(KeepsWeights):

@@ -127,6 +127,29 @@ def test_an_optimizer_that_is_made_anew_does_not_repeat_random_numbers(how):
     hmpx.restore()
 
 
+class NotesOverflows(optim.Optimizer):
+    """Has an attribute that is called as GradScaler's is, and that it leaves at 1."""
+
+    found_inf = torch.ones(())
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-5})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-5)
+
+
+def test_an_attribute_that_no_gradscaler_has_set_skips_no_step():
+    p = nn.Parameter((torch.rand(64, 64) + 0.5).bfloat16())
+    optimizer = NotesOverflows([p])
+    hmpx.attach(optimizer)
+    step([p], optimizer)
+    step([p], optimizer)
+    assert optimizer.param_groups[0]["hmpx_step"] == 2
+
+
 def test_numbers_that_are_given_or_loaded_outrank_those_of_the_parameters():
     params, first = make()
     hmpx.attach(first)

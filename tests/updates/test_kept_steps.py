@@ -296,6 +296,21 @@ def test_state_that_is_gone_from_its_key_is_seen(keys):
     kept_beside_a_twin(lambda: made(optim.SGD, {"momentum": 0.9}, fused=True), act, turns=5)
 
 
+def test_keys_of_state_that_change_places_are_seen():
+    """The same tensors follow one another, in a dict whose keys are the same but for their order."""
+
+    def act(turn, params, optimizer, handle):
+        if turn == 3:
+            for p in params:
+                state = optimizer.state[p]
+                items = [({"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}.get(k, k), v) for k, v in state.items()]
+                state.clear()
+                state.update(items)
+                state["exp_avg_sq"].abs_()
+
+    assert kept_beside_a_twin(lambda: made(*ADAM, fused=True), act, turns=5)[1][4] >= 2
+
+
 def transposed(tensor):
     tensor.data = tensor.data.t()
 

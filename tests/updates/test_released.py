@@ -403,7 +403,7 @@ def test_an_optimizer_dies_in_the_middle_of_a_released_step():
 
 def test_options_that_are_set_between_backward_and_step_are_refused():
     """By a loop, a step pre-hook or a closure, a tensor too; what is set before backward, or back again, counts."""
-    for where in ("before", "loop", "tensor", "pre-hook", "closure", "scheduler", "other key"):
+    for where in ("before", "loop", "tensor", "pre-hook", "closure", "scheduler", "other key", "removed", "put back"):
         model = _net()
         optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if where == "tensor" else 1e-2)
         group = optimizer.param_groups[0]
@@ -431,7 +431,11 @@ def test_options_that_are_set_between_backward_and_step_are_refused():
             group["lr"].fill_(0.5)
         if where == "other key":
             group["notes"] = 3
-        refused = where in ("loop", "tensor", "pre-hook", "closure")
+        if where in ("removed", "put back"):
+            value = group.pop("lr")
+        if where == "put back":
+            group["lr"] = value
+        refused = where in ("loop", "tensor", "pre-hook", "closure", "removed")
         key = "betas" if where == "closure" else "lr"
         error = pytest.raises(hmpx.HmpxError, match=f"'{key}' of param_groups.0. was .* in backward")
         with error if refused else contextlib.nullcontext():

@@ -3,12 +3,14 @@
 A code of 8 or 4 bits is for moments. Weights in it would lose their digits between two steps, and stochastic rounding
 to BF16 those of masters. So such tensors are held as the step leaves them.
 
-Nobody says what a tensor of state is. It is weights if it is near the parameters' when the optimizer first keeps it:
-over all of them, no farther than half of their norm. A moment is farther away than the norm itself.
+Nobody says what a tensor of state is. It is weights if it is near the parameters' when the optimizer first keeps it,
+over all of them: no farther than half of their norm, or than half of that of a multiple of them, such as a sum, a
+quarter of them or more. A moment is farther away than the norm itself, and points elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Set
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,8 @@ from hmpx.updates.ranks.sharding import full, is_sharded
 
 Tensor = torch.Tensor
 _OF_TORCH = frozenset(cls for cls in vars(optim).values() if isinstance(cls, type))
-_NEAR = 0.25  # of the squared norm of the weights
+_NEAR = 0.25  # of the squared norm of the weights, or of a multiple of them
+_LEAST = 0.25  # of all multiples: what is smaller is taken for a moment
 _keys: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
 
 
@@ -37,12 +40,17 @@ def find_weights(keys: Set[str], found: Iterable[tuple[str, Tensor, Tensor]]) ->
         return
     for key, value, weights in found:
         if shows_values(value) and is_sharded(value) == is_sharded(weights):
-            w = weights.detach().float()
-            both = torch.stack([full((value - w).square().sum()), full(w.square().sum())]).double().cpu()
-            sums[key] = sums[key] + both if key in sums else both
-    for key, both in sums.items():
-        far, norm = both.tolist()
-        if far <= _NEAR * norm and norm:
+            w, v = weights.detach().float(), value.detach().float()
+            pairs = (v - w, v - w), (w, w), (v, w), (v, v)
+            of_one = torch.stack([full((a * b).sum()) for a, b in pairs]).double().cpu()
+            sums[key] = sums[key] + of_one if key in sums else of_one
+    for key, of_all in sums.items():
+        far, norm, along, own = of_all.tolist()
+        if not norm or not math.isfinite(far + own):
+            continue
+        along /= norm  # the multiple of the weights that is nearest, and how far the state is from it
+        is_multiple = abs(along) >= _LEAST and own - along**2 * norm <= _NEAR * along**2 * norm
+        if far <= _NEAR * norm or is_multiple:
             keys.add(key)
 
 

@@ -20,6 +20,7 @@ number. To add an optimizer, write its loop there and in `rounding/triton_kernel
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -56,8 +57,11 @@ def scope_of(optimizer: optim.Optimizer, method: Callable | None = None) -> str:
     return known if known == "whole" or is_own(cls, method) else "whole"
 
 
+_OF_MATRICES = re.compile(r"(?i:muon|shampoo|scion)|soap\b|Soap|SOAP")  # not IsoApg
+
+
 def wants_bf16(optimizer: optim.Optimizer) -> bool:
-    """Whether the class, or one that it derives from, is called Muon, SOAP or Shampoo: BF16 takes the place of codes.
+    """Whether the class, or one that it derives from, is called Muon, SCION, SOAP or Shampoo: they want BF16 for codes.
 
     Muon brings all singular values of its momentum to one size, the small ones with the noise of 8 bits, which costs
     loss (figures: ``examples/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
@@ -65,7 +69,7 @@ def wants_bf16(optimizer: optim.Optimizer) -> bool:
     directions of such state: the losses of a small network were 1.4 and 1.1 times as large in 8 bits, 4.5 and 2.5 times
     in 4 bits.
     """
-    return any(name in cls.__name__.lower() for cls in type(optimizer).__mro__ for name in ("muon", "soap", "shampoo"))
+    return any(_OF_MATRICES.search(cls.__name__) for cls in type(optimizer).__mro__)
 
 
 def by_memory(*optimizers: optim.Optimizer) -> bool:
@@ -257,5 +261,9 @@ def chosen(optimizer: optim.Optimizer, fused: bool | None) -> Formula | None:
 
 
 def is_scaled(optimizer: optim.Optimizer) -> bool:
-    """Whether a GradScaler leaves the unscaling to torch's own kernels."""
-    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+    """Whether a GradScaler leaves the unscaling to torch's own kernels: it then sets these attributes.
+
+    It does so where the class says that it can; another class's attributes of these names are its own.
+    """
+    names = ("grad_scale", "found_inf") if getattr(optimizer, "_step_supports_amp_scaling", False) else ()
+    return any(getattr(optimizer, name, None) is not None for name in names)

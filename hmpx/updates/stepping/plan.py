@@ -76,7 +76,7 @@ class Fingerprint:
         self._keys_of_states, self._own = map(list, self._look_at_states())
         self._dicts = [state for state in map(optimizer.state.get, params) if state is not None]
         keys, self._values = list(chain(*self._dicts)), [*values_of(self._dicts), *_END]
-        self._keys = frozenset(keys)
+        self._keys = keys
         # Scales are hmpx's own, so comparing objects is enough. Nothing exchanges masters while a plan is kept.
         named = zip(keys, self._values, strict=False)
         of_states = [value for key, value in named if not str(key).startswith(SCALES)]
@@ -169,7 +169,7 @@ class Fingerprint:
         if not are_same(params, self._keys_of_states) or not are_same(own, self._own):
             return False
         values = chain(chain.from_iterable(map(dict.values, self._dicts)), _END)
-        return frozenset().union(*self._dicts) == self._keys and all(map(is_, values, self._values))
+        return list(chain.from_iterable(self._dicts)) == self._keys and all(map(is_, values, self._values))
 
     def _found(self) -> list[Any]:
         return list(map(_GRAD, self._params))

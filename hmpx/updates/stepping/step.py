@@ -23,7 +23,7 @@ from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
-from hmpx.updates.stepping.optimizer_classes import chosen, scope_of
+from hmpx.updates.stepping.optimizer_classes import chosen, is_scaled, scope_of
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.standing import Standing, standing_or_none
@@ -351,17 +351,21 @@ class _OpenStep:
             HmpxError: one has changed since.
         """
         for i, (then, now) in enumerate(zip(self.options, _options(optimizer), strict=False)):
-            for key, value in then.items():
-                if now.get(key, value) != value:
+            for key in {**then, **now}:
+                was, now_is = ("not there" if key not in of else repr(of[key]) for of in (then, now))
+                if was != now_is:
                     raise HmpxError(
-                        f"{type(optimizer).__name__}: {key!r} of param_groups[{i}] was {value!r} in backward(), where "
-                        f"parameters have stepped by it (release_gradients=True), and is {now[key]!r} in step(): set "
+                        f"{type(optimizer).__name__}: {key!r} of param_groups[{i}] was {was} in backward(), where "
+                        f"parameters have stepped by it (release_gradients=True), and is {now_is} in step(): set "
                         "options before backward(), or take release_gradients=False"
                     )
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the values of the options of each group, of tensors the numbers that they hold now."""
+    """Return the values of the options of each group, of tensors the numbers that they hold now.
+
+    Whoever steps released gradients reads no other keys than those that it has defaults for.
+    """
 
     def value_of(option: Any) -> Any:
         if isinstance(option, torch.Tensor):
@@ -385,5 +389,5 @@ def _tell_of_before(optimizer: Optimizer) -> None:
 
 def _skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler found an inf or a NaN, and has told a fused optimizer to leave its weights alone."""
-    found = getattr(optimizer, "found_inf", None)
+    found = getattr(optimizer, "found_inf", None) if is_scaled(optimizer) else None
     return isinstance(found, torch.Tensor) and bool(found.item())
