@@ -22,10 +22,11 @@ from hmpx.rounding import native
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
-from hmpx.updates.holding.state_forms import AS_LEFT, form_of, written
+from hmpx.updates.holding.state_forms import AS_LEFT, InBF16, form_of, written
 from hmpx.updates.holding.state_tensors import HeldState, HeldTensor, entries, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import full, held_part, is_sharded, like, local, part_of
+from hmpx.updates.stepping.step_count import NEXT_KEY
 from hmpx.updates.stepping.transfers import Piece
 
 Tensor = torch.Tensor
@@ -114,6 +115,10 @@ class ShownState:
             is_laid = not is_moment(value) or value.shape != p.shape or sight.fits(value, p)
             return value if is_laid else laid_as(value, p, value.dtype)
         if not isinstance(value, HeldState):
+            if isinstance(self.form, InBF16) and is_moment(value) and is_bf16(value) and not is_sharded(value):
+                name = f"{self.segment.name}.{key}"  # of another shape: factored moments
+                self.pieces[key] = Piece(HeldTensor(value), Segment(value, name), name)
+                return value
             seen = value if as_left else as_fp32(value)
             if seen is value:
                 self.same[key] = value
@@ -132,7 +137,7 @@ class ShownState:
         """Make the copies, in this room."""
         for key, piece in self.pieces.items():
             by_itself = isinstance(piece.held, HeldTensor) and not self._sight.one_layout
-            piece.place_in(room, local(piece.held.tensor if by_itself else self.segment.param))
+            piece.place_in(room, local(piece.held.tensor if by_itself else piece.segment.param))
             assert self.shown is not None, "pieces are shown in it"
             self.shown[key] = self.same[key] = piece.x
 
@@ -172,7 +177,7 @@ class ShownState:
 
     def _held(self, name: str, value: Any, before: Mapping[str, Any], key: RoundingKey, shape: torch.Size) -> Any:
         """Return a state value as it is held."""
-        if isinstance(before.get(name), HeldState) and value is self.same.get(name):
+        if isinstance(value, Tensor) and value is self.same.get(name):
             return before[name]
         form = AS_LEFT if name in self.weights else self.form
         return written(form, self.segment, name, value, before.get(name), key, shape)
@@ -267,7 +272,7 @@ class Shadow:
         self._is_shown_as(Parameter(self._sight.of(self.p, self.weight.x), requires_grad=needs_grad))
 
     def _is_shown_as(self, q: Parameter) -> None:
-        self.q, self._own = q, frozenset(vars(q))  # if `q` is a DTensor, it keeps the attributes of one
+        self.q, self._own = q, {*vars(q), NEXT_KEY}  # if `q` is a DTensor, it keeps the attributes of one
 
     def show_marks(self) -> None:
         """Bind to the shadow what is bound to the parameter, and nothing else."""

@@ -40,6 +40,7 @@ from hmpx.updates.stepping.shadow import Gradient, Shadow, ShownState
 from hmpx.updates.stepping.shown_lists import ShownParameters, are_same, groups_of, lists_of, nested
 from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.step_count import NEXT_KEY
 from hmpx.updates.stepping.transfers import Launches, Operators, Piece, row_back
 
 Tensor = torch.Tensor
@@ -198,8 +199,8 @@ class Standing(Chunk):
         return True
 
     def _put_gradients_back(self) -> None:
-        for q, x in zip(self._qs, self._xs, strict=True):
-            if q.grad is not x:
+        if not are_same(list(map(_GRAD, self._qs)), self._xs):
+            for q, x in zip(self._qs, self._xs, strict=True):
                 q.grad = x
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: Sequence[Tensor]) -> ShownParameters:
@@ -209,7 +210,7 @@ class Standing(Chunk):
             self._room.untyped_storage().resize_(self._size)
         self._read_gradients()
         self._moves.read(())
-        if any(map(vars, self._qs)) or any(map(vars, self._params)):
+        if self._has_marks():
             for shadow in self._all:
                 shadow.show_marks()
         self._look()
@@ -221,6 +222,11 @@ class Standing(Chunk):
         shown = ShownParameters(self._groups[0][2], self._lists)
         self._counted = list(map(sys.getrefcount, self._qs))
         return shown
+
+    def _has_marks(self) -> bool:
+        """Whether something is bound to a shadow or a parameter, beside the number of the next step."""
+        of_params = map(vars, self._params)
+        return any(map(vars, self._qs)) or any([len(marks) > (NEXT_KEY in marks) for marks in of_params])
 
     def _read_gradients(self) -> None:
         """Show the gradients that the parameters have now."""
@@ -261,8 +267,9 @@ class Standing(Chunk):
 
     def _has_grads_as_shown(self) -> bool:
         """Whether the shadows have the very gradients that they were shown, whatever their values are."""
-        pairs = zip(map(_GRAD, self._qs), self._xs, self._are_none, strict=True)
-        return all([left is (None if is_none else x) for left, x, is_none in pairs])
+        both = zip(self._xs, self._are_none, strict=True)
+        shown = [None if is_none else x for x, is_none in both] if any(self._are_none) else self._xs
+        return are_same(list(map(_GRAD, self._qs)), shown)
 
     def _wake(self) -> None:
         """Take the step from here on as a `Chunk` does, parameter by parameter."""
@@ -381,7 +388,7 @@ class Standing(Chunk):
             return
         self._of_states.take()
         self._is_kept = self._fingerprint.take()
-        if any(map(vars, self._qs)) or any(map(vars, self._params)):
+        if self._has_marks():
             for shadow in self._all:
                 shadow.take_marks()
 

@@ -33,7 +33,7 @@ _trial = threading.local()  # runs: whether a trial step is running in this thre
 # groups that are there.
 _known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict | None, dict[str, Any]]] = WeakKeyDictionary()
 
-_NEXT = "_hmpx_next_step"  # of a parameter: the number of its next step, in a list that its last optimizer writes to
+NEXT_KEY = "_hmpx_next_step"  # of a parameter: the number of its next step, in a list that its last optimizer writes to
 
 
 def stored(optimizer: Optimizer) -> dict[str, Any]:
@@ -61,26 +61,26 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
 
 def first_of(params: Iterable[torch.Tensor]) -> int:
     """Return the number of the first step of a new optimizer: one by which none of these parameters was rounded."""
-    return max([vars(p).get(_NEXT, (0,))[0] for p in params], default=0)
+    return max([vars(p).get(NEXT_KEY, (0,))[0] for p in params], default=0)
 
 
 def follow(params: Iterable[torch.Tensor], number: list[int]) -> None:
     """From here on, the next step of these parameters has the number in this list."""
     for p in params:
-        vars(p)[_NEXT] = number
+        vars(p)[NEXT_KEY] = number
 
 
 def follows(param: torch.Tensor, number: list[int]) -> bool:
     """Whether the next step of this parameter has the number in this list."""
-    return vars(param).get(_NEXT) is number
+    return vars(param).get(NEXT_KEY) is number
 
 
 def swapped(*tensors: torch.Tensor) -> None:
     """`torch.utils.swap_tensors` has exchanged the attributes of two tensors: each has its own number again."""
-    found = [vars(each).pop(_NEXT, None) for each in tensors]
+    found = [vars(each).pop(NEXT_KEY, None) for each in tensors]
     for each, number in zip(tensors, reversed(found), strict=True):
         if number is not None:
-            vars(each)[_NEXT] = number
+            vars(each)[NEXT_KEY] = number
 
 
 def is_of_before(optimizer: Optimizer) -> bool:
