@@ -94,7 +94,7 @@ class StateCode(ABC):
 
     Attributes:
         name: the value of `state_dtype` that asks for this code.
-        kind: the number by which kernels know this code.
+        kind: the number by which kernels know this code. None: they do not, and eager torch reads and writes it.
         zero: a byte of codes and a scale that together mean 0.
         prefix: this and the optimizer's own key of a state tensor are the key of its codes.
         bits: how many bits an element takes: 8 or 4.
@@ -103,7 +103,7 @@ class StateCode(ABC):
     """
 
     name: CodeName
-    kind: int
+    kind: int | None = None
     zero: tuple[int, float] = 0, 1.0
     prefix: str
     bits: int = 8
@@ -189,8 +189,8 @@ class StateCode(ABC):
 
     def _kernels(self, held: StoredTensor, x: Tensor) -> ModuleType | None:
         """Return the kernels that can move these codes from or to FP32 `x`; None if there are none."""
-        scales = _scales(held)
-        if not is_plain(scales) or scales.device != x.device:  # `kernels_for` wants equal shapes, so it cannot check
+        scales = _scales(held)  # `kernels_for` wants equal shapes, so it cannot check these
+        if self.kind is None or not is_plain(scales) or scales.device != x.device:
             return None
         kernels = kernels_for(x)
         return kernels if kernels is not None and kernels.can_read(held.tensor) else None

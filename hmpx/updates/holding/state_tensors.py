@@ -91,7 +91,9 @@ class HeldCodes(HeldState):
         scales = torch.empty(parts[1], dtype=BF16, device=held.device)
         return cls(code, like(param, codes, wholes[0]), like(param, scales, wholes[1], layout.folded), param)
 
-    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor:
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        if self.code.kind is None:
+            return None
         codes, scales = local(self.tensor), local(self.scales).detach()  # keeps alive what a plan writes to
         return native.StoredTensor(codes, self.code.kind, name, scales, row=self._layout.row)
 
@@ -107,7 +109,7 @@ class HeldCodes(HeldState):
 
     def _flat(self) -> native.StoredTensor:
         codes = local(self.tensor).view(-1)
-        return native.StoredTensor(codes, self.code.kind, beside=local(self.scales), row=self._layout.row)
+        return native.StoredTensor(codes, self.code.kind or 0, beside=local(self.scales), row=self._layout.row)
 
     def whole(self) -> Tensor:
         param = self._param

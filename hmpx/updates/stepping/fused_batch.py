@@ -84,6 +84,9 @@ def _can_be_by_kernel(formula: Formula, segment: Segment, grad: Tensor, state: d
     p, kernels, known = local(segment.param), kernels_for(local(segment.param)), by_own_keys(state)
     if kernels is None or formula.kernel not in kernels.KERNELS:
         return False
+    dtype = segment.way.state_dtype
+    if isinstance(dtype, str) and STATE_CODES[dtype].kind is None:
+        return False
     scales = [local(value) for key, value in state.items() if key.startswith(SCALES)]
     if not all([native.is_plain(each) and each.device == p.device for each in scales]):
         return False
