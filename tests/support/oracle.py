@@ -216,7 +216,7 @@ class Reference:
         state = self.optimizer.state.get(entry.q, {})
         narrow = entry.weight is not None and self.state_dtype(entry) is BF16
         if self._is_filled(state):
-            state["sum"].fill_(self._fill(BF16 if narrow else FP32))
+            state["sum"].fill_(self._fill(BF16 if narrow and entry.q.numel() != 1 else FP32))  # one element is FP32
         elif narrow:
             state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
         if entry.weight is not None:
