@@ -16,7 +16,7 @@ from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
-from hmpx.rounding import calls, eager, native
+from hmpx.rounding import calls, eager, kinds
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
 from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
@@ -27,36 +27,31 @@ from tests.support.state_codes import PREFIXES
 
 ROOT = Path(__file__).parent.parent
 ROUNDING = ROOT / "hmpx" / "rounding"
-KINDS = {"FP32", "BF16", "CODED", "NEAREST", "MASTER", "SPLIT", "SPLIT8", "FP8", "FOUR"}
 
 
 def text(name):
     return (ROUNDING / name).read_text(encoding="utf-8")
 
 
-def numbers_in(name, pattern):
-    """Names that a file of C or Triton counts up from 0, and the number that Python has for each."""
-    return {each: i for i, each in enumerate(re.search(pattern, text(name))[1].replace(" ", "").split(","))}
-
-
 def test_a_kernel_stands_in_every_backend_and_is_tested():
-    kernels = [*native.KERNELS]
-    in_c = re.findall(r"DO\((\w+)\)", re.search(r"#define FOR_EACH_KERNEL\(DO\).*", text("native_steps.c"))[0])
-    assert in_c == kernels, "rounding/native_steps.c: FOR_EACH_KERNEL"
-    in_triton = numbers_in("triton_kernels.py", r"\n(ADAM, [\w, ]+) = \(tl")
-    assert [*in_triton] == [name.upper() for name in kernels], "rounding/triton_kernels.py: the names of kernels"
+    kernels = [*kinds.KERNELS]
+    assert "KERNEL(" in text("native_steps.c") and "FOR_EACH_KERNEL(FORMS)" in text("native_steps.c")
+    in_c = set(re.findall(r"^KERNEL\((\w+),", text("native_steps.c"), re.MULTILINE))
+    assert in_c == {*kernels}, "rounding/native_steps.c: KERNEL"
+    in_triton = re.search(r"\n(ADAM, [\w, ]+) = \(tl", text("triton_kernels.py"))[1].split(", ")
+    assert in_triton == [name.upper() for name in kernels], "rounding/triton_kernels.py: the names of kernels"
     branches = {name for name in in_triton if re.search(rf"KERNEL == {name}\b", text("triton_kernels.py"))}
-    assert len({*in_triton} - branches) <= 1, f"rounding/triton_kernels.py: no branch of {in_triton.keys() - branches}"
+    assert len({*in_triton} - branches) <= 1, f"rounding/triton_kernels.py: no branch of {set(in_triton) - branches}"
     assert [*eager._STEPS] == kernels, "rounding/eager.py: _STEPS"
     assert [*STEPS] == [*STATES] == kernels, "tests/support/kernel_steps.py: STEPS, STATES"
     formulas = [*_FORMULAS.values(), *_FORMULAS_BY_NAME.values()]
     assert {each.kernel for each in formulas} == {*kernels}, "updates/stepping/optimizer_classes.py: _FORMULAS"
 
 
-@pytest.mark.parametrize("kernel", native.SCALARS_OF)
+@pytest.mark.parametrize("kernel", kinds.SCALARS_OF)
 def test_the_scalars_of_a_kernel_have_one_order(kernel):
     """Of Triton, which has no names for them, each number that is read."""
-    names = [*native.SCALARS_OF[kernel]]
+    names = [*kinds.SCALARS_OF[kernel]]
     loop = re.search(rf"^KERNEL\({kernel},.*?^}}", text("native_steps.c"), re.M | re.S)[0]
     in_c = dict(sorted((int(i), name) for name, i in re.findall(r"(\w+) = s\[(\d+)\]", loop)))
     assert in_c == dict(enumerate(names)), "rounding/native_steps.c"
@@ -83,18 +78,17 @@ def guide():
 
 
 def test_a_kind_of_tensor_has_one_number_everywhere():
-    in_c = numbers_in("native_stored.c", r"enum \{ (ABSENT[\w, ]+) \}")
-    assert {name: getattr(native, name) for name in KINDS} == {each: in_c[each] for each in KINDS} and in_c[
-        "ABSENT"
-    ] == 0
-    assert len(in_c) == len(KINDS) + 1, "tests/test_doors.py: KINDS"
-    halves = re.search(r"halves\[\] = \{([^}]*)\}", text("native_steps.c"))[1].split(",")
-    assert len(halves) == len(in_c), "rounding/native_steps.c: half bytes of an element by kind"
+    names = [*kinds.HALF_BYTES]
+    assert [getattr(kinds, name) for name in names] == [*range(len(names))], "rounding/kinds.py"
+    said = re.search(r"/\* How a tensor is stored.*?\*/", text("native_stored.c"), re.DOTALL)[0]
+    assert re.findall(r"^   ([A-Z]+\d*) ", said, re.MULTILINE) == names[1:], "rounding/native_stored.c: what kinds are"
+    (in_triton,) = re.findall(r"^(ABSENT[\w, ]+) = ", text("triton_kernels.py"), re.MULTILINE)
+    assert in_triton.split(", ") == names, "rounding/triton_kernels.py: kinds"
     coded = {code.kind for code in STATE_CODES.values()}
-    assert {*native.CODES} == coded, "rounding/native.py: CODES"
-    assert coded <= {*calls._DRAWN}, "rounding/calls.py: _DRAWN"
-    assert "kind == CODED || kind >= FP8" in text("native_stored.c")
-    assert coded == {native.CODED, *(kind for kind in in_c.values() if kind >= native.FP8)}, "native_stored.c: is_coded"
+    assert {*kinds.CODES} == coded and coded <= {*calls._DRAWN}, "rounding/kinds.py: CODES"
+    for name in ("native_stored.c", "triton_kernels.py"):  # C and Triton ask so whether a kind is of codes
+        assert re.search(r"(?i)kind == CODED\W+kind >= FP8", text(name)), name
+    assert coded == {kinds.CODED, *range(kinds.FP8, len(names))}, "rounding/native_stored.c: is_coded"
 
 
 def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):

@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.native import BF16, CODES, FP32, KERNELS, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.kinds import BF16, CODES, FP32, KERNELS, SPLIT8
+from hmpx.rounding.native import StepArguments, StoredTensor
 from hmpx.rounding.table import EVEN, WORDS_OF_A_MOVE, Lain, Table, TableRow, run_all
 
 _DRAWN = BF16, SPLIT8, *CODES  # kinds whose writes need random numbers

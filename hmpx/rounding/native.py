@@ -10,28 +10,25 @@ from typing import NamedTuple
 import torch
 
 from hmpx.rounding.keys import key_of
+from hmpx.rounding.kinds import (  # noqa: F401  whoever makes a `StoredTensor` asks this module for its kind
+    BF16,
+    CODED,
+    FOUR,
+    FP8,
+    FP32,
+    KERNELS,
+    MASTER,
+    NEAREST,
+    SCALARS,
+    SPLIT,
+    SPLIT8,
+)
 from hmpx.rounding.native_library import library
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
-# The kernels of `native_steps.c` and the scalars of each, in the order in which C and Triton read them.
-SCALARS_OF = {
-    "adam": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate", "eps"),
-    "sgd": ("sign", "l2", "rate", "momentum", "keep", "add", "nesterov"),
-    "lion": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate"),
-    "adagrad": ("sign", "l2", "rate", "eps"),
-    "rmsprop": ("sign", "l2", "rate", "alpha", "rest", "eps", "momentum", "centered"),
-    "nadam": ("sign", "l2", "decay", "rest1", "beta2", "rest2", "rate", "rate_mean", "eps", "correction"),
-}
-KERNELS = tuple(SCALARS_OF)
-FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(1, 10)  # kinds, of `native_stored.c`
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
-CODES = CODED, FP8, FOUR  # kinds that are codes with scales
-_STATES, SCALARS = 3, 12  # states of a parameter, scalars of a step
-
-# The numbers that codes of 4 bits mean, of `native_codes.c`, as torchao computes them; see `state_codes.py`.
-_ABOVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
-SIXTEEN = (*(-number for number in reversed(_ABOVE)), 0.0, *_ABOVE, 1.0)
+_STATES = 3  # of a parameter
 
 
 class StoredTensor(NamedTuple):

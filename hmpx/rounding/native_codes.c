@@ -34,8 +34,8 @@ static Largest largest_finite(const float *restrict x, int64_t count) {
 /* A `FloatCode` of state_codes.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
 typedef struct { int missing, of_unsigned, of_signed, last, inf, nan; } FloatCode;
 
-#define EIGHT_BITS ((FloatCode){19, 15, 7, 13, 14, 15})
-#define E4M3 ((FloatCode){20, 7, 7, 70, 71, 71})
+#define EIGHT_BITS ((FloatCode){NUMBERS_OF_CODED}) /* of kinds.py */
+#define E4M3 ((FloatCode){NUMBERS_OF_FP8})
 #define ONE(CODE, IS_SIGNED) ((IS_SIGNED) ? (CODE).of_signed : (CODE).of_unsigned)
 #define STEPS(CODE) (1 << (23 - (CODE).missing)) /* codes of one exponent */
 #define LOOP static inline __attribute__((always_inline)) /* of which the compiler makes one for each code, and leaves
@@ -123,9 +123,7 @@ LOOP void decode_float(const uint8_t *restrict codes, float *restrict x, int64_t
 
 /* 4 bits */
 
-static const float SIXTEEN[] = {-0.8875f, -0.6625f, -0.4375f, -0.21249999105930328f, -0.0775f, -0.0325000025331974f,
-                                -0.0055f, 0.0f, 0.0055f, 0.0325000025331974f, 0.0775f, 0.21249999105930328f, 0.4375f,
-                                0.6625f, 0.8875f, 1.0f};
+static const float SIXTEEN[] = {NUMBERS_OF_FOUR};
 
 static uint16_t scale_of_four(const float *restrict x, int64_t count) {
   int32_t magnitude = 0, below = -1; /* the bits of the largest magnitude, and of a number that is not positive */

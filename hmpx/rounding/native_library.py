@@ -20,6 +20,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from hmpx.rounding.kinds import for_c
+
 logger = logging.getLogger("hmpx")
 
 _PARTS = ("masters", "codes", "stored", "steps", "bits")
@@ -102,7 +104,7 @@ def _build() -> ctypes.CDLL:
 
 
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
-    flags = (f"-march={architecture()}", *_FLAGS, *variant)
+    flags = (f"-march={architecture()}", *_FLAGS, *for_c(), *variant)
     parts = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
     name = f"native-{_digest(b'|'.join(parts))}"
     folder = None

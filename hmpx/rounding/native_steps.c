@@ -4,7 +4,6 @@
 #include "native.h"
 
 #define STATES 3
-#define SCALARS 12
 
 enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
 typedef struct { Lain lain; Stored stored[TENSORS]; } Stepped;
@@ -13,7 +12,7 @@ typedef struct { Lain lain; Stored stored[TENSORS]; } Stepped;
    `halves` is the number of tensors in BF16, counted in the order gradient, weight, states. A kernel reads BF16 at no
    cost while it waits for a root or a quotient; separate loops that only widened BF16 took a tenth of the step. */
 #define KERNEL(NAME, A, B, C)                                                                            \
-  LOOP NAME(float *restrict p, const uint16_t *restrict half_p, const float *restrict grad,              \
+  LOOP void NAME(float *restrict p, const uint16_t *restrict half_p, const float *restrict grad,         \
             const uint16_t *restrict half_grad, float *restrict A, const uint16_t *restrict half_##A,    \
             float *restrict B, const uint16_t *restrict half_##B, float *restrict C,                     \
             const uint16_t *restrict half_##C, const float *restrict s, int64_t n, const int halves)
@@ -116,7 +115,7 @@ KERNEL(nadam, m, v, none) {
   }
 #define FORMS(NAME) FORM(NAME, 0) FORM(NAME, 1) FORM(NAME, 2) FORM(NAME, 3)
 #define THEIR_NAMES(NAME) {NAME##0, NAME##1, NAME##2, NAME##3},
-#define FOR_EACH_KERNEL(DO) DO(adam) DO(sgd) DO(lion) DO(adagrad) DO(rmsprop) DO(nadam) /* native.py has the same */
+/* FOR_EACH_KERNEL is defined by kinds.py, as are the kinds and their sizes. */
 
 FOR_EACH_KERNEL(FORMS)
 typedef void Kernel(float *const *, const uint16_t *const *, const float *, int64_t);
@@ -134,7 +133,7 @@ static int halves_of(const Stepped *one) {
 /* Asks for `count` elements that will be read soon: the loops that write a block load nothing new, and hardware that
    looks at what is loaded does not run far enough ahead. */
 static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
-  static const int64_t halves[] = {0, 8, 4, 2, 4, 4, 4, 4, 2, 1}; /* of a byte, of an element, by kind */
+  static const int64_t halves[] = {HALF_BYTES}; /* of a byte, of an element, by kind */
   const char *from = AS(const char, stored->at) + at * halves[stored->kind] / 2;
   for (int64_t byte = 0; byte < count * halves[stored->kind] / 2; byte += 64) __builtin_prefetch(from + byte);
 }

@@ -2,7 +2,7 @@
 
 #include "native.h"
 
-/* How a tensor is stored; native.py has the same.
+/* How a tensor is stored, of kinds.py.
 
    FP32     the steps work on it
    BF16     by stochastic rounding; `key` is that of its random numbers
@@ -13,7 +13,7 @@
    SPLIT8   the same with 8 bits, by stochastic rounding
    FP8      as CODED, numbers of e4m3
    FOUR     as CODED, in 4 bits: two elements in a byte */
-enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR };
+enum { KINDS };
 typedef struct { uint64_t at, key, beside; int64_t kind; } Stored;
 
 #define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))

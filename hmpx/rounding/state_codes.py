@@ -107,7 +107,7 @@ import torch
 
 from hmpx.rounding.coding import CodeName, StateCode
 from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
-from hmpx.rounding.native import CODED, FOUR, FP8, SIXTEEN
+from hmpx.rounding.kinds import CODED, FLOATS, FOUR, FP8, SIXTEEN
 
 Tensor = torch.Tensor
 
@@ -173,8 +173,8 @@ class FloatCode(StateCode):
         return one * self._step + self._nan
 
 
-EIGHT_BITS = FloatCode("8bit", CODED, "hmpx_codes_", mantissa=4, ones=(15, 7), last=13, has_inf=True)
-_E4M3 = FloatCode("fp8", FP8, "hmpx_fp8_", mantissa=3, ones=(7, 7), last=70, has_inf=False)
+EIGHT_BITS = FloatCode("8bit", CODED, "hmpx_codes_", **FLOATS[CODED]._asdict())
+_E4M3 = FloatCode("fp8", FP8, "hmpx_fp8_", **FLOATS[FP8]._asdict())
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.native import CODES, StoredTensor
+from hmpx.rounding.kinds import CODES
+from hmpx.rounding.native import StoredTensor
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8

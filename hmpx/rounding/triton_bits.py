@@ -9,11 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding import native
+from hmpx.rounding.kinds import CODED, FLOATS, FP8
+from hmpx.rounding.kinds import SIXTEEN as _SIXTEEN
 
-SIXTEEN = tl.constexpr(native.SIXTEEN)
+SIXTEEN = tl.constexpr(_SIXTEEN)
 BEFORE_LAST = tl.constexpr(0.8874999284744263)  # the FP32 number below SIXTEEN[14]
-STRETCH = tl.constexpr(1 / native.SIXTEEN[14])  # what the scale of a largest negative number is, for one of 1
+STRETCH = tl.constexpr(1 / _SIXTEEN[14])  # what the scale of a largest negative number is, for one of 1
+
+# Of FP8 and of CODED: bits of an FP32 mantissa that a code lacks, the exponents of 1, and the largest number's code.
+SHIFTS = tl.constexpr((FLOATS[FP8].shift, FLOATS[CODED].shift))
+UNSIGNED = tl.constexpr((FLOATS[FP8].ones[0], FLOATS[CODED].ones[0]))
+SIGNED = tl.constexpr((FLOATS[FP8].ones[1], FLOATS[CODED].ones[1]))
+LASTS = tl.constexpr((FLOATS[FP8].last, FLOATS[CODED].last))
 
 
 @triton.jit
@@ -63,9 +70,12 @@ def rounded(x, r):
 @triton.jit
 def coded(x, r, IS_FP8: tl.constexpr):
     """Return the bits of the scales of blocks and the codes of numbers, int32; a tile without inf takes a short way."""
-    UP: tl.constexpr = 0x1FFFFF if IS_FP8 else 0x17FFFF  # the next exponent where the largest mantissa is passed
-    LESS: tl.constexpr = 8 if IS_FP8 else 0
-    MOST: tl.constexpr = 246 if IS_FP8 else 253
+    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
+    LAST: tl.constexpr = LASTS[0] if IS_FP8 else LASTS[1]
+    STEPS: tl.constexpr = 1 << (23 - SHIFT)  # codes of one exponent
+    UP: tl.constexpr = ((STEPS - LAST % STEPS) << SHIFT) - 1  # the next exponent where the largest mantissa is passed
+    LESS: tl.constexpr = LAST // STEPS
+    MOST: tl.constexpr = 253 if LAST < STEPS else 254 - LAST // STEPS  # the largest number is finite
     bits = bits_of(x)
     top = tl.max(bits, 1)  # of a negative number, if there is one
     largest = tl.maximum(tl.max(bits.to(tl.int32, bitcast=True), 1), (top & 0x7FFFFFFF).to(tl.int32))
@@ -88,7 +98,7 @@ def encoded_within(x, r, exponent, signed, IS_FP8: tl.constexpr):
     As FP32 with the exponent of a code, a number begins with its code: also below the least exponent of the code, where
     it is below that of FP32. So it is brought there, and what follows the code is rounded by r.
     """
-    SHIFT: tl.constexpr = 20 if IS_FP8 else 19
+    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
     one = exponent_of_one(signed, IS_FP8)
     bits = bits_of((x * float_of((254 - exponent) << 23) + 0.0) * float_of(one << 23))  # without -0
     bits = tl.maximum(bits, tl.where(x > 0, (1 - signed) << SHIFT, 0).to(tl.uint32))
@@ -100,8 +110,8 @@ def encoded_within(x, r, exponent, signed, IS_FP8: tl.constexpr):
 @triton.jit
 def encoded(x, r, exponent, signed, IS_FP8: tl.constexpr):
     """Return the codes of any numbers; see `encoded_within`."""
-    SHIFT: tl.constexpr = 20 if IS_FP8 else 19
-    LAST: tl.constexpr = 70 if IS_FP8 else 13
+    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
+    LAST: tl.constexpr = LASTS[0] if IS_FP8 else LASTS[1]
     one = exponent_of_one(signed, IS_FP8)
     bits = bits_of(tl.abs(x) * float_of((254 - exponent) << 23) * float_of(one << 23)).to(tl.int32)
     past = bits >> 22  # 510 of inf, 511 of NaN, whose codes come after the last one
@@ -115,7 +125,7 @@ def encoded(x, r, exponent, signed, IS_FP8: tl.constexpr):
 @triton.jit
 def decoded(code, exponent, signed, IS_FP8: tl.constexpr):
     """Return the numbers that codes stand for; see `encoded_within`."""
-    SHIFT: tl.constexpr = 20 if IS_FP8 else 19
+    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
     one = exponent_of_one(signed, IS_FP8)
     bits = ((code << 24) >> (24 - SHIFT)) & (((0xFF >> signed) << SHIFT) | (signed << 31))
     y = float_of(bits) * float_of((254 - one) << 23)
@@ -132,7 +142,9 @@ def decoded(code, exponent, signed, IS_FP8: tl.constexpr):
 
 @triton.jit
 def exponent_of_one(signed, IS_FP8: tl.constexpr):
-    return signed * 0 + 7 if IS_FP8 else 15 - 8 * signed
+    ONE: tl.constexpr = UNSIGNED[0] if IS_FP8 else UNSIGNED[1]
+    LESS: tl.constexpr = ONE - (SIGNED[0] if IS_FP8 else SIGNED[1])
+    return ONE - LESS * signed
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding import native
+from hmpx.rounding import kinds
 from hmpx.rounding.triton_bits import (
     are_one,
     bits_of,
@@ -29,14 +29,13 @@ from hmpx.rounding.triton_bits import (
 )
 
 TILE, CODES = tl.constexpr(8), tl.constexpr(128)
-SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
-ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
+SCALARS = tl.constexpr(kinds.SCALARS)
+ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(kinds.KERNELS)))
 
 # Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte.
-FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
-NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
-SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
-ABSENT, FP8, FOUR = (tl.constexpr(kind) for kind in (0, native.FP8, native.FOUR))
+ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = (
+    tl.constexpr(kind) for kind in range(len(kinds.HALF_BYTES))
+)
 
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
 # counts that are multiples of 16.
