@@ -207,8 +207,8 @@ def activate(recipe: Stated = None, *, process_group: Any = None, **keys: Any) -
         recipe, said = found
         logger.warning("hmpx: %s", said)
     activation = Activation(as_recipe(recipe, **keys), process_group)
+    _tell_made_before(activation.recipe)  # first: an interrupt here leaves nothing in force
     activation._install()
-    _tell_made_before(activation.recipe)
     return activation
 
 
