@@ -14,7 +14,7 @@ against the plain step, bit for bit. A step that somebody has replaced is of no 
 
 A formula says what the fused kernel of a class takes: its state tensors, and scalars made from a group's options. The
 formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains each
-number. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
+number. To add an optimizer: "To change one thing" in `rounding/README.md`.
 """
 
 from __future__ import annotations
