@@ -93,6 +93,13 @@ def test_explain_counts_masters_of_some_and_state_of_bf16_parameters_in_an_fp32_
     assert "checkpoints  as without hmpx" in capsys.readouterr().out
 
 
+def test_explain_says_which_state_is_not_in_codes(capsys):
+    hmpx.explain({"state_dtype": "4bit"})
+    assert "4 bits with a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_rule_for_another_name_of_a_tied_weight_is_told(caplog):
     model = made()
     model.append(nn.Linear(4, 4))

@@ -296,6 +296,11 @@ def test_state_that_is_gone_from_its_key_is_seen(keys):
     kept_beside_a_twin(lambda: made(optim.SGD, {"momentum": 0.9}, fused=True), act, turns=5)
 
 
+def test_factored_moments_in_bf16_are_pieces_of_a_kept_plan():
+    made_so = functools.partial(made, optim.Adafactor, state_dtype=BF16)
+    assert kept_beside_a_twin(made_so, lambda *_: None)[1][5] >= 4
+
+
 def test_keys_of_state_that_change_places_are_seen():
     """The same tensors follow one another, in a dict whose keys are the same but for their order."""
 

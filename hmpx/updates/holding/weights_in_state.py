@@ -11,6 +11,7 @@ quarter of them or more. A moment is farther away than the norm itself, and poin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Set
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ Tensor = torch.Tensor
 _OF_TORCH = frozenset(cls for cls in vars(optim).values() if isinstance(cls, type))
 _NEAR = 0.25  # of the squared norm of the weights, or of a multiple of them
 _LEAST = 0.25  # of all multiples: what is smaller is taken for a moment
+_FEW = 32  # elements: any direction may be near that of fewer weights
 _keys: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
 
 
@@ -35,7 +37,7 @@ def weight_keys(optimizer: Optimizer) -> Set[str]:
 
 def find_weights(keys: Set[str], found: Iterable[tuple[str, Tensor, Tensor]]) -> None:
     """Add to `keys` those of `found` that are weights: keys, state tensors, and the weights of their parameters."""
-    sums: dict[str, Tensor] = {}
+    sums, counts = dict[str, Tensor](), Counter[str]()
     if not isinstance(keys, set):
         return
     for key, value, weights in found:
@@ -44,12 +46,13 @@ def find_weights(keys: Set[str], found: Iterable[tuple[str, Tensor, Tensor]]) ->
             pairs = (v - w, v - w), (w, w), (v, w), (v, v)
             of_one = torch.stack([full((a * b).sum()) for a, b in pairs]).double().cpu()
             sums[key] = sums[key] + of_one if key in sums else of_one
+            counts[key] += v.numel()
     for key, of_all in sums.items():
         far, norm, along, own = of_all.tolist()
         if not norm or not math.isfinite(far + own):
             continue
         along /= norm  # the multiple of the weights that is nearest, and how far the state is from it
-        is_multiple = abs(along) >= _LEAST and own - along**2 * norm <= _NEAR * along**2 * norm
+        is_multiple = abs(along) >= _LEAST and own - along**2 * norm <= _NEAR * along**2 * norm and counts[key] >= _FEW
         if far <= _NEAR * norm or is_multiple:
             keys.add(key)
 
