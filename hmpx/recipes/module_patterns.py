@@ -185,6 +185,11 @@ def _last_blocks(model: Module, percent: int) -> set[Module]:
     return set(blocks[len(blocks) - -(-len(blocks) * percent // 100) :])
 
 
+def with_role(model: Module, role: str) -> set[Module]:
+    """Return the modules of a model that have one of the roles `HEAD`, `NORMS` and `ROUTERS`."""
+    return _ROLES[role][0](model)
+
+
 def _role(pattern: str) -> _Role | None:
     """Return how the modules of a role are found and what is looked for; None if the pattern is a name."""
     pattern = pattern.removesuffix("?")

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from hmpx.base import forks, process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
+from hmpx.insight.doctor.expected import read
 from hmpx.insight.doctor.fix import Base
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
@@ -47,6 +48,10 @@ def add_doctor(command: Parser) -> None:
     command.add_argument(
         "--at", type=int, action="append", default=[], metavar="N", help="look at every op of this step, too"
     )
+    command.add_argument(
+        "--expect", metavar="FILE", help="the --json of an earlier run: what is in another dtype now is wrong"
+    )
+    command.add_argument("--all-rows", action="store_true", help="print all rows of the table, not ten")
     files = command.add_argument_group("what is saved")
     files.add_argument("--fix", metavar="FILE", help="the smallest recipe that answers what is found, with its reasons")
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
@@ -106,12 +111,13 @@ def _doctor(options: argparse.Namespace) -> int:
         is_file, folder = os.path.splitext(named)[1], os.path.dirname(options.fix or "") or "."
         base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
     process_state.script[:] = [*(["-m"] if options.as_module else []), options.script, *options.arguments]
-    report = _Report(outputs)
+    report = _Report(outputs, options.all_rows)
+    expected = read(options.expect) if options.expect else None
     status = 0
     try:
         with (
             started_processes(running(options), replaced=report.replaced) as report.started,
-            examined(options.steps or None, options.at, base, report.heard) as report.found,
+            examined(options.steps or None, options.at, base, report.heard, expected) as report.found,
         ):
             # The recipe's patches stand upon the doctor's.
             run_script.run_to_the_end(
@@ -129,7 +135,8 @@ def _doctor(options: argparse.Namespace) -> int:
 class _Report:
     """What is printed at the end, once: of a script that ends, is ended, leaves by ``os._exit``, waits or is killed."""
 
-    def __init__(self, outputs: dict[str, Path]) -> None:
+    def __init__(self, outputs: dict[str, Path], all_rows: bool) -> None:
+        self._all_rows = all_rows
         self._outputs, self._terminal = outputs, terminal()
         self._watcher = Watcher(self._terminal) if is_first_rank() else None
         self._lock = forks.over_forks(threading.Lock())
@@ -198,6 +205,7 @@ class _Report:
             names = ", ".join(f"{name} ({number})" for name, number in self.started.items())
             self.found.not_checked.append(f"processes that the script started: {names}")
         first = is_first_rank()
+        self.found.all_rows = self._all_rows
         own = {kind: path for kind, path in self._outputs.items() if kind != "fix" or (self.found.recipe and first)}
         written, are_all = save(self.found, own)
         if "fix" in self._outputs and self.found.recipe is None:

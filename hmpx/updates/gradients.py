@@ -272,13 +272,15 @@ def _shards(module: Any) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def whole_copies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Return the whole parameters that FSDP2 computes with: copies of shards, which alone are stepped."""
-    module = sys.modules.get("torch.distributed.fsdp")
+def whole_copies(model: torch.nn.Module) -> dict[torch.Tensor, tuple[Parameter, torch.dtype | None]]:
+    """Return the whole parameters that FSDP2 computes with, each with the shards that it is a copy of, which alone are
+    stepped, and the dtype in which the policy wants gradients reduced; None for that of the parameter."""
+    module, found = sys.modules.get("torch.distributed.fsdp"), {}
     for each in model.modules() if FSDP_SUMS.is_on() else ():
-        if module is not None and isinstance(each, module.FSDPModule):
-            copies = (getattr(held, "_unsharded_param", None) for held in _shards(each))
-            yield from (copy for copy in copies if copy is not None)
+        for held in _shards(each) if module is not None and isinstance(each, module.FSDPModule) else ():
+            if (copy := getattr(held, "_unsharded_param", None)) is not None:
+                found[copy] = held.sharded_param, held.mp_policy.reduce_dtype
+    return found
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import hmpx
+from hmpx.insight.doctor.table import Precision, PrecisionRow
 from hmpx.insight.recording.recorded import RoundTrip, Site
 
-PARTS = {"Log": (Site, RoundTrip)}  # what attributes and methods give
+PARTS = {"Log": (Site, RoundTrip), "Diagnosis": (Precision, PrecisionRow)}  # what attributes and methods give
 GROUPS = {
     "A whole run": "prepare activate restore Recipe Activation",
     "Which op runs in what": """convert policy_for policies_of casts bf16 fp16 fp32 promote cached_weights Conversion
@@ -24,8 +25,8 @@ GROUPS = {
     "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
 }
 # What functions return or raise, whose examples show it, what the guide has an example of, and what `bf16` shows.
-WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Problem Log Site RoundTrip Comparison
-    Row Tuned Choice OpListError UnknownOpError OptLevelError hmp fp16 fp32 promote""".split()
+WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Precision PrecisionRow Problem Log Site
+    RoundTrip Comparison Row Tuned Choice OpListError UnknownOpError OptLevelError hmp fp16 fp32 promote""".split()
 _HEAD = """\
 # API
 

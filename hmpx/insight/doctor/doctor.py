@@ -6,20 +6,21 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 from hmpx.base import process_state
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.capture.dispatch import aside
+from hmpx.insight.doctor.expected import differences
 from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
+from hmpx.insight.doctor.table import Precision, precision_of
 from hmpx.insight.finding import Problem, merged
 from hmpx.insight.looks import casts, checks, products, writes
+from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.looks.passed_low import PassedLow
 from hmpx.insight.looks.replicas import Replicas
@@ -32,7 +33,6 @@ from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
 from hmpx.insight.trainers import in_words
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.gradients import whole_copies
 from hmpx.updates.stepping.names import parameters
 
 
@@ -43,21 +43,25 @@ class Diagnosis(Report):
     Attributes:
         findings: a `Problem` for each thing that was found: `kind`, `wrong`, `said`, `do`, `where`, `names`, `ops`.
         wrong: whether one of them harms the training; the others are notes.
+        precision: what everything is in, the table that is printed first: a `Precision`.
         looked: what was looked at, in words: how many steps, which of them for what, which optimizers.
         not_checked: what could not be looked at, and why.
         recipe: the smallest `hmpx.Recipe` that answers the findings; None if none does. reasons: by key of the
             recipe, why. recipe_text: the recipe as a file, with the reasons as comments.
+        all_rows: whether the table is printed whole, and not its first ten rows alone.
 
     `html(path)` writes a page, `json(path)` saves `as_json()`, `fix(path)` writes `recipe_text`.
     """
 
     _schema = 1
     findings: list[Problem] = field(default_factory=list)
+    precision: Precision = field(default_factory=Precision)
     looked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     recipe: Recipe | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     recipe_text: str = ""
+    all_rows: bool = False
     _beyond: ClassVar[str] = "; what low precision does to the gradients, python -m hmpx compare measures"
 
     @property
@@ -73,7 +77,7 @@ class Diagnosis(Report):
 
     def _text(self, width: int) -> str:
         width = min(width, 120)
-        lines = [*self.looked, ""]
+        lines = [*self.precision.lines(width, self.all_rows), *self.looked, ""]
         for i, each in enumerate(self.findings):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
             for figure in each.evidence:
@@ -95,6 +99,7 @@ class Diagnosis(Report):
         return {
             "schema": self._schema,
             "wrong": self.wrong,
+            "precision": self.precision.as_json(),
             "looked": self.looked,
             "not_checked": self.not_checked,
             "findings": [each.as_json() for each in self.findings],
@@ -119,6 +124,7 @@ class Diagnosis(Report):
         return self.looked
 
     def _sections(self) -> Iterator[Grid | Lines | Bars]:
+        yield self.precision.grid()
         for each in self.findings:
             yield Lines(
                 each.kind, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names
@@ -163,16 +169,20 @@ class Examination(Capture):
         at: Collection[int],
         base: Base | None,
         heard: Callable[[Examination], None],
+        expected: dict[str, Any] | None,
     ) -> None:
+        self._expected = expected
         self.found, self.is_ending, self._heard = found, False, heard
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
-        self._updates, self._replicas = Updates(), Replicas()
+        self._cells, self._replicas = Cells(self), Replicas()
+        self._updates = Updates(self._cells)
         looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, PositionTables()]
         around = {
             each for step in at for each in (step - 1, step) if each
         }  # of a loss that is NaN, the gradient before
         super().__init__(
-            [*looks, products.PRODUCTS, Scale(), PassedLow(), Sums(), self._updates, self._replicas], around
+            [*looks, products.PRODUCTS, Scale(), PassedLow(), Sums(), self._cells, self._updates, self._replicas],
+            around,
         )
 
     def is_enough(self, steps: int) -> None:
@@ -201,13 +211,16 @@ class Examination(Capture):
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
         problems, unchecked = list[Problem](), [*self._not_checked()]
         with aside(self.trouble, is_whole=True):
-            models = [model for several in self.models.values() for model in several]
-            self.notes.copies = {id(copy) for model in models for copy in whole_copies(model)}
+            self.notes.copies = {*self._cells.whole()}
         for look in self.looks:
             with aside(self.trouble, is_whole=True):
                 problems += [*look.findings(self.notes, names)]
             with aside(self.trouble, is_whole=True):
                 unchecked += [*look.unchecked(self.notes, names)]
+        with aside(self.trouble, is_whole=True):
+            found.precision = precision_of(self, self._cells, self._updates.moves, self._replicas.world)
+            if self._expected is not None and not self._replicas.rank:  # the first rank says it for all
+                problems += differences(self._expected, found.precision.as_json())
         if not alone:
             with aside(self.trouble, is_whole=True):
                 problems, unchecked = self._replicas.gathered(problems, unchecked, names, self.optimizers)
@@ -225,13 +238,9 @@ class Examination(Capture):
         optimizers, steps = self.optimizers, max(self.steps.values(), default=0)
         steps = max(steps, self.iterations.count) if steps else 0
         classes = ", ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
-        dtypes: Counter[str] = Counter()
-        for p in self.trained:
-            dtypes[dtype_name(p.dtype)] += p.numel()
-        held = " and ".join(f"{count:,} in {name}" for name, count in dtypes.items())
         looked = self._updates.looked
-        lines = [f"{number(steps, 'step')} of {classes}; parameters: {held}"] if steps else []
-        lines += [f"beside {number(looked, 'step')} of them, float32 copies took the same step"] if looked else []
+        beside = f"; beside {looked} of them, float32 copies took the same step" if looked else ""
+        lines = [f"{number(steps, 'step')} of {classes}{beside}"] if steps else []
         if watched := self.iterations.watched:
             word = "iteration" if len(watched) == 1 else "iterations"
             lines += [f"looked at ops in {word} {', '.join(map(str, watched[:9]))}"]
@@ -297,18 +306,20 @@ def examined(
     at: Collection[int],
     base: Base | None = None,
     heard: Callable[[Examination], None] = lambda examination: None,
+    expected: dict[str, Any] | None = None,
 ) -> Iterator[Diagnosis]:
     """Do what `doctor` does.
 
     base: the recipe that the program runs under; the recipe that is found extends it. heard: is called with the
-    examination at the start, when a window of steps is over, and before the program is ended.
+    examination at the start, when a window of steps is over, and before the program is ended. expected: the table of an
+    earlier run, to which this one is to be equal.
     """
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
     if process_state.examined:
         raise HmpxError("hmpx.doctor is open already: leave its `with` block before you open another")
     found = Diagnosis(not_checked=["all of it: the region is still open"])
-    examination = Examination(found, steps, at, base, heard)
+    examination = Examination(found, steps, at, base, heard, expected)
     try:
         process_state.examined.append(examination)
         heard(examination)

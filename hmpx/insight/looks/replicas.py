@@ -40,7 +40,7 @@ class Replicas(Look):
         self._first: list[str] = []
         self._number = next(_numbers)
         self._store: Any = None
-        self._rank = self._world = 0
+        self.rank = self.world = 0  # of this rank, and of all
         self._groups: list[Any] = []  # of ranks, that of all the first
         self._steps = self._reduced = 0  # and those before which ranks talked, since the backward pass began
         self._silent: list[int] | None = None  # the numbers of collectives at the start
@@ -61,8 +61,8 @@ class Replicas(Look):
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         distributed = torch.distributed
         if self._store is None and distributed.is_available() and distributed.is_initialized():
-            self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
-            compares = self._world > 1 and AGREEMENT.is_on()
+            self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+            compares = self.world > 1 and AGREEMENT.is_on()
             self._store = private("torch.distributed.distributed_c10d._get_default_store")() if compares else None
         if self._store is not None:
             self._first += _sums([optimizer])
@@ -95,11 +95,11 @@ class Replicas(Look):
             "findings": [each.as_json() for each in problems],
             "unchecked": unchecked,
         }
-        self._store.set(f"hmpx/doctor/{self._number}/{self._rank}", json.dumps(own))
-        if self._rank:
+        self._store.set(f"hmpx/doctor/{self._number}/{self.rank}", json.dumps(own))
+        if self.rank:
             return problems, unchecked
         found, until = {0: own}, monotonic() + _PATIENCE
-        for rank in range(1, self._world):
+        for rank in range(1, self.world):
             try:
                 key = f"hmpx/doctor/{self._number}/{rank}"
                 self._store.wait([key], timedelta(seconds=max(until - monotonic(), 0.1)))
@@ -117,16 +117,16 @@ class Replicas(Look):
 
     def _apart(self, ranks: Sequence[dict[str, Any]], names: Names) -> Iterator[Problem]:
         columns = [each["sums"][when] for when in ("first", "last") for each in ranks]
-        if len(ranks) < self._world or {len(each) for each in columns} != {len(names)}:
+        if len(ranks) < self.world or {len(each) for each in columns} != {len(names)}:
             return  # optimizers that came later, or differ
         sums = zip(*columns, strict=True)
         apart = tuple(
             name
             for name, each in zip(names.values(), sums, strict=True)
-            if len({*each[: self._world]}) == 1 and len({*each[self._world :]}) > 1
+            if len({*each[: self.world]}) == 1 and len({*each[self.world :]}) > 1
         )
         if apart:
-            said = f"{len(apart)} of {len(names)} parameters began equal on {self._world} ranks and differ now: "
+            said = f"{len(apart)} of {len(names)} parameters began equal on {self.world} ranks and differ now: "
             said += some(apart)
             wrong, do = all(each["is_reduced"] for each in ranks) or all(each["is_silent"] for each in ranks), _DO
             if not wrong:

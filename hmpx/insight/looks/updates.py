@@ -15,8 +15,9 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
 from hmpx.insight.places import numberless
 from hmpx.insight.report import grouped, number
@@ -51,29 +52,19 @@ class Updates(Look):
         looked: the number of steps beside which copies were stepped.
     """
 
-    stages = ("forward",)
-
-    def __init__(self) -> None:
+    def __init__(self, cells: Cells) -> None:
         self._seen: dict[int, SteppedOptimizer] = {}
-        self._filled, self._covered = set[int](), set[int]()
-        self._iteration = 0
+        self._cells = cells
 
     @property
     def looked(self) -> int:
         return max((each.looked for each in self._seen.values()), default=0)
 
-    def see(self, notes: Notes, op: OpCall) -> None:
-        """Note which weights get the numbers of a tensor in FP32, such as of masters by hand, and so lose nothing."""
-        if notes.iteration != self._iteration:
-            self._iteration = notes.iteration
-            self._filled.clear()
-        if op.name in ("copy_", "_foreach_copy_", "_to_copy"):
-            low = [each for each in (*op.results, *op.given) if each.dtype in LOW]
-            if any(each.dtype is torch.float32 for each in op.given):
-                self._filled.update(map(memory, low))
-        for each in op.given if self._filled else ():
-            if each.is_leaf and each.requires_grad and memory(each) in self._filled:
-                self._covered.add(id(each))
+    @property
+    def moves(self) -> dict[Parameter, Moves]:
+        """How far each parameter has moved beside its copy, in all windows."""
+        rows = [row for each in self._seen.values() for window in each.moves.values() for row in window.items()]
+        return {p: total(moves for _, moves in its) for p, its in grouped(rows, lambda row: row[0]).items()}
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         own = {*parameters(optimizer)}
@@ -101,7 +92,7 @@ class Updates(Look):
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
         yield from _unchecked([*self._seen.values()])
         if self._seen or notes.are_steps:
-            yield from _uncovered(notes, names, self._covered)
+            yield from _uncovered(notes, names, self._cells.covered)
 
 
 def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:

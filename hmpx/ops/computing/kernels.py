@@ -22,7 +22,9 @@ other devices, tensor subclasses, sparse and nested tensors, ``out=``, in-place 
 
 from __future__ import annotations
 
+import itertools
 import os
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,6 +39,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
+from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.overriding import PLAIN, call, may_override, out_of_graph, stand_in
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, autocast_inside, cast, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
@@ -176,6 +179,15 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype]) -> Callable:
         return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
 
     return computed
+
+
+_COMPUTED = next(each for each in _computing.__code__.co_consts if getattr(each, "co_name", "") == "computed")
+
+
+def asked_of(frame: types.FrameType) -> torch.dtype | None:
+    """Return the dtype of the op that an FP32 kernel computes in this frame or near it; None where none does."""
+    near = itertools.islice(frames(frame), 6)
+    return next((each.f_locals.get("low") for each in near if each.f_code is _COMPUTED), None)
 
 
 def _widening() -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,339 @@
+"""The table of what everything in a training is in, as it was seen: a row for each kind of parameter."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from hmpx.base.dtype_names import dtype_name
+from hmpx.insight.capture.capture import Capture
+from hmpx.insight.looks.cells import Cells
+from hmpx.insight.looks.steps import Moves
+from hmpx.insight.places import numberless
+from hmpx.insight.report import Field, Grid, amount, grouped, number, short_dtypes, table
+from hmpx.insight.tensors import LOW
+from hmpx.recipes.keys import HEAD, NORMS, ROUTERS
+from hmpx.recipes.module_patterns import with_role
+from hmpx.rounding.native import PLAIN
+from hmpx.rounding.state_codes import SCALES, code_of
+from hmpx.updates.optimizer_hooks import own_attachment
+from hmpx.updates.ranks.ddp import replicas
+from hmpx.updates.ranks.sharding import is_sharded
+from hmpx.updates.stepping.names import names_in, parameters, plain_names
+
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+UNSEEN, NONE = "?", "-"
+_EMBEDDINGS, _REST = "embeddings", "rest"
+_KINDS = _EMBEDDINGS, NORMS, ROUTERS, HEAD, _REST
+_MOST = 10  # rows in a terminal
+_SHORT = {"all-reduce": "ar", "reduce-scatter": "rs"}
+
+
+@dataclass
+class PrecisionRow:
+    """What one parameter is in: dtypes by name, several joined by "and". "?" was not seen, "-" is not there.
+
+    Attributes:
+        name: in its model; with the model's class in front where there are several models.
+        kind: "embeddings", "<norms>", "<routers>", "<head>" or "rest".
+        count: its elements, those on other ranks too.
+        stored: its dtype, or its class if that is one of a library.
+        computed: in which ops took it, in the iterations that were looked at; "not used" if none did.
+        gradient: its gradient's as a step begins; "frozen", "freed" by then, or "none".
+        summed: by what adds gradients up ("add", "all-reduce", "reduce-scatter"), in what; "policy" is what FSDP2 was
+            told.
+        state: by tensor of the optimizer's state, in what it is held: a dtype, a code, or a class.
+        master: in what, and by whom, a more exact copy of it is stepped; "none".
+        kept: how far it moves, as a share of how far an FP32 copy does; None if no copy stepped beside it.
+        lost: whether that is less than half. moved: whether it moves at all; None if that is not known.
+    """
+
+    name: str
+    kind: str
+    count: int
+    stored: str
+    computed: str = UNSEEN
+    gradient: str = UNSEEN
+    summed: dict[str, str] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    master: str = "none"
+    kept: float | None = None
+    lost: bool = False
+    moved: bool | None = None
+
+    @property
+    def _sums(self) -> str:
+        by_dtype = grouped(sorted(self.summed.keys() - {"policy"}), lambda by: self.summed[by])
+        said = [f"{'+'.join(_SHORT.get(by, by) for by in its)} {dtype}" for dtype, its in by_dtype.items()]
+        told = self.summed.get("policy", "")
+        is_other = told and told not in [dtype for by, dtype in self.summed.items() if by not in ("policy", "add")]
+        return ", ".join([*said, *([f"(policy {told})"] if is_other else [])]) or NONE
+
+    @property
+    def _states(self) -> str:
+        held = [*self.state.values()]
+        if len({*held}) == 1:
+            return held[0] if len(held) == 1 else f"{len(held)}x {held[0]}"
+        return ", ".join(f"{key.removeprefix('exp_')} {each}" for key, each in self.state.items()) or NONE
+
+    @property
+    def _moves(self) -> str:
+        return NONE if self.gradient == "frozen" else {None: UNSEEN, True: "yes", False: "no"}[self.moved]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What the parameters of one row of the table have in common."""
+        moves = "lost" if self.lost else "" if self.kept is not None else self._moves
+        return self.stored, self.computed, self.gradient, self._sums, self._states, self.master, moves
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that are alike. which: tells them from others of their kind."""
+
+    kind: str
+    which: str
+    rows: Sequence[PrecisionRow]
+
+    @property
+    def moves(self) -> str:
+        sizes = [(row.count, min(max(row.kept, 0), 1)) for row in self.rows if row.kept is not None]
+        weights = sum(count for count, _ in sizes)
+        return f"{sum(count * kept for count, kept in sizes) / weights:.2f}" if weights else self.rows[0]._moves
+
+
+def _cell(i: int) -> Any:
+    return lambda group: short_dtypes(group.rows[0].cells[i])
+
+
+_FIELDS = (
+    Field("", lambda group: group.kind),
+    Field("which", lambda group: group.which, kind="end", least=16),
+    Field("n", lambda group: str(len(group.rows)), kind="number", value=lambda group: len(group.rows), right=True),
+    Field("weights", lambda group: amount(sum(row.count for row in group.rows)).replace(" ", ""), right=True, rank=1),
+    Field("stored", _cell(0), kind="dtypes", least=8),
+    Field("computed", _cell(1), kind="dtypes"),
+    Field("gradient", _cell(2), kind="dtypes"),
+    Field("summed", _cell(3), kind="dtypes", least=12),
+    Field("state", _cell(4), kind="dtypes", least=10),
+    Field("master", _cell(5), kind="dtypes"),
+    Field("moves", lambda group: group.moves, right=True),
+)
+
+
+@dataclass
+class Precision:
+    """What everything is in.
+
+    Attributes:
+        rows: a `PrecisionRow` for each parameter. beside: what is no parameter, in words: "buffers", "loss",
+            "autocast", "kernels", "GradScaler", "averages".
+        ranks: how many there were. iterations: whose ops were looked at.
+    """
+
+    rows: list[PrecisionRow] = field(default_factory=list)
+    beside: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    iterations: list[int] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _groups(self) -> list[_Group]:
+        """Return parameters that are alike, by kind, the largest group of a kind first."""
+        found = []
+        for kind in _KINDS:
+            alike = grouped([each for each in self.rows if each.kind == kind], lambda each: each.cells).values()
+            for rows in sorted(alike, key=lambda rows: -sum(each.count for each in rows)):
+                others = [each.name for more in alike if more is not rows for each in more]
+                which = _told_by([each.name for each in rows], others) if others else ""
+                found.append(_Group(kind, which, rows))
+        return found
+
+    def lines(self, width: int, all_rows: bool = False) -> list[str]:
+        """Return the table as lines of a terminal; all_rows: not the ten first alone."""
+        groups = self._groups()
+        shown, rest = (groups, []) if all_rows else (groups[:_MOST], groups[_MOST:])
+        lines = table(_FIELDS, shown, width) if shown else []
+        if rest:
+            count = sum(len(each.rows) for each in rest)
+            lines.append(f"… and {number(len(rest), 'more row')} of {number(count, 'parameter')}: --all-rows")
+        return [*lines, *textwrap.wrap(self._said, width)]
+
+    @property
+    def _said(self) -> str:
+        return "; ".join(f"{key} {short_dtypes(what)}" for key, what in self.beside.items())
+
+    def grid(self) -> Grid:
+        def notes(group: _Group) -> Iterable[str]:
+            return (each.name for each in group.rows)
+
+        return Grid(_FIELDS, self._groups(), page="What everything is in", notes=notes)
+
+
+def _told_by(names: Sequence[str], others: Collection[str]) -> str:
+    """Return a pattern that fits these names and none of the others; else the first of them."""
+    parts, theirs = ([numberless(each).split(".") for each in some] for some in (names, others))
+    ours, strange = ({part for each in some for part in each} for some in (parts, theirs))
+    for part in parts[0]:
+        if part not in strange and all(part in each for each in parts):
+            return f"*.{part}" if part == parts[0][-1] else f"{part}.*" if part == parts[0][0] else f"*.{part}.*"
+    tails = [*dict.fromkeys(each[-1] for each in parts)]
+    if len(tails) < 3 and not {*tails} & {each[-1] for each in theirs}:
+        return "|".join(f"*.{each}" for each in tails)
+    if common := [part for part in theirs[0] if part not in ours and all(part in each for each in theirs)]:
+        return f"all but *.{common[0]}"
+    alike = [*dict.fromkeys(map(".".join, parts))]
+    return alike[0] + (f" +{len(alike) - 1}" if len(alike) > 1 else "")
+
+
+# From what was seen to rows
+
+
+def precision_of(capture: Capture, cells: Cells, moves: Mapping[Parameter, Moves], ranks: int) -> Precision:
+    """Make the table of what a capture has seen. moves: how far parameters have moved beside FP32 copies."""
+    found = Precision(ranks=max(ranks, 1), iterations=[*capture.iterations.watched])
+    stepped = {p: each for each in capture.optimizers for p in parameters(each)}
+    if not stepped:
+        return found
+    whole, reduced = cells.whole(), replicas() if ranks > 1 else {}
+    row = functools.partial(_row, capture, cells, stepped, moves, reduced)
+    done: set[Parameter] = {*cells.masters.values()}
+    models = [model for model in cells.models if any(whole.get(id(p), p) not in done for p in model.parameters())]
+    classes: Counter[str] = Counter()
+    shown = []
+    for model in models:
+        kinds = _kinds_in(model)
+        own = {whole.get(id(p), p): name for p, name in names_in(model).items()}
+        own = {p: name for p, name in own.items() if p not in done}
+        done |= own.keys()
+        if own:
+            shown.append(model)
+            classes[name := type(model).__name__] += 1
+            of = f"{name}{classes[name] if classes[name] > 1 else ''}."
+            found.rows += [row(of + name, kinds.get(name, _REST), p) for p, name in own.items()]
+    for each in found.rows if len(shown) == 1 else ():
+        each.name = each.name.partition(".")[2]
+    left = [p for p in stepped if p not in done]
+    found.rows += [row(f"parameter {i} of shape {tuple(p.shape)}", _REST, p) for i, p in enumerate(left)]
+    found.beside = dict(_beside(capture, cells, shown))
+    return found
+
+
+def _kinds_in(model: torch.nn.Module) -> dict[str, str]:
+    """Return the kind of each parameter of a model, by its plain name."""
+    having = {kind: with_role(model, kind) for kind in (NORMS, ROUTERS, HEAD)}
+    having[_EMBEDDINGS] = {each for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+    kind_of = {id(p): kind for kind, its in reversed(having.items()) for each in its for p in each.parameters()}
+    named = dict(model.named_parameters())
+    names = plain_names([*named])
+    return {name: kind_of.get(id(p), _REST) for name, p in zip(names, named.values(), strict=True)}
+
+
+def _row(
+    capture: Capture,
+    cells: Cells,
+    stepped: Mapping[Parameter, Optimizer],
+    moves: Mapping[Parameter, Moves],
+    reduced: Collection[Parameter],
+    name: str,
+    kind: str,
+    p: Parameter,
+) -> PrecisionRow:
+    seen, held = cells.seen[p], cells.masters.get(p, p)
+    optimizer = stepped.get(held)
+    is_own = type(p) in PLAIN or is_sharded(p)
+    row = PrecisionRow(name, kind, p.numel(), dtype_name(p.dtype) if is_own else type(p).__name__)
+    taken = seen.computed or seen.idle
+    row.gradient = " and ".join(seen.gradient) or UNSEEN if p.requires_grad else "frozen"
+    if row.gradient == UNSEEN and held is p and optimizer is not None and capture.steps[id(optimizer)]:
+        row.gradient = "none"
+    is_idle = (
+        row.gradient == "none" and capture.iterations.watched and not capture.notes.unseen and not capture.compiles
+    )
+    row.computed = " and ".join(taken) or ("not used" if is_idle else UNSEEN)
+    if row.gradient == "frozen":
+        return row
+    row.summed = {by: " and ".join(dtypes) for by, dtypes in seen.summed.items()}
+    if (p in reduced or _is_cut(p)) and not row.summed.keys() - {"add"} and row.gradient not in ("none", UNSEEN):
+        row.summed["all-reduce" if p in reduced else "reduce-scatter"] = UNSEEN
+    if policy := cells.policies.get(p):
+        row.summed["policy"] = policy
+    if optimizer is not None:
+        row.state, row.master = _state_of(optimizer, held), _master_of(optimizer, p, held)
+    if row.master == "none" and seen.master:
+        row.master = f"{seen.master} by hand"
+    its = moves.get(p)
+    if its is not None and p.dtype in LOW and its.size:
+        row.kept, row.lost = its.kept, its.is_known and its.is_below(0.5)
+    row.moved = cells.moves(held)
+    return row
+
+
+def _is_cut(p: Parameter) -> bool:
+    return is_sharded(p) and any(each.is_shard() and p.device_mesh.size(i) > 1 for i, each in enumerate(p.placements))
+
+
+def _state_of(optimizer: Optimizer, p: Parameter) -> dict[str, str]:
+    """Return in what each tensor of a parameter's state is held, by its key."""
+    state, found = optimizer.state.get(p), dict[str, str]()
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if not isinstance(value, torch.Tensor) or str(key) == "step" or str(key).startswith(SCALES):
+            continue
+        if (code := code_of(key)) is not None:
+            found[key.removeprefix(code.prefix)] = code.name
+        elif value.numel() > 1 or value.dim():
+            is_own = type(value) in PLAIN or is_sharded(value)
+            found[str(key)] = dtype_name(value.dtype) if is_own else type(value).__name__
+    return found
+
+
+def _master_of(optimizer: Optimizer, p: Parameter, held: Parameter) -> str:
+    """Return in what a parameter is stepped where that is more than its dtype, and by whom; "none"."""
+    if held is not p:
+        return f"{dtype_name(held.dtype)} by hand"
+    attachment = own_attachment(optimizer)
+    masters = attachment.masters_of(p) if attachment is not None and p.dtype is torch.bfloat16 else None
+    if masters is not None:
+        return f"{dtype_name(masters.dtype)} hmpx"
+    state = optimizer.state.get(p)
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if "master" in str(key) and isinstance(value, torch.Tensor):
+            return f"{dtype_name(value.dtype)} state"
+    return "none"
+
+
+def _beside(capture: Capture, cells: Cells, models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """Say in what is what is no parameter."""
+    buffers = [(n, b) for model in models for n, b in model.named_buffers() if b.is_floating_point()]
+    plain = plain_names([name for name, _ in buffers])
+    by_dtype = grouped(zip(plain, buffers, strict=True), lambda each: dtype_name(each[1][1].dtype))
+    if by_dtype:
+        said: list[str] = []
+        for dtype, its in sorted(by_dtype.items(), key=lambda item: -len(item[1])):
+            names = [*dict.fromkeys(numberless(name) for name, _ in its)]
+            said.append(f"{len(its)} {dtype}" + (f" ({', '.join(names[:2])}{' …' * bool(names[2:])})" if said else ""))
+        yield "buffers", ", ".join(said)
+    yield "loss", " and ".join(cells.losses) or UNSEEN
+    spots = capture.notes.spots("product", "product in low")
+    inside = [spot for spot in spots if spot.numbers["autocast"]]
+    if inside:
+        device = next((p.device.type for p in capture.trained), "")
+        dtypes = dict.fromkeys("float16" if spot.numbers["half"] else "bfloat16" for spot in inside)
+        calls, every = (sum(spot.calls for spot in some) for some in (inside, spots))
+        yield "autocast", f"{device} {' and '.join(dtypes)} ({calls} of {number(every, 'product')})"
+    else:
+        yield "autocast", "none" if spots else UNSEEN
+    if cells.widened:
+        yield "kernels", f"float32 for {cells.widened}"
+    if capture.notes.skipped:
+        yield "GradScaler", f"{capture.notes.scale:g}, {sum(capture.notes.skipped)} skipped"
+    if cells.averages:
+        yield "averages", " and ".join(cells.averages)
