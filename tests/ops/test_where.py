@@ -96,16 +96,6 @@ def test_a_loss_outside_of_the_model_is_as_in_training(model):
     assert torch.equal(training, validation)
 
 
-def test_what_needs_a_gradient_is_a_models():
-    """Weights that lie in no module, as in meta-learning; and only while gradients are on."""
-    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
-    with hmpx.convert(where="model", **LISTS):
-        assert (x @ weight).dtype is BF16
-        with torch.no_grad():
-            assert (x @ weight).dtype is FP32
-        assert (x @ weight.detach()).dtype is FP32
-
-
 def test_an_op_that_torch_would_refuse_is_cast_as_its_list_says(model):
     """A projection beside the forwards: its input is BF16 because of casts in them, its weight FP32."""
     x = torch.randn(4, 8)
@@ -480,23 +470,6 @@ def test_a_scripted_module_is_a_forward(model):
 
     inner, product = Outer()(torch.randn(4, 8))
     assert inner.dtype is FP32 and product.dtype is BF16  # the inside of a scripted module is C++'s
-
-
-def test_regions_act_where_they_stand(model):
-    x = torch.randn(4, 8)
-    with hmpx.enable_casts():
-        assert (x @ x.t()).dtype is BF16
-    with hmpx.casts(bf16=["softmax"]):
-        assert x.softmax(-1).dtype is BF16
-    with hmpx.disable_casts():
-        assert model(x).dtype is FP32
-        with hmpx.enable_casts():
-            assert model(x).dtype is BF16
-        assert model(x).dtype is FP32
-    with hmpx.convert(where="model", enabled=False, **LISTS):
-        assert model(x).dtype is FP32
-        with hmpx.enable_casts():
-            assert model(x).dtype is BF16
 
 
 def test_a_closure_of_an_optimizer_is_as_outside_of_the_step(model):

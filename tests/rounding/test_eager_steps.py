@@ -65,6 +65,23 @@ def test_special_values_in_each_place(kernel, scalars):
 
 
 @torch.no_grad()
+def test_a_tensor_without_weight_decay_beside_one_that_has_it():
+    """Of several that are stepped at once, as on an accelerator: 0 times an infinite weight would be NaN."""
+    scalars = STEPS["sgd"][0]
+    without, with_decay = ((scalars[0], decay, *scalars[2:]) for decay in (0.0, 0.5))
+    weights = [torch.tensor([torch.inf, 1.0]), torch.tensor([2.0, 1.0])]
+    alone = [each.clone() for each in weights]
+    grads, states = [torch.ones(2), torch.ones(2)], [[torch.zeros(2), torch.zeros(2)] for _ in range(STATES["sgd"])]
+    one = [[torch.zeros(2)] for _ in range(STATES["sgd"])]
+    for p, each in zip(alone, (without, with_decay), strict=True):
+        eager.step_list("sgd", [p], [torch.ones(2)], [[torch.zeros(2)] for _ in one], [each])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "is_on_host", lambda tensor: False)
+        eager.step_list("sgd", weights, grads, states, [without, with_decay])
+    assert all(map(torch.equal, weights, alone)) and weights[0][0] == torch.inf
+
+
+@torch.no_grad()
 def test_tensors_that_are_not_contiguous():
     one, other = (torch.randn(4, 37, 20, generator=torch.Generator().manual_seed(i)) for i in range(2))
     laid = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (one, other, other.square(), other.square())]

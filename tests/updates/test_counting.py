@@ -150,6 +150,23 @@ def test_an_attribute_that_no_gradscaler_has_set_skips_no_step():
     assert optimizer.param_groups[0]["hmpx_step"] == 2
 
 
+def test_an_optimizer_of_parameters_with_several_numbers_goes_on_from_the_last():
+    """One of them was stepped more often than the others: by another optimizer, before."""
+    params, first = make()
+    hmpx.attach(first)
+    step(params, first)
+    second = optim.SGD([("p1", params[1])], lr=0.125)
+    hmpx.detach(first)
+    hmpx.attach(second)
+    for _ in range(4):
+        step(params[1:2], second)
+    hmpx.detach(second)
+    third = optim.SGD([{"params": [(f"p{i}", p)], "lr": 0.125} for i, p in enumerate(params)])
+    hmpx.attach(third)
+    step(params, third)
+    assert third.param_groups[0]["hmpx_step"] == 6
+
+
 def test_numbers_that_are_given_or_loaded_outrank_those_of_the_parameters():
     params, first = make()
     hmpx.attach(first)
