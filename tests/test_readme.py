@@ -18,6 +18,7 @@ import torch
 import hmpx
 from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.rounding.state_codes import STATE_CODES
+from hmpx.shell.main import main
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support import python
@@ -115,6 +116,20 @@ def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
             printed = ""
     hmpx.restore()
     assert not printed
+
+
+SKILL = READMES["examples/SKILL.md"]
+NAMED = {(word, option) for _, word, rest in re.findall(r"`(python -m hmpx )?(\w+) (--[^`]*)`", SKILL)
+         for option in re.findall(r"--[a-z-]+", rest)}  # fmt: skip
+
+
+def test_the_page_for_agents_is_short_and_names_options_that_there_are(capsys):
+    assert len(SKILL.splitlines()) <= 60 and len(NAMED) > 8
+    for command in {command for command, _ in NAMED}:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = capsys.readouterr().out
+        assert not [option for name, option in NAMED if name == command and f"{option} " not in said], command
 
 
 def _in_a_shell(command, cwd):
