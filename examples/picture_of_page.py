@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
     parser.add_argument("--dark", type=Path, metavar="PNG", help="the same picture, for a dark background")
-    parser.add_argument("--size", default="1000,640", metavar="WIDTH,HEIGHT", help="of the window, default 1000,640")
+    parser.add_argument("--size", default="1000,960", metavar="WIDTH,HEIGHT", help="of the window, default 1000,960")
     parser.add_argument("command", nargs="+", help="of python -m hmpx, and its script")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -192,7 +192,7 @@ class Grid:
         kept = [each for each in fields if any(cell not in ("", "-", None) for cell in cells[each])]
         notes = [[*filter(None, self.notes(row))] for row in self.rows]
         rows = [[*row] for row in zip(*(cells[each] for each in kept), notes, strict=True)]
-        order = next((i for i, each in enumerate(kept) if each.title == self.order), None)
+        order = next((i for i, each in enumerate(kept) if self.order and each.title == self.order), None)
         heads = [(each.title, each.kind) for each in kept]
         return {"kind": "table", "head": self.page, "columns": heads, "rows": rows, "order": order}
 

@@ -126,9 +126,8 @@ class Diagnosis(Report):
     def _sections(self) -> Iterator[Grid | Lines | Bars]:
         yield self.precision.grid()
         for each in self.findings:
-            yield Lines(
-                each.kind, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names
-            )
+            head = f"{'WRONG' if each.wrong else 'note'}: {each.kind}"
+            yield Lines(head, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names)
         yield Lines("Not checked", self.not_checked)
         yield Lines("The smallest recipe that answers them", self.recipe_text.splitlines(), closed=True)
 
