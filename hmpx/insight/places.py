@@ -59,8 +59,12 @@ class ModuleNames:
         if known is None or known[0]() is not module:
             *_, root = modules(frame)  # the outermost
             self.add(root)
-            known = self._known.get(id(module))
-        return known[1] if known else type(module).__name__
+        return self.known(module)
+
+    def known(self, module: torch.nn.Module | None) -> str:
+        """Return the name that is known by now."""
+        known = self._known.get(id(module))
+        return known[1] if known is not None and known[0]() is module else type(module).__name__
 
     def add(self, root: torch.nn.Module) -> None:
         """Name the modules of a model by their names in it."""
@@ -127,6 +131,18 @@ class CallPlaces:
             known = place, code, weakref.ref(module) if module is not None else _nothing
             self._known[id(code), line, id(module)] = known
         return known[0]
+
+    def learn(self, model: torch.nn.Module) -> dict[Place, Place]:
+        """Name the modules of a model by their names in it; return what places were before and what they are now."""
+        self.names.add(model)
+        renamed = dict[Place, Place]()
+        for key, (place, code, held) in self._known.items():
+            if (module := held()) is not None:
+                name = self.names.known(module)
+                now = place._replace(module=name, is_inside=name != type(module).__name__)
+                renamed[place] = now
+                self._known[key] = now, code, held
+        return renamed
 
 
 def _nothing() -> None:

@@ -12,6 +12,8 @@ NOTES = {
     "log",
     "cumulative sum",
     "optimizer state",
+    "rounded state",
+    "upcast",
     "softmax",
     "norm statistics",
     "dtype",

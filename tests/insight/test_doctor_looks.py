@@ -204,7 +204,7 @@ def test_a_second_stage_is_looked_at_as_the_first():
             other.zero_grad()
             F.mse_loss(second(torch.randn(8, 16)).to(BF16), torch.zeros(8, 4, dtype=BF16)).backward()
             other.step()
-    assert only(found, "loss") and any("iterations 3, " in each for each in found.looked), str(found)
+    assert only(found, "loss") and any("iterations 1, 3, " in each for each in found.looked), str(found)
 
 
 def test_a_logarithm_of_probabilities_that_were_rounded_is_mended_with_what_rounds_them():

@@ -244,7 +244,7 @@ LADDERS = {
     "one number": (of_a_number, {4.4: NOTHING, 4.5: WRONG}),
     "a factor that is harmless": (of_a_factor, {1 - 1.9e-5: NOTHING, 1 - 2.1e-5: WRONG}),
     "the error of a result": (of_a_result, {0.105: WRONG, 0.12: NOTE}),
-    "angles": (of_angles, {255: NOTHING, 258: WRONG}),
+    "angles": (of_angles, {126: NOTHING, 130: WRONG}),
     "angles in FP16": (lambda largest: of_angles(largest, FP16), {511: NOTHING, 514: WRONG}),
     "a sum along a dimension": (of_a_sum_along, {256: NOTHING, 257: NOTE}),
     "positions": (of_positions, {256: NOTHING, 258: WRONG}),

@@ -35,7 +35,6 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
 _NODES = 20_000  # of autograd, that are asked whether they are compiled
-_FIRST = 32  # if iteration 1 is looked at and no optimizer has stepped, this backward pass begins iteration 2
 
 
 class Capture:
@@ -108,9 +107,11 @@ class Capture:
                 for name, wrapped in (("step", self._scaled), ("unscale_", self._divided)):
                     place = Attribute(torch.amp.GradScaler, name, f"torch.amp.GradScaler.{name}")
                     changes.put(place, wrapped(getattr(torch.amp.GradScaler, name)))
-            if self.iterations.first_is_due or not self._only_at:
-                most = self._most if self._only_at else math.inf
-                self._watch.look_at(most, setting_up=not self.iterations.first_is_due)
+            if self._only_at and self.iterations.is_due:
+                self.iterations.is_due = False
+                self._watch.look_at(self._most)
+            elif not self._only_at:
+                self._watch.look_at(math.inf, setting_up=True)
             yield
 
     def close(self) -> None:
@@ -195,9 +196,10 @@ class Capture:
                 for look in self.looks if seeded is None else ():
                     with aside(self.trouble):
                         look.loss(self.notes, losses)
-                # If no optimizer steps, each backward pass begins an iteration, as updates by hand come before it.
+                # If no optimizer steps, each backward pass but the first begins an iteration, as updates by hand come
+                # before it.
                 self._passes += 1
-                is_first = self._only_at or (self.iterations.first_is_due and self._passes < _FIRST)
+                is_first = self._only_at or self._passes < 2
                 if not self.optimizers and graph_task() == -1 and not is_first:
                     self._iterated()
                     if self.notes.are_steps:
@@ -271,7 +273,7 @@ class Capture:
         self.models[id(optimizer)] = [*_models_around(caller, {*parameters(optimizer)})]
         for model in self.models[id(optimizer)]:
             self.names = {**names_in(model), **self.names}
-            self.notes.names.add(model)
+            self.notes.learn(model)
         for each in self.looks:
             with aside(self.trouble):
                 each.met(optimizer, self.notes.place(caller).script or "?")

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from time import perf_counter, process_time
 from types import FrameType
@@ -28,15 +27,15 @@ from hmpx.ops.wrapping.overriding import PLAIN
 
 _SHARE = 0.05  # the share of the time that looking at ops may take
 _FREE = 1.0  # seconds that looking at ops may take in any case
-_LOOKS = (3, 11, 22, 40, 41, 50)  # what runs in iterations 10n or 20n, plus 0, 1 or 2, runs in one of these
+_LOOKS = (3, 11, 22, 40, 41, 50)  # after the first; what runs in iterations 10n or 20n + 0, 1, 2 runs in one of these
 
 
 class Iterations:
     """Counts iterations, and says before each whether its ops are to be looked at.
 
-    It chooses iterations `_LOOKS` of a stage of the training and then every 13th. All but the first of them are left
-    out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds. That is the shorter of wall
-    and CPU time: a wait, as for other programs of the machine, is not for looking.
+    It chooses the first iteration, then `_LOOKS` of a stage of the training and then every 13th. All but the first two
+    are left out once looking has taken more than `_SHARE` of the time and more than `_FREE` seconds. That is the
+    shorter of wall and CPU time: a wait, as for other programs of the machine, is not for looking.
 
     Attributes:
         count: how many iterations are over. watched: those whose ops were looked at. is_due: whether the ops of the
@@ -47,14 +46,10 @@ class Iterations:
         self._at, self._only = at, only  # look at these iterations in any case; whether at no others
         self.count = self._stage = self.passed_over = 0
         self.watched: list[int] = []
-        self.is_due = False
+        self.is_due = not only or 1 in at
         self._last = perf_counter(), process_time()
         self._whole = self._took = 0.0  # seconds of all iterations, and those that looking at ops has cost
         self._plain = 0.0  # seconds of the shortest iteration in which nobody looked
-
-    @property
-    def first_is_due(self) -> bool:
-        return 1 in self._at
 
     def over(self, was_looked_at: bool) -> None:
         self.count += 1
@@ -75,8 +70,8 @@ class Iterations:
 
     def restart(self) -> None:
         """Count from 1 when the first optimizer steps, since backward passes were counted before."""
+        self.watched[:] = [1] if self.count and 1 in self.watched else []
         self.count = self.passed_over = 0
-        self.watched.clear()
 
     def begin_stage(self) -> None:
         self._stage = self.count
@@ -189,8 +184,11 @@ class OpWatch(TorchDispatchMode):
                     self._notes.unseen[f"ops of {what}"] += 1
             elif given or results:
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
-                stage = "set up" if self.setting_up else stage
                 trains = graphed and any(each.requires_grad for each in whole)
+                is_made = (
+                    self.setting_up and node is None and not (trains and len(given) > 1)
+                )  # by functions alone a model trains, too
+                stage = "set up" if is_made else stage
                 if stage == "forward" and trains:
                     self._notes.note_node(schema.name, frame)
                 op = OpCall(
@@ -236,8 +234,8 @@ class OpWatch(TorchDispatchMode):
         for t in whole if op.graphed and op.name != "detach" else ():
             if t.requires_grad and t.is_leaf:
                 notes.leaves.setdefault(t.dtype, set()).add(memory(t))
-                if t.dtype in LOW:
-                    notes.weights.setdefault(id(t), (weakref.ref(t), set()))[1].add(notes.iteration)
+                if t.dtype in LOW and op.stage != "set up":
+                    notes.note_weight(t, op.stage == "forward")
 
     def _look(self, op: OpCall) -> None:
         if op.is_view and (facts := self._notes.facts(op.given[0])):

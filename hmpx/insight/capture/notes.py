@@ -218,7 +218,7 @@ class Notes:
         iteration: the number of the current one, from 1. span: how many it stands for, since the last that was seen.
         born: addresses of tensors in low precision that it has made, or that are gradients. leaves: by dtype, the
             addresses of weights that ops have read. weights: those in low precision, by identity, and the iterations in
-            which they were read.
+            which they were read. with_gradient: the identities of those that a backward pass has reached.
         replaced: the identities of weights that a line has replaced. copies: those of whole copies of sharded weights.
         rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
             that were alive at the end of their iteration, each with the address of an older tensor that was not.
@@ -236,6 +236,8 @@ class Notes:
         self.born: set[int] = set()
         self.leaves: dict[torch.dtype, set[int]] = {}
         self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        self.with_gradient: set[int] = set()
+        self._weights_of: dict[int | None, set[int]] = {}  # by node, the weights that its op reads
         self.replaced: set[int] = set()
         self.copies: set[int] = set()
         self.rewritten: dict[int, Any] = {}
@@ -246,11 +248,21 @@ class Notes:
         self._spots: dict[tuple, Spot] = {}
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
         self.node: int | None = None  # the last of them
-        self._readers: dict[int, set[Spot]] = {}  # by node, the lines whose results the op reads
+        self._readers: dict[int | None, set[Spot]] = {}  # by node, the lines whose results the op reads
         self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: a subclass comes as an alias
 
     def place(self, frame: python_types.FrameType) -> Place:
         return self._places.of(frame)
+
+    def learn(self, model: torch.nn.Module) -> None:
+        """Name places in a model by the names of its modules, those of what was found before it was known, too."""
+        renamed = self._places.learn(model)
+        for spot in [*self._spots.values()]:
+            spot.made_by = {(name, renamed.get(place, place)) for name, place in spot.made_by}
+            now = spot.kind, spot.op, renamed.get(spot.place, spot.place)
+            if now not in self._spots:
+                del self._spots[spot.kind, spot.op, spot.place]
+                spot.place, self._spots[now] = now[2], spot
 
     def note_node(self, name: str, frame: python_types.FrameType) -> None:
         """Note which line has called the op whose node autograd has just made."""
@@ -258,6 +270,14 @@ class Notes:
         self.node = number
         if number is not None and number not in self._nodes:
             self._nodes[number] = self.place(frame), name
+
+    def note_weight(self, weight: Tensor, is_forward: bool) -> None:
+        """Note that the last op has read a weight in low precision."""
+        self.weights.setdefault(id(weight), (weakref.ref(weight), set()))[1].add(self.iteration)
+        if self.node is None or not is_forward:  # it repeats a forward pass, or nobody knows which node is the op's
+            self.with_gradient.add(id(weight))
+        else:
+            self._weights_of.setdefault(self.node, set()).add(id(weight))
 
     def follow(self, op: OpCall, found: set[Spot]) -> None:
         """Note that results of an op are made of what these lines have made.
@@ -289,8 +309,10 @@ class Notes:
 
     def passed(self, node: Any) -> None:
         """Note that a backward pass runs a node."""
-        for spot in self._readers.pop(node._sequence_nr(), ()) if self._readers and not LINES.missing else ():
+        number = None if LINES.missing else node._sequence_nr()
+        for spot in self._readers.pop(number, ()):
             spot.is_read = True
+        self.with_gradient |= self._weights_of.pop(number, set())
 
     def exact(self, tensor: Tensor) -> Tensor:
         """Return a tensor in FP32: as FP32 would have made it, if that is known."""
@@ -361,6 +383,7 @@ class Notes:
         self._facts.clear()
         self._nodes.clear()
         self._readers.clear()
+        self._weights_of.clear()
         there = [made for made in self.rewritten.values() if not made.held.expired()]
         if len(self.outlived) < self._MOST:
             self.outlived += [(each, at) for each in there for at, (_, old) in each.older.items() if old.expired()]

@@ -246,6 +246,13 @@ class Examination(Capture):
             lines[-1] += " and so on" if len(watched) > 9 else ""
             if left := self.iterations.passed_over:
                 lines[-1] += f"; {number(left, 'other')} would have taken over a twentieth of the time"
+        if lines and self.is_ending:
+            do = (
+                "--steps 0 lets it run on, and --at N looks at step N"
+                if process_state.script
+                else "at=[N] looks at step N"
+            )
+            lines += [f"it was ended after {number(self._enough or 0, 'step')}: {do}"]
         return lines or ["nothing was looked at"]
 
     def _not_checked(self) -> Iterator[str]:
@@ -261,7 +268,7 @@ class Examination(Capture):
         if self.compiles or self.hides:
             yield "ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"
         elif not self.iterations.watched:
-            yield f"ops: the script ended after {number(done, 'iteration')}, the third is looked at"
+            yield f"ops: the script ended after {number(done, 'iteration')}, the first and the third are looked at"
         for step in sorted({*self._at} - {*self.iterations.watched}) if not self.compiles else ():
             yield f"step {step}: " + (
                 f"the script ended after {number(done, 'iteration')}" if step > done else "its ops"
@@ -273,8 +280,8 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.Abs
     """Look at a training as it is, and say what is wrong with its precision.
 
     Beside steps 2 to 9, 20 to 27, 40 to 47, 80 to 87 and so on, FP32 copies of weights in BF16 and FP16 take the same
-    steps. Ops are looked at in iterations 3, 11, 22, 40, 41, 50 and every 13th from there, as long as that takes a
-    second or a twentieth of the time. Nothing is converted, and the training has the bits that it has without. What
+    steps. Ops are looked at in iterations 1, 3, 11, 22, 40, 41, 50 and every 13th from there, as long as that takes
+    a second or a twentieth of the time. Nothing is converted, and the training has the bits that it has without. What
     could not be looked at is told: compiled code hides its ops. The thread that opens it is looked at, on each rank its
     own part.
 

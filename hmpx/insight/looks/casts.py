@@ -12,7 +12,6 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look, OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, some
-from hmpx.insight.places import PACKAGES
 from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.updates.stepping.names import parameters
@@ -60,13 +59,13 @@ def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
         times = f"{number(numbers['back'] or spot.calls, 'time')}{spot.place.within}"
         if dropped and up:
             said = f"{spot.said} is cast to float32 here, and nobody uses the result ({times})"
-            yield Problem("upcast", True, said, "x = x.float(); it does not work in place", spot.where, weight=0.3)
+            do = "x = x.float(), if it is to be in float32: that does not work in place"
+            yield Problem("upcast", False, said, do, spot.where, weight=0.15)
         elif up and numbers["autocast"]:
             said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
-            wrong = not spot.place.where.startswith(PACKAGES)  # a library casts to the dtype of its weights
             device = next((p.device.type for p in names), "cuda")
             do = f'leave autocast there: with torch.autocast("{device}", enabled=False)'
-            yield Problem("upcast", wrong, said, do, spot.where, weight=0.3)
+            yield Problem("upcast", False, said, do, spot.where, weight=0.15)
         elif numbers["same_line"]:
             does = "changes nothing and costs two casts" if up else "rounds it to low precision and gains nothing"
             said = f"one line casts a tensor {'up and down' if up else 'down and up'} again, which {does} ({times})"
@@ -121,4 +120,4 @@ class EarlyUpcasts(Look):
             was, still = ("was", "is") if len(which) == 1 else ("were", "are")
             said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
             do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work "
-            yield Problem("upcast", True, said, f"{do}in place", spot.where, which, weight=0.55)
+            yield Problem("upcast", False, said, f"{do}in place", spot.where, which, weight=0.2)

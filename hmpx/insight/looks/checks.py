@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import OpLook
-from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot, own_frame
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
@@ -139,7 +139,9 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         if op.name in MATMULS:
             notes.note("product of mended", op)
     for check in _CHECKS_OF.get(op.name, ()):
-        if is_index != (check.evidence is evidence.indices) or (op.stage != "forward" and check.kind not in _OF_SETUP):
+        is_table = check.kind in _OF_SETUP  # what reads one that the first iteration makes, `PositionTables` sees
+        is_due = is_table if op.stage == "set up" else not (is_table and notes.iteration == 1)
+        if is_index != (check.evidence is evidence.indices) or not is_due:
             continue
         shown = check.evidence(op, notes)
         if shown is not None and not op.is_beside:
@@ -172,6 +174,8 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
         return ""  # the program itself has rounded the probabilities
     if any(frame.f_globals.get("__name__") == _OpOverload.__module__ for frame in op.inner_frames()):
         return ""  # torch.ops, which no list reaches
+    if _is_scripted(op, spot.name):
+        return ""
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
     for frame in op.inner_frames():
@@ -184,6 +188,17 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     while written and (not text or text.count("(") > text.count(")")):  # a call may take several lines
         text += written.pop(0)
     return "module" if spot.place.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
+
+
+def _is_scripted(op: OpCall, name: str) -> bool:
+    """Whether scripted code has called an op, which no list reaches: a module, or a function that the line may call."""
+    frames = [*op.inner_frames(), own_frame(op.frame)]
+    if any(isinstance(each.f_locals.get("self"), torch.jit.ScriptModule) for each in frames):
+        return True
+    codes = [(each.f_code, {**each.f_globals, **each.f_locals}) for each in frames]
+    known = [((*code.co_names, *code.co_varnames, *code.co_freevars), of) for code, of in codes]
+    is_named = any(name in names for names, _ in known)
+    return not is_named and any(isinstance(of.get(n), torch.jit.ScriptFunction) for names, of in known for n in names)
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:

@@ -22,6 +22,7 @@ from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, sample, ulp
 _MANY = 64  # so many integers are not all even by accident
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _MOST = 1 << 20  # elements of an input that are looked at, at most
+_ROWS = 4096  # of angles that are looked at, at most
 _OFF = 0.29  # the standard deviation of what rounding is off by, in units of a last digit
 
 Shown = tuple[str, float] | None
@@ -124,14 +125,24 @@ def positions(op: OpCall, notes: Notes) -> Shown:
 
 
 def angles(op: OpCall, notes: Notes) -> Shown:
-    """Angles so large that the next number of their dtype is more than half a radian away."""
+    """Angles so large that the next number of their dtype is more than a radian away.
+
+    Whole numbers that the dtype can hold are not rounded: a column of these may be positions themselves.
+    """
     angles = op.given[0]
-    largest = float(angles.abs().max()) if angles.dtype in LOW and angles.numel() > 1 else 0.0
-    least = 256  # where BF16 numbers are 2 apart
-    if not least < largest < math.inf:
+    if angles.dtype not in LOW or angles.numel() < 2:
         return None
+    rows = angles.detach().reshape(-1, angles.shape[-1] if angles.dim() > 1 else 1).float()
+    rows = rows[:: max(len(rows) // _ROWS, 1)]
+    rounded = ((rows != rows.round()) | (rows.abs() > EXACT_UP_TO[angles.dtype])).any(0)
+    if not bool(rounded.any()) or not bool(rows.isfinite().all()):
+        return None
+    rows = rows[:, rounded]
+    column = rows[:, rows.abs().amax(0).argmax()]
+    largest, off = float(column.abs().max()), _OFF * ulp(column, angles.dtype).square().mean().sqrt() / 0.5**0.5
     apart = largest * torch.finfo(angles.dtype).eps
-    return (f"up to {largest:.0f}, where its numbers are {apart:.1g} apart", 1.0) if apart > 0.5 else None
+    said = f"up to {largest:.0f}, where its numbers are {apart:.1g} apart"
+    return (said, min(float(off), 1.0)) if apart > (0.5 if largest > 256 else 1) else None
 
 
 def indices(op: OpCall, notes: Notes) -> Shown:

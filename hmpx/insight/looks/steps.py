@@ -106,13 +106,25 @@ class _Beside:
             [ulp(twin.samples(some).float(), dtype) for dtype, some in groupby(twin.params, lambda p: p.dtype)]
         )
         self.state = twin.real_state()
-        self._held = self._hidden()  # at the beginning
         self._last = self._before = twin.samples(twin.params).float()
         self._copied = twin.weights()
         self._update = torch.zeros_like(self._last)
-        zeros = self._update.expand(6, -1).clone()
-        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = zeros
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another window with the state that the twin has by now."""
+        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = torch.zeros_like(
+            self._update.expand(6, -1)
+        )
         self.medians: list[float] = []
+        self._held = self._hidden()  # at the beginning
+        self.twin.take_weights()
+        self._copied = self.twin.weights()
+
+    @property
+    def is_of_state(self) -> bool:
+        """Whether state alone is rounded. What that costs grows over the steps, so the twin goes on between windows."""
+        return all(p.dtype not in LOW for p in self.twin.params)
 
     def _hidden(self) -> Tensor | None:
         """Return the weights as the optimizer knows them, which may hold more than their dtype: masters, Kahan terms.
@@ -221,9 +233,8 @@ class SteppedOptimizer:
         grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
         window = window_of(self.steps + 1)
         if window != self._window:
-            self.close()
-            self._window = window
-        if not window or not grads:
+            self._turn_to(window)
+        if not grads or not (window or self._beside):
             return
         with_grad = list(map(id, grads))
         try:
@@ -247,7 +258,7 @@ class SteppedOptimizer:
             self._stepping = False
             if evaluations > 1:
                 self._beside, self.unchecked = [], f"its step calls the closure {evaluations} times"
-            self.looked += bool(self._beside)
+            self.looked += bool(self._beside and self._window)
             for each in self._beside:
                 each.end()
 
@@ -255,13 +266,19 @@ class SteppedOptimizer:
         self._add_up()
         self._beside = []
 
+    def _turn_to(self, window: int) -> None:
+        self._add_up()
+        self._window, self._beside = window, [each for each in self._beside if each.is_of_state]
+        for each in self._beside:
+            each.restart()
+
     def _add_up(self) -> None:
         self._moves, self._medians = self.moves, self.medians
 
     @property
     def moves(self) -> dict[int, dict[Parameter, Moves]]:
         found = {window: {**rows} for window, rows in self._moves.items()}
-        for each in self._beside:
+        for each in self._beside if self._window else ():
             rows = found.setdefault(self._window, {})
             for p, moves in each.result().items():
                 rows[p] = total([rows.get(p, Moves()), moves])

@@ -55,6 +55,7 @@ class Updates(Look):
     def __init__(self, cells: Cells) -> None:
         self._seen: dict[int, SteppedOptimizer] = {}
         self._cells = cells
+        self._graded = set[int]()
 
     @property
     def looked(self) -> int:
@@ -72,6 +73,10 @@ class Updates(Look):
             if not own.isdisjoint(parameters(each.optimizer)):  # this one steps in its place
                 each.close()
         self._seen[id(optimizer)] = SteppedOptimizer(optimizer, where)
+
+    def passed(self, notes: Notes) -> None:
+        held = {at: ref() for at, (ref, _) in notes.weights.items() if at not in self._graded}
+        self._graded |= {at for at, p in held.items() if p is not None and p.grad is not None}
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         self._seen[id(optimizer)].begin()
@@ -92,7 +97,7 @@ class Updates(Look):
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
         yield from _unchecked([*self._seen.values()])
         if self._seen or notes.are_steps:
-            yield from _uncovered(notes, names, self._cells.covered)
+            yield from _uncovered(notes, names, self._cells.covered, self._graded)
 
 
 def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
@@ -125,8 +130,8 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
         if stays > 0.5 * falls:
             said = f"the decay of {key} is lost in {state}: where a gradient is 0, {percent(min(stays / falls, 1))} of "
             said += "what its numbers are to lose in a step stays"
-            kind, weight = ("rounded state", 0.55) if is_wide else ("optimizer state", 0.25)
-            yield Problem(kind, is_wide, said, do, where, weight=weight, recipe=recipe)
+            kind = "rounded state" if is_wide else "optimizer state"
+            yield Problem(kind, False, said, do, where, weight=0.25, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
     low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
     if low is not None:
@@ -166,7 +171,8 @@ class _Window:
 def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     """Return the windows of all optimizers by their first step, and all steps together by 0; {} if none was seen.
 
-    Those in which copies move by less than `_WAY` of the whole way are left out.
+    Those in which copies move by less than `_WAY` of the whole way are left out, and early ones that lose a small part
+    of it before a healthy one.
     """
     windows: dict[int, dict[Parameter, Moves]] = {}
     active = {p: share for each in seen for p, share in each.active.items()}
@@ -184,7 +190,13 @@ def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
             ways.setdefault(p, []).append(moves.times(one.way / one.whole.size if one.whole.size else 0.0))
     whole = sum(one.way for one in found.values())
     every = _Window({p: total(several) for p, several in ways.items()}, active)
-    return {0: every} | {window: one for window, one in found.items() if one.way >= _WAY * whole}
+    counted = {window: one for window, one in found.items() if one.way >= _WAY * whole}
+    healthy = max((n for n, one in counted.items() if not one.whole.is_below(LIMIT) and one.share <= _SHARE), default=0)
+    return {0: every} | {
+        window: one
+        for window, one in counted.items()  # what a small part of the way loses before a healthy window is made up for
+        if window >= healthy or one.way * max(1 - one.whole.kept, one.share) >= _WAY * whole
+    }
 
 
 def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
@@ -286,18 +298,22 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     return [*reasons]
 
 
-def _uncovered(notes: Notes, names: Names, covered: Collection[int]) -> Iterator[str]:
-    """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
+def _uncovered(notes: Notes, names: Names, covered: Collection[int], graded: Collection[int]) -> Iterator[str]:
+    """Say which weights in low precision get gradients, while no step and no write that was seen moves them.
+
+    covered: the identities of those that get numbers of masters. graded: of tensors whose gradients a program keeps,
+    which it does not of coordinates that it only differentiates by.
+    """
     moved = {memory(p) for p in names}
     moved |= {place for spot in notes.spots("write") for place in spot.memories}
     left = []
     for ref, iterations in notes.weights.values():
         p = ref()
-        if p is None or not p.requires_grad or p in names or memory(p) in moved:
+        if p is None or not p.requires_grad or p in names or memory(p) in moved or id(p) not in notes.with_gradient:
             continue
         if id(p) in notes.replaced or id(p) in notes.copies or id(p) in covered:
             continue
-        if isinstance(p, Parameter) or len(iterations) > 1:  # it outlives an iteration
+        if isinstance(p, Parameter) or (len(iterations) > 1 and id(p) in graded):  # it outlives an iteration
             left.append(p)
     if left:
         which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"

@@ -23,6 +23,8 @@ from hmpx.insight.tensors import LOW, Tensor, floating, memory, widened
 _LOST = 0.5  # an average that keeps less does not follow
 _LATE = 0.8  # an average that keeps less follows later than it should, as if its decay were nearer to 1
 _HARMLESS = 2e-5  # a factor that differs from 1 by less may be lost
+_READS = ("index", "index_select", "gather", "take", "masked_select")  # by an index or a mask
+_WRITES = ("index_put_", "index_copy_", "scatter_", "put_", "masked_scatter_")
 _MOVING = ("_to_copy", "clone", "detach")  # ops that compute nothing
 _MANY = 16  # a state is judged after so many steps
 _SETTLES = 5  # running statistics whose share is more than so many eps come within a tenth of the right value
@@ -153,12 +155,13 @@ def _state(notes: Notes, op: OpCall) -> None:
 def _by_index(notes: Notes, op: OpCall) -> bool:
     """Follow a read by an index, a change and a write back, as in ``count[i] += 1``; return whether the op is one."""
     first = op.args[0]
-    if op.name == "index" and not first.requires_grad and first.dtype in LOW and memory(first) not in notes.born:
+    if op.name in _READS and not first.requires_grad and first.dtype in LOW and memory(first) not in notes.born:
         notes.add(op.out, read=(op.out.clone(), op.out.float()))
-    elif op.name == "index_put_" and not (len(op.args) > 3 and op.args[3]):
-        read, exact = notes.facts(op.args[2]).get("read", (None, None))
-        if read is not None and op.before is not None:
-            _count(notes, op, first, read, op.args[2], exact)
+    elif op.name in _WRITES and not (op.name == "index_put_" and len(op.args) > 3 and op.args[3]):
+        new = op.given[-1]
+        read, exact = notes.facts(new).get("read", (None, None))
+        if read is not None and read.shape == new.shape:
+            _count(notes, op, first, read, new, exact)
     elif op.schema.is_pointwise and not op.schema.is_random and op.results:
         read, exact = notes.facts(first).get("read", (None, None))
         if read is None:
