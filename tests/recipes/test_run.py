@@ -58,7 +58,7 @@ def train():
         optimizer.step()
         scheduler.step()
     state = optimizer.state[model.first.weight]
-    moment = state["exp_avg" if "exp_avg" in state else "hmpx_codes_exp_avg"]
+    moment = next(value for key, value in state.items() if key.endswith("exp_avg") and "scales" not in key)
     names = [str(t.dtype)[6:] for t in (model.first.weight, loss, moment)]
     return " ".join([*names, digest(model)])
 
