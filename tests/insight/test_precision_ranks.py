@@ -88,6 +88,7 @@ def test_gradients_are_summed_in_what_was_seen():
     for how, wanted in SUMMED.items():
         table, low = found[how], "BF16" in how
         assert [row["summed"] for row in table["rows"]] == [wanted] * 6, (how, table)
+        assert {(row["master"], row["moved"]) for row in table["rows"]} == {("none", True)}, how
         assert {row["stored"] for row in table["rows"]} == {"bfloat16" if low else "float32"}, how
         assert {row["gradient"] for row in table["rows"]} == {"bfloat16" if low else "float32"}, how
         products = {row["computed"] for row in table["rows"] if row["kind"] == "rest"}

@@ -207,7 +207,8 @@ class Cells(Look):
             if not isinstance(source, Tensor) or to.numel() != source.numel():
                 continue
             self._hand_on(source, to)
-            owner, target, at = self._owner(source, op), self._owner(to), _storage(to)
+            owner, at = self._owner(source, op), _storage(to)
+            target = self._owner(to) if any(stop for _, stop, _ in self._at.get(at, ())) else None  # a parameter itself
             if source.dtype is torch.float32 and to.dtype in LOW:
                 self._filled[at] = dtype_name(source.dtype), owner
             if target is not None and target is not owner and op.stage == "forward" and not op.graphed:
@@ -216,7 +217,7 @@ class Cells(Look):
                     self.seen[target].master = dtype_name(source.dtype)
                     if owner is not None:
                         self.masters[target] = owner
-            elif target is None and owner is not None and (op.graphed or op.is_in_forward):
+            elif target is None and owner is not None and (op.graphed or (op.is_in_forward and not op.schema.written)):
                 self._at[at] = [(0, 0, owner)]
 
     def _hand_on(self, source: Tensor, to: Tensor) -> None:
