@@ -14,6 +14,7 @@ import hmpx
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import examined
 from hmpx.insight.doctor.expected import read
+from hmpx.insight.doctor.table import PrecisionRow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -91,6 +92,27 @@ def test_the_table_is_printed_first_with_a_row_for_each_kind(monkeypatch):
         "rest        2      272  fp32    bf16      fp32      2x fp32  none      yes",
         "buffers 1 fp32; loss fp32; autocast cpu bf16 (4 of 4 products)",
     ]
+
+
+def test_the_page_has_the_table_and_its_rows_open_to_names(tmp_path):
+    found = train(Net(), autocast=BF16)
+    (grid,) = [each.as_page() for each in found._sections() if getattr(each, "page", "")]
+    assert grid["head"] == "What everything is in" and grid["rows"][3][-1] == ["body.weight", "body.bias"]
+    assert [row[0] for row in grid["rows"]] == ["embeddings", "<norms>", "<head>", "rest"]
+    found.html(tmp_path / "found.html")
+    assert "What everything is in" in (tmp_path / "found.html").read_text(encoding="utf-8")
+
+
+def test_ten_rows_are_printed_and_all_if_asked_for(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    found = train(Net())
+    found.precision.rows += [PrecisionRow(f"other.{i}", "rest", 1, f"float{i}") for i in range(9)]
+    lines = str(found).splitlines()
+    assert lines[11] == "… and 3 more rows of 3 parameters: --all-rows"
+    found.all_rows = True
+    lines = str(found).splitlines()
+    assert lines[14].startswith("loss") or lines[14].startswith("buffers"), lines
+    assert all(len(line) <= 100 for line in lines)
 
 
 def test_gradients_of_two_passes_are_added_up_in_their_dtype():
