@@ -55,6 +55,17 @@ def test_lost_updates_are_told_and_the_recipe_that_is_written_mends_them(script,
     assert done.returncode == 0 and "nothing wrong was found" in done.stderr, done.stderr
 
 
+def test_a_run_is_compared_with_an_earlier_one(script, tmp_path):
+    assert doctor(tmp_path, "--steps", 3, "--json", "held.json", script("torch.float32")).returncode == 0
+    done = doctor(tmp_path, "--steps", 3, "--expect", "held.json", "train.py")
+    assert done.returncode == 0 and "expected" not in done.stderr, done.stderr
+    done = doctor(tmp_path, "--steps", 3, "--expect", "held.json", script("torch.bfloat16"))
+    assert done.returncode == 1 and "WRONG  expected: stored bf16 now, fp32 before" in done.stderr, done.stderr
+    done = doctor(tmp_path, "--expect", "gone.json", "train.py")
+    assert done.returncode == 2 and "--expect takes what doctor --json" in done.stderr, done.stderr
+    assert "trained" not in done.stdout  # it is read before the script runs
+
+
 PLACES = """
 import torch
 from torch import nn
