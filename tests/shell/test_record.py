@@ -58,6 +58,8 @@ def test_a_script_runs_as_ever_and_a_table_follows_on_standard_error(script, tmp
     log = hmpx.Log.load(tmp_path / "log.json")
     linear = next(site for site in log.sites if site.op == "linear")
     assert (linear.where, linear.calls, linear.casts) == ("train.py:7", 3, 9) and log.steps == 3
+    assert (log.about["script"], log.about["recipe"]) == ("train.py --steps 2", "autocast-cpu")
+    assert "<title>hmpx record: train.py --steps 2, autocast-cpu</title>" in (tmp_path / "log.html").read_text()
     assert "train.py:7" in (tmp_path / "log.html").read_text()
 
 
