@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import hmpx
 from hmpx.updates import step_hooks
@@ -159,3 +159,16 @@ def test_detach_takes_away_what_regions_have_left():
     with hmpx.disable_casts():
         train(named, optimizer, 2, 3)
     assert optimizer.param_groups[0]["hmpx_step"] == 3  # the parameters have taken two steps
+
+
+@needs_grad_dtype
+def test_a_parameter_that_was_cast_since_has_gradients_of_its_own_dtype_afterwards():
+    """It was FP32 when its gradients were claimed, and so were they; now it is BF16."""
+    layer = nn.Linear(3, 3)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    layer.bfloat16()
+    hmpx.detach(optimizer)
+    assert {p.grad_dtype for p in layer.parameters()} == {torch.bfloat16}
+    layer(torch.ones(1, 3).bfloat16()).sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.bfloat16}
