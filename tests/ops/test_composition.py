@@ -469,7 +469,9 @@ def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
             wanted = call()
         with hmpx.activate({"extends": "autocast-cpu", "where": "everywhere"}):
             assert same([call()], [wanted]), name
-    assert not torch.is_autocast_enabled("cpu")
+    with hmpx.convert(bf16=["linear"], low_precision="float16"):
+        assert calls["linear"]().dtype is torch.float32  # FP16 and an FP32 bias
+    assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is BF16
 
 
 def test_arithmetic_that_is_listed_too_is_cast_with_its_products(lists):

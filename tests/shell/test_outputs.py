@@ -71,6 +71,7 @@ shutil.rmtree("out")
     [
         "doctor --html out/a train.py",
         "record --recipe mine.yaml --json out/a train.py",
+        "record --recipe mine.yaml --hash out/a train.py",
         "compare train.py:setup --json out/a",
     ],
 )
