@@ -181,8 +181,8 @@ PART, INPUTS = "They part at ", "Their inputs differ already, at "
     [
         ("", "dtype", PART, "out", "fp32 -> bf16; bf16"),
         ("", "math", PART, "attention", "last digits, as of sums in another order"),
-        ("", "eps", PART, "norm", "more than last digits"),
-        ("rows", "short rows", PART, "rows", "more than last digits"),
+        ("", "eps", PART, "norm", "more than rounding makes"),
+        ("rows", "short rows", PART, "rows", "more than rounding makes"),
         ("nan", "nan, eps", PART, "norm", "native_layer_norm"),  # losses that are NaN in both hide nothing
         ("", "dropout", PART, "dropout", "random numbers differ"),
         ("dropout", "dropout, other seed", PART, "dropout", "seed both alike"),

@@ -224,7 +224,7 @@ def _how_bad(part: CallPair) -> str:
     if share == 0:
         return "few of its numbers differ: those that were kept agree"
     words = {"dtypes": "other dtypes", "digits": "last digits, as of sums in another order"}
-    return f"{share:.1e} of the largest number ({most:.3g}): {words.get(_kind(part), 'more than last digits')}"
+    return f"{share:.1e} of the largest number ({most:.3g}): {words.get(_kind(part), 'more than rounding makes')}"
 
 
 def _is_rounding(part: CallPair) -> bool:
