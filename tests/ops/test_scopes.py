@@ -8,6 +8,7 @@ import itertools
 import pickle
 import sys
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -330,6 +331,11 @@ def test_record_names_the_rule_that_casts_a_modules_arguments():
         rule.remove()
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
 def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
     class Takes(nn.Module):
         def forward(self, x, pair, *, items, flag=None):
@@ -340,7 +346,9 @@ def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
     rule = hmpx.policy_for(module, "fp32")
     with hmpx.convert():
         x, a, b, kept, flag = module(low, (low, 1), items=[low], flag=low.double())
+        named = module(low, (Pair(low, 2),), items=[])[1]
     assert x.dtype is a.dtype is FP32 and b == 1 and kept is low and flag.dtype is torch.float64
+    assert type(named) is Pair and named.first.dtype is FP32 and named.second == 2
     rule.remove()
 
 

@@ -83,6 +83,14 @@ def test_what_could_not_be_written_at_the_end_is_an_exit_status(command, here):
     assert done.returncode == 2 and "out" in done.stderr and not (here / "out").exists(), done.stderr
 
 
+@pytest.mark.parametrize("said, status", [('"no data"', 1), ("3", 3), ("0", 2)])
+def test_doctor_ends_with_the_status_of_a_script_that_ends_itself(said, status, here):
+    """Of one that ends well it has looked at nothing."""
+    (here / "ends.py").write_text(f"import sys\nsys.exit({said})\n")
+    done = python.run("-m", "hmpx", "doctor", "ends.py", cwd=here, env=python.environment())
+    assert done.returncode == status and ("no data" in done.stderr) == (status == 1), done.stderr
+
+
 def test_two_options_do_not_name_one_file(here, capsys):
     assert main("doctor --json a --html a train.py".split()) == 2
     assert "another option names this file, too" in capsys.readouterr().err
