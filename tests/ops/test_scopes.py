@@ -347,6 +347,7 @@ def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
     with hmpx.convert():
         x, a, b, kept, flag = module(low, (low, 1), items=[low], flag=low.double())
         named = module(low, (Pair(low, 2),), items=[])[1]
+        assert module(low, (), items=[], flag=low)[-1].dtype is FP32
     assert x.dtype is a.dtype is FP32 and b == 1 and kept is low and flag.dtype is torch.float64
     assert type(named) is Pair and named.first.dtype is FP32 and named.second == 2
     rule.remove()
