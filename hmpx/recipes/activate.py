@@ -207,28 +207,8 @@ def activate(recipe: Stated = None, *, process_group: Any = None, **keys: Any) -
         recipe, said = found
         logger.warning("hmpx: %s", said)
     activation = Activation(as_recipe(recipe, **keys), process_group)
-    _tell_made_before(activation.recipe)  # first: an interrupt here leaves nothing in force
     activation._install()
     return activation
-
-
-def _tell_made_before(recipe: Recipe) -> None:
-    """Say of optimizers whose FP32 weights the recipe would have cast that they came before it."""
-    if recipe.parameter_dtype != "bfloat16":
-        return
-    found = (each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
-    made = [each for each in found if "param_groups" in vars(each)]
-    kinds = {
-        type(each).__name__
-        for each in made
-        if not attached(each) and any(p.dtype is torch.float32 for p in parameters(each))
-    }
-    if kinds:
-        logger.warning(
-            "hmpx: %s came before hmpx.activate, and its weights stay in float32: activate before an optimizer is "
-            "made, or hmpx.prepare(model, optimizer, recipe)",
-            ", ".join(sorted(kinds)),
-        )
 
 
 def recipe_of_trainer(stated: Stated, **keys: Any) -> Recipe:

@@ -288,20 +288,6 @@ def test_nxds_defaults_are_each_optimizers_own():
     assert ranks.run(1, _nxd) == [["nearest", "master"]]
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_an_optimizer_that_came_before_is_told_so(late, caplog):
-    model = nn.Linear(4, 4)
-    first = torch.optim.SGD(model.parameters(), 0.1) if late else None
-    with hmpx.activate("bf16-sr"):
-        optimizer = first or torch.optim.SGD(model.parameters(), 0.1)
-        assert model.weight.dtype is (torch.float32 if late else torch.bfloat16)
-        assert ("SGD came before hmpx.activate" in caplog.text) == late, caplog.text
-    caplog.clear()
-    with hmpx.activate("autocast-cpu"):  # which leaves weights as they are
-        assert not caplog.text
-    hmpx.restore(optimizer)
-
-
 def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
     with hmpx.activate("neuron-bf16-sr"):
         p = nn.Parameter(torch.ones(3))

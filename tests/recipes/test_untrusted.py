@@ -74,8 +74,8 @@ DOTTED = {
     "lazy.py": "def __getattr__(name):\n    import evil\n",
 }
 READS = [
-    "check mine.yaml mine.txt list.json",
-    "recipes mine.yaml",
+    "explain mine.yaml mine.txt list.json",
+    "explain mine.yaml --yaml",
     "explain mine.yaml",
     "explain evil.f --list mine.yaml",
 ]
