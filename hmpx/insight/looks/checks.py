@@ -12,14 +12,14 @@ import torch
 
 from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import OpLook
-from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot, own_frame
+from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.places import MIXING, short_places
 from hmpx.insight.report import number
 from hmpx.ops.policies.catalog import canonical, catalog
-from hmpx.ops.wrapping.callers import rule_of
+from hmpx.ops.wrapping.callers import rule_of, users_frame
 
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
@@ -192,7 +192,7 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
 
 def _is_scripted(op: OpCall, name: str) -> bool:
     """Whether scripted code has called an op, which no list reaches: a module, or a function that the line may call."""
-    frames = [*op.inner_frames(), own_frame(op.frame)]
+    frames = [*op.inner_frames(), *filter(None, [users_frame(op.frame)])]
     if any(isinstance(each.f_locals.get("self"), torch.jit.ScriptModule) for each in frames):
         return True
     codes = [(each.f_code, {**each.f_globals, **each.f_locals}) for each in frames]
