@@ -276,7 +276,7 @@ def test_the_main_job_takes_a_users_list(tmp_path):
 @pytest.mark.slow
 def test_8_bit_optimizers_are_set_side_by_side():
     """The table of the front page: its rows where the libraries are installed, bytes, and a loss with its spread."""
-    arguments = "--steps 60 --seeds 2".split()
+    arguments = "--seeds 2".split()  # after fewer steps BF16 is no further from FP32 than seeds are apart
     done = python.run(ROOT / "examples" / "memory.py", *arguments, check=True)
     row = r"^(\S.{16,}?) +(\d+\.\d\d) +[\d.]+ ± [\d.]+ +(?:([-+][\d.]+) ± [\d.]+)? +[\d.]+$"
     found = (re.findall(row, text, re.MULTILINE) for text in (done.stdout, README))
