@@ -160,7 +160,8 @@ def test_a_mixture_that_torch_takes_keeps_torchs_bits(how):
     wanted, refused = ({name: _made(call) for name, call in table.items()} for table in (TAKEN, REFUSED))
     with hmpx.convert(bf16=["relu6"], fp32=[], promote=[], **how):
         for name, call in TAKEN.items():
-            assert (name in BY_CPU and wanted[name] is None) or same(_made(call), wanted[name]), name
+            if name not in BY_CPU or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                assert same(_made(call), wanted[name]), name
         for name, call in REFUSED.items():
             assert refused[name] is None and _made(call)[0].dtype is torch.bfloat16, name
 
