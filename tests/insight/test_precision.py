@@ -176,6 +176,13 @@ class Teaching(nn.Module):
         return self.student(tokens) + 0 * target
 
 
+def test_a_nan_that_stays_does_not_move():
+    model = Net()
+    model.norm.bias.data.fill_(torch.nan)
+    found = train(model, torch.optim.SGD([*model.body.parameters(), model.norm.bias], 0.0))
+    assert cells(found, "moved")["norm.bias"] == (False,)
+
+
 def test_another_model_that_runs_without_gradients_has_rows():
     found = cells(train(Teaching()), "stored", "computed")
     assert found["Teaching.student.body.weight"] == ("float32", "float32")

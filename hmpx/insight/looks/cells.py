@@ -279,7 +279,8 @@ class Cells(Look):
             now = sample(p, _WATCHED)
         if first is None or first.shape != now.shape:
             return None
-        return True if not torch.equal(first, now) else False if now.numel() == local(p).numel() else None
+        is_same = torch.equal(first, now) or torch.allclose(first, now, rtol=0, atol=0, equal_nan=True)
+        return True if not is_same else False if now.numel() == local(p).numel() else None
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
