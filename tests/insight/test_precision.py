@@ -354,7 +354,13 @@ def test_what_is_gone_or_new_or_beside_parameters_is_told():
 
 
 def test_a_file_without_a_table_is_refused(tmp_path):
-    for text in ("", "[]", '{"findings": []}', '{"precision": {"rows": [{"name": "a"}]}}'):
+    for text in (
+        "",
+        "[]",
+        '{"findings": []}',
+        '{"precision": {"rows": []}}',
+        '{"precision": {"rows": [{"name": "a"}]}}',
+    ):
         (tmp_path / "old.json").write_text(text)
         with pytest.raises(HmpxError, match="--expect takes what doctor --json"):
             read(tmp_path / "old.json")

@@ -23,12 +23,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the table in the JSON of an earlier run.
 
     Raises:
-        HmpxError: the file cannot be read, or has none.
+        HmpxError: the file cannot be read, or has none or an empty one.
     """
     try:
         with open(path, encoding="utf-8") as file:
             held: dict[str, Any] = json.load(file)["precision"]
-        {each["name"]: [each[cell] for cell in ("stored", "state", "summed")] for each in held["rows"]}
+        if not [[each[cell] for cell in ("name", "stored", "state", "summed")] for each in held["rows"]]:
+            raise ValueError("its table has no rows, since no optimizer stepped")
         return held
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = f"{path}: {type(error).__name__}: {error}"
