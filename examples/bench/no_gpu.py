@@ -37,12 +37,15 @@ from hmpx.updates.stepping import batching, own_code, plan, released
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
 
-def _driver(told: Counter[str]) -> Any:
+_TOLD = Counter[str]()  # one for all uses: Triton keeps a compiled kernel, and with it the driver of its first launch
+
+
+def _driver() -> Any:
     """Return a driver of Triton that says it drives an H100, and launches nothing."""
     from triton.backends.compiler import GPUTarget
 
     def launch(*_: Any) -> None:
-        told["launches"] += 1
+        _TOLD["launches"] += 1
 
     utils = SimpleNamespace(
         load_binary=lambda *_: (object(), 1, 32, 0, 1024),
@@ -88,7 +91,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_gpu() -> Iterator[Counter[str]]:
-    """Inside, hmpx takes a CPU for a GPU; yields how many ``launches`` of its kernels there were.
+    """Inside, hmpx takes a CPU for a GPU; yields how many ``launches`` of its kernels there were in this process.
 
     Raises:
         HmpxError: Triton is not installed.
@@ -97,7 +100,7 @@ def no_gpu() -> Iterator[Counter[str]]:
         raise HmpxError("host wants Triton where there is no GPU: pip install triton")
     from triton.runtime import driver
 
-    told, inside = Counter[str](), [False]
+    inside = [False]
     own_step, add = _adam._fused_adam, add_to_all
 
     def room_size(elements: int, device: object = None, **options: bool) -> int:
@@ -115,7 +118,7 @@ def no_gpu() -> Iterator[Counter[str]]:
             add(tensors, *args, **kwargs)
 
     replaced = [
-        (driver, "_active", _driver(told)),
+        (driver, "_active", _driver()),
         (native, "can_read", lambda *tensors: False),
         (triton, "can_read", _can_read),
         (plan, "room_size", room_size),
@@ -131,4 +134,4 @@ def no_gpu() -> Iterator[Counter[str]]:
     with contextlib.ExitStack() as patches:
         for owner, name, value in replaced:
             patches.enter_context(mock.patch.object(owner, name, value))
-        yield told
+        yield _TOLD
