@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -113,11 +113,28 @@ ODD = {
     "marks": lambda p, state: setattr(p, "marks", [*getattr(p, "marks", ()), state["step"]]),
     "raises": raises_in_fifth,
 }
+
+
+def of_others(library, name):
+    """Return what makes an optimizer of another library."""
+
+    def make(params):
+        optimizer = getattr(pytest.importorskip(library), name)(params, lr=1e-2)
+        if library == "schedulefree":
+            optimizer.train()
+        return optimizer
+
+    return make
+
+
 CLASSES = {
     "subclass": lambda params: Subclass(params, lr=1e-2, foreach=True),
     "subclass, fused, amsgrad": lambda params: Subclass(params, lr=1e-2, fused=True, amsgrad=True),
     "loops": Adam,
     "factored": Factored,
+    "schedule-free AdamW": of_others("schedulefree", "AdamWScheduleFree"),
+    "ADOPT": of_others("pytorch_optimizer", "ADOPT"),
+    "CAME": of_others("pytorch_optimizer", "CAME"),
     **{name: functools.partial(Adam, odd=odd) for name, odd in ODD.items()},
 }
 
@@ -271,7 +288,7 @@ def test_a_kept_step_has_the_bits_of_one_that_is_not(name, monkeypatch):
 
 STABLE = [way for way in WAYS if way.get("state_dtype") != "4bit"]
 BEFORE = (None, "closure", some_without_gradients, another_rate, marked)
-KEPT = ("subclass", "subclass, fused, amsgrad", "loops", "factored", "marks")
+KEPT = ("subclass", "subclass, fused, amsgrad", "loops", "factored", "schedule-free AdamW", "ADOPT", "CAME", "marks")
 
 
 def told(value):
@@ -279,7 +296,7 @@ def told(value):
     return value.__name__ if callable(value) else str(value)
 
 
-EACH_KEPT = list(zip(KEPT * len(STABLE), STABLE * len(KEPT), cycle(BEFORE)))
+EACH_KEPT = [(name, way, action) for (name, way), action in zip(product(KEPT, STABLE), cycle(BEFORE))]
 
 
 @pytest.mark.parametrize("name, way, action", EACH_KEPT, ids=told)
