@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import measure
 from bench.models import Shape, gpt
 from bench.no_gpu import no_gpu
+from bench.unknown import UNKNOWN
 from hmpx.updates.attach import attach, detach
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
 from hmpx.updates.holding.stores import WAYS as WEIGHTS
@@ -46,7 +47,7 @@ Limits = tuple[tuple[str, float, Sequence[int]], ...]  # column, the largest fig
 FP32_STATE: Limits = (("ratio", 1.1, _NUMBERS), ("ratio", 2.0, (20,)), ("device ratio", 0.7, (293,)))
 FUSED: Limits = (("ratio", 1.4, _NUMBERS),)
 OWN: Limits = (("ratio", 4.0, (293,)),)
-UNKNOWN: Limits = (("ratio", 1.6, _NUMBERS),)
+UNKNOWN_FP32: Limits = (("ratio", 1.6, _NUMBERS),)
 UNKNOWN_IN_COPIES: Limits = (("ratio", 2.5, _NUMBERS),)
 RELEASED_FUSED: Limits = (("us/tensor", 25.0, (293,)),)
 RELEASED: Limits = (("us/tensor", 60.0, (293,)),)
@@ -56,14 +57,16 @@ class HostWay(NamedTuple):
     """How AdamW is stepped.
 
     options: of `attach`; None: torch's own step, of FP32 weights.
-    kind: of parameters, ``plain``, ``DDP`` (gradients are views of its buckets) or ``FSDP2``. Or ``unknown``: small
-        parameters of a class that hmpx does not know, beside that class without hmpx; on a CPU they are computed, too.
+    kind: of parameters, ``plain``, ``DDP`` (gradients are views of its buckets) or ``FSDP2``.
+    unknown: steps small parameters by this class of `UNKNOWN` and not by AdamW, beside the class without hmpx. On a CPU
+        they are computed, too.
     """
 
     name: str
     options: dict[str, Any] | None
     limits: Limits = ()
     kind: str = "plain"
+    unknown: str = ""
 
     @property
     def is_released(self) -> bool:
@@ -91,18 +94,11 @@ def ways() -> list[HostWay]:
         found.append(HostWay(f"{kind}, fused", {"fused": True}, FP32_STATE[:2], kind))
         found.append(HostWay(f"{kind}, fused, 8-bit state", {"fused": True, "state_dtype": "8bit"}, FUSED, kind))
         found.append(HostWay(f"{kind}, own code", {"fused": False}, OWN, kind))
-    for dtype in (torch.float32, BF16, "8bit"):
-        limits = UNKNOWN if dtype is torch.float32 else UNKNOWN_IN_COPIES
-        found.append(HostWay(f"unknown, {state_name(dtype)} state", {"state_dtype": dtype}, limits, "unknown"))
+    for unknown, dtype in itertools.product(UNKNOWN, (torch.float32, BF16, "8bit")):
+        limits = UNKNOWN_FP32 if dtype is torch.float32 else UNKNOWN_IN_COPIES
+        name = f"unknown, {unknown}, {state_name(dtype)} state"
+        found.append(HostWay(name, {"state_dtype": dtype}, limits, unknown=unknown))
     return found
-
-
-class Unknown(torch.optim.AdamW):
-    """A class that hmpx does not know."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Take torch's step."""
-        return super().step(closure)
 
 
 def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, only: str = "") -> measure.Bench:
@@ -117,7 +113,7 @@ def run(repeat: int, device: torch.device, tensors: Sequence[int] = TENSORS, onl
         for count, way in itertools.product(tensors, ways()):
             if only not in way.name:
                 continue
-            is_here = device.type != "cpu" or way.kind == "unknown"
+            is_here = device.type != "cpu" or bool(way.unknown)
             around: AbstractContextManager[dict[str, int]] = contextlib.nullcontext({}) if is_here else no_gpu()
             try:
                 with around as told:
@@ -168,7 +164,7 @@ def _row(way: HostWay, count: int, repeat: int, device: torch.device, told: dict
             if not way.is_released:
                 figures |= {"torch us": 1e6 * theirs, "ratio": least / theirs}
             figures["first ms"] = 1e3 * first
-            if device.type == "cpu" and way.kind != "unknown":
+            if device.type == "cpu" and not way.unknown:
                 figures["launches"] = launched / turns
             elif device.type != "cpu" and count == _PROFILED:
                 figures |= _on_device(peer, own)
@@ -197,15 +193,14 @@ class Stepped:
     def __init__(self, way: HostWay, count: int, device: torch.device) -> None:
         self.way, self._device = way, device
         dtype = torch.float32 if way.options is None else BF16
-        shapes = [(16, 16)] * count if way.kind == "unknown" else gpt_of(count)
+        shapes = [(16, 16)] * count if way.unknown else gpt_of(count)
         made = [_made(shape, dtype, device) for shape in shapes]
         if way.kind == "FSDP2":
             made = _sharded(made, device)
         self.params = [nn.Parameter(each) for each in made]
         self._reducer = _replicated(self.params) if way.kind == "DDP" else None
-        is_unknown = way.kind == "unknown"
-        cls = Unknown if is_unknown else torch.optim.AdamW
-        self.optimizer = cls(self.params, lr=1e-4, foreach=is_unknown, fused=not is_unknown)
+        make = UNKNOWN[way.unknown] if way.unknown else _adamw
+        self.optimizer = make(self.params)
         self._gradients = [_gradients(way.kind, self.params, device) for _ in range(2)] if not way.is_released else []
         self._beside = [nn.Parameter(_made(s, dtype, device)) for s in shapes] if way.is_released else []
 
@@ -228,6 +223,10 @@ class Stepped:
             for p, gradient in zip(self.params, self._gradients[number % 2], strict=True):
                 p.grad = gradient
         return taken + _seconds(self.optimizer.step, self._device)
+
+
+def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
 def gpt_of(count: int) -> list[Shape]:

@@ -39,12 +39,12 @@ def test_without_a_gpu_steps_are_measured_and_nothing_is_launched(tmp_path):
 
 def test_steps_of_an_unknown_class_are_kept_on_the_cpu_that_is_there():
     """A silent fall to steps that make all copies anew would take many times as long."""
-    for way in [way for way in host.ways() if way.kind == "unknown"]:
+    for way in [way for way in host.ways() if way.unknown]:
         stepped = host.Stepped(way, 3, torch.device("cpu"))
         with stepped:
             for number in range(4):
                 stepped.step(number)
-            assert stepped.optimizer._hmpx_attachment._updates.kept_steps == 3
+            assert stepped.optimizer._hmpx_attachment._updates.kept_steps == 3, way.name
 
 
 def test_a_row_over_its_limit_is_said_and_so_is_one_that_failed():
