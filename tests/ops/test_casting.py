@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 
@@ -109,6 +110,32 @@ def test_the_bits_of_a_call_under_lists(lists, sides, call, by_hand):
     expected = eval(by_hand)
     with hmpx.convert(**lists(**sides)):
         assert torch.equal(eval(call), expected)
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes that matrix products are handed, and computes none: with `out_dtype` a CPU has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "mm" not in operator.name():
+            return operator(*args, **(kwargs or {}))
+        self.seen.append([each.dtype for each in args if isinstance(each, torch.Tensor)])
+        return torch.empty(())
+
+
+@pytest.mark.parametrize("side, x, cast", [("bf16", X, BF16), ("fp32", LOW, FP32)], ids=["bf16", "fp32"])
+def test_a_product_with_an_out_dtype_is_the_callers_decision(side, x, cast, lists):
+    """As a keyword and by position; its inputs are the caller's, too. Without one they are cast."""
+    calls = "mm(x,x{}) addmm(x,x,x{}) bmm(batch,batch{}) baddbmm(batch,batch,batch{}) _grouped_mm(x,x,None,None{})"
+    with hmpx.convert(**lists(**{side: "mm addmm bmm baddbmm _grouped_mm"})), Products() as products:
+        for given, dtype in (("", cast), (",out_dtype=FP32", x.dtype), (",FP32", x.dtype)):
+            for call in calls.format(*[given] * 5).split():
+                products.seen.clear()
+                eval(f"torch.{call}", globals(), {"x": x, "batch": x[None]})
+                assert [{*each} for each in products.seen] == [{dtype}], call
 
 
 def test_what_torch_promotes_by_itself_is_not_patched(lists):

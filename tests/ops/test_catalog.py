@@ -178,7 +178,11 @@ def test_ops_with_lists_of_tensors_mix_as_the_op_without(where):
             torch._foreach_lerp_(given, new, weight)
             made = torch._foreach_lerp(held, new, weight)
             assert [each.dtype for each in given] == [each.dtype for each in made] == [each.dtype for each in held]
-            assert all((each == 0.25).all() for each in (*given, *made))
+            key = "weights" if weight is rates else "weight"
+            named = torch._foreach_lerp(**{"tensors1": new, "self": held, key: weight})
+            named += torch._foreach_lerp(held, **{"tensors1": new, key: weight})
+            assert [each.dtype for each in named] == [each.dtype for each in held] * 2
+            assert all((each == 0.25).all() for each in (*given, *made, *named))
         with pytest.raises(RuntimeError):
             torch._foreach_lerp([torch.zeros(3)], [torch.zeros(3).double()], 0.5)
 

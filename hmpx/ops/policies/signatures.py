@@ -35,7 +35,7 @@ class Signature:
     lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
         is looked at.
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
-    dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
+    dtype_positional: a `dtype` or an `out_dtype` may stand among the positional arguments behind `lead`.
     statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
     python: implemented in Python, so that it may call other listed ops.
     refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not.
@@ -85,7 +85,8 @@ def read_signature(name: str, first: str) -> Signature:
         (not a.has_default_value() or a.default_value is None) and _is_free(a.name) for lead in leads for a in lead
     )
     agreed = shared is not None and 0 < len(shared) == length and writable
-    dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
+    every = [a for schema in all_schemas(f"aten::{name}") for a in schema.arguments if not a.kwarg_only]
+    dtype_positional = any(a.name in ("dtype", "out_dtype") for a in every)
     statistics, beside = _statistics(name, overloads)
     op = op_facts.RENAMED.get(name, name).removesuffix("_")
     if not statistics and not name.endswith("_"):

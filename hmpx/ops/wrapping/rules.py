@@ -130,8 +130,9 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
         args = tuple(METHODS[dtype](value) if is_sparse(value) else value for value in args)  # beside a dense tensor
         kwargs = {key: METHODS[dtype](value) if is_sparse(value) else value for key, value in kwargs.items()}
     if signature.in_lists:
-        return (args[0], *(_as_each(args[0], value) for value in args[1:])), {
-            key: _as_each(args[0], value) for key, value in kwargs.items()
+        firsts = args[0] if args else kwargs.get("self", ())
+        return tuple(_as_each(firsts, value) for value in args), {
+            key: _as_each(firsts, value) for key, value in kwargs.items()
         }
     if not signature.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
