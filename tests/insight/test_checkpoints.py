@@ -266,6 +266,15 @@ def test_lost_updates_are_wrong_and_healthy_ones_are_not(files):
     assert not found.findings and not found.not_checked and found.status == 0 and found.kept > 0.95
 
 
+def test_a_quarter_of_the_weights_that_keeps_less_than_half_is_wrong(files):
+    """Of these only the smallest move; the others move ten times as far, so that all together keep more than 0.9."""
+    for rows, status in ((15, 0), (16, 1), (17, 1)):
+        before = {"few": torch.randn(rows, 512).bfloat16() * 0.01, "all": torch.randn(64 - rows, 512).bfloat16() * 0.1}
+        few, after = moved({"few": before["few"]}, way=5e-4)["few"], moved(before)
+        found = files(before, {**after, "few": torch.where(before["few"].abs() < 0.002, few, before["few"])})
+        assert found.kept > 0.9 and found.status == status, (rows, str(found))
+
+
 def test_a_norm_that_cannot_show_its_movement_is_no_finding(files):
     """By 1e-3 a norm at 1.0 moves in FP32, and no file in BF16 shows it."""
     before = {name: each for name, each in weights().items() if name != "norm.bias"}

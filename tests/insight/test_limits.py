@@ -114,6 +114,18 @@ def of_a_number(added):
     return verdict(stepped(lambda: [total.add_(added)].clear(), steps=3), "running value")
 
 
+def of_a_state(begun, line):
+    """A forward moves it 20 times by half: at 256, where BF16 has no half, it stands still."""
+
+    class Moved(nn.Module):
+        def forward(self, y):
+            for _ in range(20):
+                y = line(y, torch.full_like(y, 0.5))
+            return y
+
+    return verdict(stepped(lambda: Moved()(torch.full((8,), begun, dtype=BF16)) * 0), "running value")
+
+
 def of_a_factor(factor):
     average = torch.ones(100, dtype=BF16)
     return verdict(stepped(lambda: [average.mul_(factor)].clear(), steps=3), "average of weights")
@@ -242,6 +254,18 @@ LADDERS = {
     "weights that no optimizer moves": (by_hand, {9: NOTHING, 11: WRONG}),
     "an average that follows late, or not at all": (of_an_average, {19: NOTHING, 21: NOTE, 49: NOTE, 51: WRONG}),
     "one number": (of_a_number, {4.4: NOTHING, 4.5: WRONG}),
+    **{
+        f"a state that {name} moves": (
+            lambda begun, line=line: of_a_state(begun, line),
+            {32.0: NOTHING, -32.0: NOTHING, 512.0: WRONG},
+        )
+        for name, line in {
+            "add": torch.add,
+            "sub": torch.sub,
+            "sub with a rate": lambda y, u: torch.sub(y, u, alpha=1.0),
+            "add with a rate below 0": lambda y, u: torch.add(y, u, alpha=-1.0),
+        }.items()
+    },
     "a factor that is harmless": (of_a_factor, {1 - 1.9e-5: NOTHING, 1 - 2.1e-5: WRONG}),
     "the error of a result": (of_a_result, {0.105: WRONG, 0.12: NOTE}),
     "angles": (of_angles, {126: NOTHING, 130: WRONG}),

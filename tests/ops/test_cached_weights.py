@@ -191,14 +191,25 @@ def test_a_collective_is_seen_that_raises_no_version(model, x):
         assert [casts(lambda: model(x)) for _ in range(2)] == [1, 0]
 
 
-def test_what_an_op_returns_of_a_cast_may_be_written_to(lists):
+TO_CAST = {
+    "itself": lambda cast: cast.zero_(),
+    "a view": lambda cast: cast[1:].zero_(),
+    "its data": lambda cast: cast.data.zero_(),
+    "the data of a view": lambda cast: cast[1:].data.zero_(),
+    "memory of a view": lambda cast: cast[1:].view(torch.int16).numpy().fill(0),
+}
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_what_an_op_returns_of_a_cast_may_be_written_to(kernels, lists):
     """A dropout that drops nothing hands its input on."""
-    hmpx.convert(**lists(bf16="dropout linear"))
-    layer, x = nn.Linear(8, 8, bias=False).requires_grad_(False), torch.randn(2, 8)
-    with hmpx.cached_weights():
-        expected = layer(x)
-        nn.functional.dropout(layer.weight, training=False).zero_()  # the cast, the caller's own without a cache
-        assert torch.equal(layer(x), expected) and expected.any()
+    hmpx.convert(**lists(bf16="dropout linear"), kernels=kernels)
+    for how, write in TO_CAST.items():
+        layer, x = nn.Linear(8, 8, bias=False).requires_grad_(False), torch.randn(2, 8)
+        with hmpx.cached_weights():
+            expected = layer(x)
+            write(nn.functional.dropout(layer.weight, training=False))  # the cast, the caller's own without a cache
+            assert torch.equal(layer(x), expected) and expected.any(), how
 
 
 def test_a_users_function_gets_a_cast_of_its_own(model, x):

@@ -81,6 +81,15 @@ def check_codes_and_scales_are_those_of_aten():
                 assert_cast(numbers(*shape), form, square=True)
 
 
+def check_the_largest_number_in_each_tile_of_a_program():
+    """Two programs look through six tiles each, where a GPU's have so many in a matrix of more than 4096 x 4096."""
+    with mock.patch.object(fp8_gpu, "_MATRIX", 2):
+        for tile in range(12):
+            x = numbers(300, 512)
+            x[128 * (tile // 4) + 5, 128 * (tile % 4) + 7] = 3000
+            assert_cast(x, FORMS["tensorwise"])
+
+
 def check_numbers_at_the_ends_of_bf16():
     """inf and NaN, numbers whose scale would be inf, subnormal ones, zeros; each magnitude of BF16 as the largest."""
     for form in FORMS.values():

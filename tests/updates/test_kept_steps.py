@@ -218,6 +218,8 @@ CHANGES = {
     "state elsewhere in memory": lambda ps, o, h: memory_exchanged(*o.state[ps[2]].values()),
     "one more tensor of state": lambda ps, o, h: o.state[ps[1]].update(extra=torch.ones(201)),
     "gradients still scaled": unscaled_by_a_scaler,
+    "weights written": lambda ps, o, h: ps[0].detach().mul_(2),
+    "weights written unseen": lambda ps, o, h: ps[3].data.fill_(3.0),
     "strided gradients": lambda ps, o, h: setattr(ps[0], "grad", ps[0].grad.t().contiguous().t()),
 }
 WAYS = {
@@ -245,7 +247,9 @@ def kept_beside_a_twin(make, act, turns=6, said=None):
             act(turn, params, optimizer, handle)
             if forget:
                 handle._updates.look_again()
+            versions = [(p, p._version) for p in params if p.grad is not None]
             optimizer.step()
+            assert all(p._version > version for p, version in versions), said  # by which autograd knows of the write
             kept.append(handle._updates.kept_steps)
         results.append(everything(params, optimizer, handle))
     assert same(*results), said
