@@ -17,8 +17,8 @@ import torch
 
 from hmpx.base import installation, process_state, region_state
 from hmpx.base.changes import Changes
-from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
+from hmpx.base.interpreter import none_collected
 from hmpx.base.process_state import casts_regions, place
 from hmpx.errors import HmpxError, OpListError, did_you_mean, with_hints
 from hmpx.ops import compilers

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from hmpx.base import forks
+from hmpx.base import interpreter
 from hmpx.base.changes import Attribute, Changes
 
 # What is in force (base.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
 # put in force or taken away.
 installed: dict[type, Any] = {}
-lock = forks.lock()
+lock = interpreter.lock()
 
 # Where casts are on (base.region_state). `converted`: whether torch is converted. `enabled`, `everywhere`: the
 # arguments of `convert`. `off`: whether casts are off somewhere, and by which regions. The wrappers of a conversion

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base import forks, process_state
+from hmpx.base import interpreter, process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import first_steps
@@ -29,7 +29,7 @@ from hmpx.ops.wrapping.switch import is_outside
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
-_lock = forks.lock()  # of what several threads count
+_lock = interpreter.lock()  # of what several threads count
 
 
 class _Shown(logging.StreamHandler):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hmpx.base import forks
+from hmpx.base import interpreter
 from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import private
@@ -32,7 +32,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 _QUEUE = private("torch.autograd.Variable._execution_engine.queue_callback")
-_lock = forks.lock()  # while parameters take a part of a step
+_lock = interpreter.lock()  # while parameters take a part of a step
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
 _GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
 _GONE["kept_steps"] = "measure a step with `python examples/bench step`"

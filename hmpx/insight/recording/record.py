@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx.base import forks, region_state
+from hmpx.base import interpreter, region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import observers
 from hmpx.base.torch_private import private
@@ -40,7 +40,7 @@ from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
 
-_lock = forks.lock()  # of what several threads record
+_lock = interpreter.lock()  # of what several threads record
 _unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.frames import variables
-from hmpx.base.garbage import none_collected
+from hmpx.base.interpreter import none_collected, variables
 from hmpx.ops.captured_names import raw
 from hmpx.ops.captured_names.holders import Holders
 from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, CapturedName, PlaceWriter, Rewriting

@@ -11,7 +11,7 @@ import torch
 import wrapt
 
 from hmpx import errors
-from hmpx.base.frames import variables
+from hmpx.base.interpreter import variables
 from hmpx.base.process_state import rules
 from hmpx.ops.policies.policy import Rule
 

@@ -33,7 +33,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from hmpx.base import forks
+from hmpx.base import interpreter
 from hmpx.base.changes import Attribute
 from hmpx.base.containers import tensors_in
 from hmpx.base.process_state import open_caches, watching_writes
@@ -43,7 +43,7 @@ from hmpx.rounding.devices import is_lazy
 logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
-_lock = forks.lock()
+_lock = interpreter.lock()
 storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.base.frames import variables
+from hmpx.base.interpreter import variables
 
 
 class Batch:
