@@ -406,7 +406,7 @@ def test_updates_that_no_copy_made_are_not_measured():
     assert found.status == 2 and "moved too little to measure it" in found.not_checked[0], str(found)
 
 
-@pytest.mark.parametrize("how", ["copy", "data", "foreach", "assign"])
+@pytest.mark.parametrize("how", ["copy", "data", "data, gradients on", "foreach", "assign"])
 def test_weights_that_are_copied_of_masters_are_covered(how):
     model = mlp()
     masters = [p.detach().float() for p in model.parameters()]
@@ -422,8 +422,9 @@ def test_weights_that_are_copied_of_masters_are_covered(how):
         for m, p in zip(masters, model.parameters(), strict=True):
             if how == "copy":
                 p.copy_(m)
-            elif how == "data":
-                p.data.copy_(m)
+            elif "data" in how:
+                with torch.set_grad_enabled("on" in how):
+                    p.data.copy_(m)
             elif how == "assign":
                 p.data = m.bfloat16()
 

@@ -178,7 +178,7 @@ class Cells(Look):
         elif op.is_view:
             self._owner(op.given[0], op)
         elif op.results and not name.endswith("_like") and not name.startswith("new_"):
-            if not op.graphed and name in _AVERAGES:
+            if not op.trains and name in _AVERAGES:
                 self._added_up(op)
             if op.graphed or op.stage == "forward":  # checkpointing computes with gradients in a backward pass
                 self._computed(op)
@@ -211,7 +211,7 @@ class Cells(Look):
             target = self._owner(to) if any(stop for _, stop, _ in self._at.get(at, ())) else None  # a parameter itself
             if source.dtype is torch.float32 and to.dtype in LOW:
                 self._filled[at] = dtype_name(source.dtype), owner
-            if target is not None and target is not owner and op.stage == "forward" and not op.graphed:
+            if target is not None and target is not owner and op.stage == "forward":
                 if source.dtype is torch.float32 and to.dtype in LOW:
                     self.covered.add(id(target))
                     self.seen[target].master = dtype_name(source.dtype)
