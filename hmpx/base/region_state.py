@@ -155,8 +155,11 @@ def scope() -> int:
 
 
 def usual() -> bool | None:
-    """The casting of a region that undoes a `disable_casts` around it: True for every op, None for a model's only."""
-    return True if state.everywhere else None
+    """The casting of a region that undoes a `disable_casts` around it: True for every op, None for a model's only.
+
+    What compiled code calls is a model's.
+    """
+    return True if state.everywhere or is_dynamo_compiling() else None
 
 
 def owned_by(owner: object) -> Region | None:

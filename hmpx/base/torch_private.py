@@ -167,6 +167,7 @@ COMPILED = Feature(
     Name(f"{_REGION}().target_values", "what the region asks for"),
     Name(f"{_VARIABLES}.base.VariableTracker.build", "stands for what hmpx has Dynamo trace there"),
     Name(f"{_VARIABLES}.base.VariableTracker.[as_proxy|as_python_constant|call_function|realize]", "the same"),
+    Name(f"{_VARIABLES}.nn_module.[NNModule|UnspecializedNNModule]Variable.call_function", "a call of a model"),
     Name(f"{_VARIABLES}.nn_module.NNModuleVariable().module_key", "the module that it inlines", None),
     Name("torch._dynamo.decorators:_dynamo_marked_constant", "marks a function that is called while it traces"),
 )

@@ -47,7 +47,7 @@ from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.callers import methods, modules, users_line
 from hmpx.ops.wrapping.overriding import stand_in
 from hmpx.ops.wrapping.rules import autocast_inside, device_of
-from hmpx.ops.wrapping.switch import Switch, in_any_forward, in_forward, is_in_model
+from hmpx.ops.wrapping.switch import Switch, in_any_forward, in_forward, is_in_model, is_model
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
 logger = logging.getLogger("hmpx")
@@ -232,9 +232,9 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
             enabled = _was_enabled(tx.output.resolve_source_value(self.source), enabled)
         inside = list(_modules(tx))
         casts = (enabled and dtype in (None, *LOW_RULES)) or bool(inside and lowering_rule(rules_of(inside[0])))
-        opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts
+        opened = vars(tx.output).setdefault("hmpx_regions", [])  # whether each casts; None: the models in it do
         in_model = casts or inside or any(opened) or in_enabled_region() or in_any_forward(sys._getframe())
-        opened.append(casts)
+        opened.append(casts if in_model else None)
         self.hmpx_region = _aside(tx, region_state.enter_autocast, casts, bool(in_model))
         return _build(tx, None)
 
@@ -247,6 +247,28 @@ def _trace_regions(changes: Changes, dynamo: ModuleType) -> None:
 
     for name, value in (("enter", entering), ("exit", leaving)):
         changes.put(Attribute(variable, name, f"{_VARIABLE}.{name}"), value)
+    models = dynamo.variables.nn_module
+    for owner in (models.NNModuleVariable, models.UnspecializedNNModuleVariable):
+        label = f"{models.__name__}.{owner.__name__}.call_function"
+        changes.put(Attribute(owner, "call_function", label), _tracing_call(owner.call_function))
+
+
+def _tracing_call(call: Callable) -> Callable:
+    """Let a model that traced code calls be cast where the script has opened an island around it, as in eager code."""
+
+    @functools.wraps(call)
+    def tracing(self: Any, tx: Any, *args: Any) -> Any:
+        opened = vars(tx.output).get("hmpx_regions")
+        if not opened or opened[-1] is not None or not is_model(_value(self, tx)):
+            return call(self, tx, *args)
+        opened.append(True)
+        region = _aside(tx, region_state.enter, True)
+        result = call(self, tx, *args)
+        _aside(tx, region_state.leave, region)
+        opened.pop()
+        return result
+
+    return tracing
 
 
 def _modules(tx: Any) -> Iterator[torch.nn.Module]:
@@ -255,13 +277,17 @@ def _modules(tx: Any) -> Iterator[torch.nn.Module]:
         code = tx.f_code
         name = code.co_varnames[0] if code.co_argcount else ""
         if (name == "self" or code.co_name == "forward") and name in tx.symbolic_locals:
-            first = tx.symbolic_locals[name].realize()
-            module = getattr(first, "value", None)
-            if module is None and hasattr(first, "module_key"):
-                module = tx.output.get_submodule(first.module_key)
+            module = _value(tx.symbolic_locals[name].realize(), tx)
             if isinstance(module, torch.nn.Module):
                 yield module
         tx = getattr(tx, "parent", None)
+
+
+def _value(variable: Any, tx: Any) -> Any:
+    """Return the module that Dynamo's variable stands for; None of another variable."""
+    if getattr(variable, "value", None) is None and hasattr(variable, "module_key"):
+        return tx.output.get_submodule(variable.module_key)
+    return getattr(variable, "value", None)
 
 
 def _aside(tx: Any, function: Callable, *args: Any) -> Any:

@@ -48,6 +48,49 @@ def test_whole_graphs_have_the_dtypes_and_bits_of_eager(backend, where):
         assert same(compiled(X), net(X)), name
 
 
+def in_region(region, function):
+    def step(x):
+        with region():
+            return function(x)
+
+    return step
+
+
+def opened():
+    return torch.autocast("cpu", dtype=BF16)
+
+
+def several(net):
+    """The script's own products beside those of a model."""
+    return lambda x: (torch.mm(x, x), x @ x, *net(x), torch.mm(x, x), *net(x), x @ x)
+
+
+SCRIPTS = {
+    "a model": (off, lambda net: net),
+    "a model in a model": (off, lambda net: Net(lambda _, x: net(x))),
+    "a model and the script's own products": (off, several),
+    "the script's own products": (off, lambda net: lambda x: (torch.mm(x, x), x @ x)),
+    "with other weights": (off, lambda net: lambda x: torch.func.functional_call(net, {"w": x}, (x,))),
+    "computed again": (off, lambda net: lambda x: checkpoint(net, x, use_reentrant=False)),
+    "enabled": (opened, lambda net: net),
+    "disabled in it": (opened, lambda net: in_region(off, net)),
+    "a region of hmpx": (hmpx.disable_casts, lambda net: in_region(off, net)),
+}
+
+
+@pytest.mark.parametrize("where", ["model", "everywhere"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_compiled_step_with_the_scripts_own_region_has_the_bits_of_eager(name, where):
+    """Around a model, ``torch.autocast(enabled=False)`` is the switch of a script, and the model is cast."""
+    region, build = SCRIPTS[name]
+    step = in_region(region, build(Net(lambda net, x: (x @ net.w, torch.mm(x, net.w)))))
+    with hmpx.convert(where=where, **LISTS):
+        expected = step(X)
+        found = torch.compile(step, backend="aot_eager", fullgraph=True)(X)
+        assert [each.dtype for each in found] == [each.dtype for each in expected] and same(found, expected)
+        assert (torch.mm(X, X).dtype is BF16) == (where == "everywhere")
+
+
 def test_a_graph_is_made_anew_where_answers_and_regions_around_it_differ():
     """Two graphs a conversion: on the island and off it, however often they are called."""
     count = torch._dynamo.testing.CompileCounterWithBackend("eager")

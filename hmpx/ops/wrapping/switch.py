@@ -89,9 +89,12 @@ class Switch:
             refused = region.island and signature is not None and _is_refused(signature, args, kwargs)
             return WIDEN if refused else not region.casting
         acts = region_state.acts()
-        if acts is not None or signature is None or is_dynamo_compiling():
+        if acts is not None or signature is None:
             return acts is False
-        frame, always = sys._getframe(1), signature.loss or _is_refused(signature, args, kwargs)
+        always = signature.loss or _is_refused(signature, args, kwargs)
+        if is_dynamo_compiling():
+            return region.island and not always
+        frame = sys._getframe(1)
         if region.island:
             return not (in_forward(frame) or always)
         return not (always or (rule is Rule.FP32 and _comes_low(args, kwargs)) or is_models(args, kwargs, frame))
