@@ -20,13 +20,16 @@ LOW = frozenset({torch.bfloat16, torch.float16})
 EXACT_UP_TO = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _sum, _detach, _isfinite, _all = Tensor.sum, Tensor.detach, torch.isfinite, Tensor.all
 _item = Tensor.item
+_SUMMED = frozenset(
+    {torch.bfloat16, torch.float32, torch.float64}
+)  # whose sums seldom overflow; in their own dtype it is quick
 _unseen = private("torch._C._DisableTorchDispatch")
 
 
 def floating(values: Iterable[Any], complex_too: bool = False) -> list[Tensor]:
     """Return the floating tensors in `values`, in order, in lists, tuples and mappings too."""
     found = tensors_in(values)
-    return [t for t in found if t.dtype.is_floating_point or (complex_too and t.dtype.is_complex)]
+    return [t for t in found if t.is_floating_point() or (complex_too and t.is_complex())]
 
 
 def widened(value: Any) -> Any:
@@ -59,8 +62,11 @@ def has_numbers(tensor: Tensor) -> bool:
     """Whether the storage is as large as the tensor. FSDP2 frees that of a whole parameter: to read it is a SIGSEGV."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.numel():
         return True
-    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() > last * tensor.element_size()
+    if tensor.is_contiguous():
+        last = tensor.numel() - 1
+    else:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() > (tensor.storage_offset() + last) * tensor.element_size()
 
 
 def low_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -102,7 +108,7 @@ def is_finite(tensor: Tensor) -> bool:
     with _unseen():
         tensor = _detach(tensor)
         tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        dtype = None if tensor.dtype in _SUMMED else torch.float32
         return math.isfinite(_item(_sum(tensor, dtype=dtype))) or bool(_item(_all(_isfinite(tensor))))
 
 

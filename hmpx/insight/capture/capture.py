@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.interpreter import variables
 from hmpx.base.torch_private import graph_task, private
-from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside
+from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside, note_trouble
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.trainers import words_of_trainer
 from hmpx.ops.wrapping.callers import frames
@@ -77,6 +77,7 @@ class Capture:
         self.elsewhere: dict[str, None] = {}
         self.words: dict[str, str] = {}
         self._watch = OpWatch(self.notes, looks, self.trouble)
+        self._listeners: dict[str, list[Callable[..., None]]] = {}  # by name of a method, of the looks that have it
         self._leader: Optimizer | None = None  # whose steps end the iterations
         self._since: Counter[int] = Counter()  # steps in this iteration, by the identity of an optimizer
         self._passes = 0  # backward passes
@@ -115,7 +116,7 @@ class Capture:
             yield
 
     def close(self) -> None:
-        self._tell_all(lambda look: look.close(self.optimizers))
+        self._tell("close", self.optimizers)
 
     def is_enough(self, steps: int) -> None:
         """Hear a count of steps: an optimizer's, a scaler's, or by hand. An override may raise, to end the program."""
@@ -193,9 +194,8 @@ class Capture:
                         self.notes.loss(losses, sys._getframe(1))
                     if self._compiled and self._watch.is_looking and not self.hides:
                         self.hides = _are_of_compiled(losses)
-                for look in self.looks if seeded is None else ():
-                    with aside(self.trouble):
-                        look.loss(self.notes, losses)
+                if seeded is None:
+                    self._tell("loss", self.notes, losses)
                 # If no optimizer steps, each backward pass but the first begins an iteration, as updates by hand come
                 # before it.
                 self._passes += 1
@@ -209,7 +209,7 @@ class Capture:
             try:
                 backward(tensors, grad_tensors, *args, **kwargs)
                 if is_here:
-                    self._tell_all(lambda look: look.passed(self.notes))
+                    self._tell("passed", self.notes)
             finally:
                 if hides:
                     self._watch.resume()
@@ -221,7 +221,7 @@ class Capture:
         def scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.steps.total()
             if getattr(optimizer, "_step_supports_amp_scaling", False):  # its step divides them, and not `unscale_`
-                self._tell_all(lambda look: look.unscaled(optimizer, scaler.get_scale()))
+                self._tell("unscaled", optimizer, scaler.get_scale())
             result = step(scaler, optimizer, *args, **kwargs)
             is_skipped = self.steps.total() == before
             if scaler.is_enabled():
@@ -236,7 +236,7 @@ class Capture:
     def _divided(self, unscale: Callable) -> Callable:
         @functools.wraps(unscale)
         def divided(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-            self._tell_all(lambda look: look.unscaled(optimizer, scaler.get_scale()))
+            self._tell("unscaled", optimizer, scaler.get_scale())
             unscale(scaler, optimizer)
 
         return divided
@@ -274,21 +274,25 @@ class Capture:
         for model in self.models[id(optimizer)]:
             self.names = {**names_in(model), **self.names}
             self.notes.learn(model)
-        for each in self.looks:
-            with aside(self.trouble):
-                each.met(optimizer, self.notes.place(caller).script or "?")
+        self._tell("met", optimizer, self.notes.place(caller).script or "?")
 
     def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
         """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode while it runs."""
         if hides_step:
             self._watch.suspend()
-        self._tell_all(lambda look: look.begin(optimizer, self.notes.iteration))
+        self._tell("begin", optimizer, self.notes.iteration)
 
-    def _tell_all(self, tell: Callable[[Look], None]) -> None:
-        with self._watch.paused():
-            for each in self.looks:
-                with aside(self.trouble, is_whole=True):
-                    tell(each)
+    def _tell(self, what: str, *args: Any) -> None:
+        """Call a method of all looks that have it. An error in one of them hides nothing from the next."""
+        if what not in self._listeners:
+            having = [each for each in self.looks if getattr(type(each), what) is not getattr(Look, what)]
+            self._listeners[what] = [getattr(each, what) for each in having]
+        with self._watch.paused(), aside(self.trouble, is_whole=True):
+            for each in self._listeners[what]:
+                try:
+                    each(*args)
+                except Exception as error:
+                    note_trouble(self.trouble, error)
 
     def _evaluated(self, optimizer: Optimizer, closure: Callable) -> Callable:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -310,7 +314,7 @@ class Capture:
             self._watch.resume()
         if not any(each is optimizer for each in self.optimizers):
             return
-        self._tell_all(lambda look: look.end(optimizer, self._evaluations))
+        self._tell("end", optimizer, self._evaluations)
         self.steps[id(optimizer)] += 1
         self._since[id(optimizer)] += 1
         if self._since[id(optimizer)] > 1 and optimizer is not self._leader:  # the leader no longer steps

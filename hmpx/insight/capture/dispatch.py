@@ -135,14 +135,22 @@ class OpWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        left, self._left = self._left, -math.inf
+        """Look at no op, and close the mode, as each op is slower while it is open; but not in a backward pass."""
+        left, was_open = self._left, self.is_open
+        if graph_task() == -1:
+            self.suspend()
+        self._left = -math.inf
         try:
             yield
         finally:
             self._left = left
+            if was_open:
+                self.resume()
 
     def close(self) -> None:
         """Look at no more ops. The mode itself stays open in a backward pass, or if another was opened since."""
+        if self._left < 0 and not self.is_open:
+            return
         self._left, self.setting_up = -1, False
         if graph_task() == -1:
             self.suspend()
@@ -194,7 +202,8 @@ class OpWatch(TorchDispatchMode):
                 op = OpCall(
                     func, schema, args, kwargs, given, results, before, frame, stage, node, graphed, trains, seen
                 )
-                self._trace(op, whole)
+                if stage != "step":
+                    self._trace(op, whole)
                 self._look(op)
             else:
                 self._notes.hand_on(args, kwargs, result)
@@ -258,7 +267,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
     A subclass without a `__torch_dispatch__` of its own holds its values as a plain tensor does.
     """
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor):
+    if type(tensor) not in PLAIN and (
+        type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor)
+    ):
         return False
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False

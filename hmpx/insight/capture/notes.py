@@ -43,14 +43,16 @@ class Schema:
     """What torch's dispatcher knows of an op.
 
     Attributes:
-        name: without overload, as in "add_" or "_softmax". written: positions and names of the arguments that it writes
-            to. updates: whether it may compute them of what they were.
+        name: without overload, as in "add_" or "_softmax". space: "aten", or a library's.
+        written: positions and names of the arguments that it writes to. updates: whether it may compute them of what
+            they were.
         is_pointwise: whether each element is computed of one of each argument. is_random: whether it draws numbers.
         is_foreach: whether it takes lists. is_norm: whether it writes running statistics. is_copy: whether it copies.
     """
 
     def __init__(self, func: Any) -> None:
         self.name = str(getattr(func, "overloadpacket", func)).partition(".")[2]
+        self.space = str(getattr(func, "namespace", ""))
         tags = getattr(func, "tags", ())
         arguments = func._schema.arguments if isinstance(func, _OpOverload) else ()
         self.written = [
@@ -128,7 +130,7 @@ class OpCall:
         frame: the innermost Python frame below torch's dispatcher.
         stage: "set up" before the first forward pass, "forward", "backward" or "step". node: the node of autograd
             that runs, in a backward pass. graphed: whether gradients were enabled. trains: whether one was also
-            needed.
+            needed. is_view: whether it returns nothing but memory that it was given, and writes to none.
     """
 
     func: Any
@@ -145,17 +147,14 @@ class OpCall:
     trains: bool
     result: Any
 
+    def __post_init__(self) -> None:
+        can_be = self.given and self.results and not self.schema.written
+        self.is_view = bool(can_be) and {*map(memory, self.results)} <= {*map(memory, self.given)}
+
     @property
     def name(self) -> str:
         """The op without its overload, as in "add_" or "_softmax"."""
         return self.schema.name
-
-    @cached_property
-    def is_view(self) -> bool:
-        """Whether it returns nothing but memory that it was given, and writes to none."""
-        if self.schema.written or not self.given or not self.results:
-            return False
-        return {*map(memory, self.results)} <= {*map(memory, self.given)}
 
     @property
     def out(self) -> Tensor:

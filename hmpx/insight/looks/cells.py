@@ -167,7 +167,7 @@ class Cells(Look):
     def see(self, notes: Notes, op: OpCall) -> None:
         if not self._is_looking:
             self._begin()
-        name, space = op.name, str(getattr(op.func, "namespace", ""))
+        name, space = op.name, op.schema.space
         if name in _HANDED_ON and op.results:
             for t in op.given:
                 self._hand_on(t, op.out)

@@ -71,6 +71,8 @@ class Nonfinite(Look):
         if op.is_view or op.name in _UNMADE or self._reached is not None or is_known:
             return
         bad = op.nonfinite
+        if bad is None and self._written != notes.iteration:
+            return
         is_computed = op.name.strip("_") in _ARITHMETIC and any(map(math.isnan, op.scalars))
         if (not all(map(math.isfinite, op.scalars)) and not is_computed) or op.is_beside:
             self._written = notes.iteration if bad is not None else self._written
@@ -233,17 +235,20 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.is_floating_point()
-    return is_plain and type(tensor) in PLAIN and has_numbers(tensor)
+def _numbers_of(tensor: Tensor) -> Tensor | None:
+    """Return what this rank can read of a tensor's numbers; None for nothing."""
+    part = tensor._values() if tensor.is_sparse else held_here(tensor).detach()
+    is_plain = type(part) in PLAIN and part.layout is torch.strided and part.is_floating_point() and not part.is_meta
+    return part if is_plain and part.numel() and has_numbers(part) else None
 
 
 def _not_finite(tensors: Mapping[Any, Tensor]) -> list[Any]:
     """Return the keys of tensors with an inf or a NaN. A norm tells, unless it overflows."""
-    dense = {key: each._values() if each.is_sparse else held_here(each).detach() for key, each in tensors.items()}
-    dense = {key: each for key, each in dense.items() if each.numel() and _is_readable(each)}
-    norms = torch.stack([each.float().cpu() for each in norms_of([*dense.values()], 2)]) if dense else torch.ones(0)
-    if bool(norms.isfinite().all()):
+    dense = {key: part for key, each in tensors.items() if (part := _numbers_of(each)) is not None}
+    if not dense:
         return []
-    odd = [key for key, norm in zip(dense, norms, strict=True) if not norm.isfinite()]
-    return [key for key in odd if not is_finite(dense[key])]
+    first, *others = norms_of([*dense.values()], 2)
+    norms = torch.stack([each.to(first.device, torch.float32) for each in (first, *others)]).tolist()
+    return [
+        key for key, norm in zip(dense, norms, strict=True) if not math.isfinite(norm) and not is_finite(dense[key])
+    ]
