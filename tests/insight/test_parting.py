@@ -298,5 +298,6 @@ def test_from_the_shell_with_what_says_no(runs, capsys):
     ):
         capsys.readouterr()
         assert main(["report", *arguments]) == 2 and said in capsys.readouterr().err, arguments
+    assert main(["report", "a.json", "--diff", "a.json"]) == 0
     assert main(["report", "a.json", "--diff", "run1.json"]) == 1
     assert "The two did not run the same program" in capsys.readouterr().out

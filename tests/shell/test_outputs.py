@@ -6,6 +6,9 @@ import os
 import sys
 
 import pytest
+import torch
+
+import hmpx
 
 from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
@@ -81,6 +84,23 @@ def test_what_could_not_be_written_at_the_end_is_an_exit_status(command, here):
     (here / "train.py").write_text(REMOVES + SCRIPT)
     done = python.run("-m", "hmpx", *command.split(), cwd=here, env=python.environment())
     assert done.returncode == 2 and "out" in done.stderr and not (here / "out").exists(), done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor --files weights.pt --json /dev/full",
+        "report --html /dev/full log.json",
+        "compare train.py:setup --html /dev/full",
+    ],
+)
+def test_a_disk_that_is_full_is_an_exit_status(command, here, capsys):
+    torch.save({"weight": torch.randn(4, 4)}, here / "weights.pt")
+    with hmpx.convert(), hmpx.record() as log:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    log.json("log.json")
+    assert main(command.split()) == 2
+    assert "/dev/full: could not be written" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("said, status", [('"no data"', 1), ("3", 3), ("0", 2)])
