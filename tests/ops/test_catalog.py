@@ -16,7 +16,7 @@ import hmpx
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED, ONLY_FP32
-from tests.support.blocks import same
+from tests.support.same import same
 from tests.support.samples import database, samples
 
 DATA = Path(__file__).parents[1] / "data"

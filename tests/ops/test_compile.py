@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import hmpx
 from hmpx.base import region_state
 from hmpx.updates import step_hooks
-from tests.support.blocks import same
 from tests.support.compiling import nothing_compiled, recent  # noqa: F401
+from tests.support.same import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -21,8 +21,8 @@ from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
 from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Rule, build_policy
-from tests.support.blocks import same
 from tests.support.recorded import escaped
+from tests.support.same import same
 from tests.support.samples import database, samples
 
 BF16, FP32 = torch.bfloat16, torch.float32

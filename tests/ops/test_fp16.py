@@ -24,8 +24,8 @@ from hmpx.ops.policies.policy import Policy, Rule, build_policy
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
-from tests.support.blocks import same
 from tests.support.recorded import escaped
+from tests.support.same import same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IN_FP16 = {"low_precision": FP16}

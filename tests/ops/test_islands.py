@@ -19,9 +19,9 @@ import hmpx
 from hmpx.base import process_state
 from tests.support import python
 from tests.support.autocast_lists import AUTOCAST_LISTS
-from tests.support.blocks import same
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
 from tests.support.old_llama import old_llama
+from tests.support.same import same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])

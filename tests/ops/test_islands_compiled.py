@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from tests.support.blocks import same
 from tests.support.compiling import nothing_compiled  # noqa: F401
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
+from tests.support.same import same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
+from tests.support.same import same
 from tests.support.tensor_classes import (
     Asks,
     ByImport,
@@ -43,10 +44,6 @@ def under_lists(call):
         return call()
 
 
-def same(one, other):
-    return one.dtype is other.dtype and torch.equal(one, other)
-
-
 def test_a_causal_bias_masks():
     query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
 
@@ -57,7 +54,7 @@ def test_a_causal_bias_masks():
         return [attend(bias(4, 6)) for bias in (causal_lower_right, causal_upper_left)]
 
     found = under_lists(both)
-    assert all(map(same, found, under_autocast(both)))
+    assert same(found, under_autocast(both))
     unmasked = under_lists(lambda: attend(None))
     assert not any(torch.equal(each, unmasked) for each in found)
 
@@ -80,7 +77,7 @@ def test_whole_graphs_of_tensors_of_a_class(kind, backend):
 
     with hmpx.convert(**AUTOCAST_LISTS):
         compiled = torch.compile(forward, backend=backend, fullgraph=True)(x)
-        assert type(compiled) is type(x) and all(map(same, compiled.unbind(), forward(x).unbind()))
+        assert type(compiled) is type(x) and same(compiled.unbind(), forward(x).unbind())
         assert compiled.dtype is BF16
 
 
@@ -121,7 +118,7 @@ def test_nested_tensors_are_cast_as_under_autocast(layout):
 
     ours, expected = computed(under_lists), computed(under_autocast)
     for op in ops:
-        assert all(map(same, ours[op], expected[op])), op
+        assert same(ours[op], expected[op]), op
 
 
 def handed_linear(cls):
@@ -352,7 +349,7 @@ def test_a_class_that_derives_from_parameter_gets_the_gradients_of_autocast():
         out = way(lambda x=x, weight=weight: F.linear(torch.relu(F.linear(x, weight)), weight) @ weight)
         out.float().square().sum().backward()
         found.append((out, x.grad, weight.grad))
-    assert all(map(same, *found))
+    assert same(*found)
 
 
 def test_a_class_without_a_cast_is_left_as_it_is():

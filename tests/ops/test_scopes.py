@@ -18,7 +18,8 @@ from torch.func import functional_call
 
 import hmpx
 from tests.support import python
-from tests.support.blocks import results, same, transformer
+from tests.support.blocks import results, transformer
+from tests.support.same import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

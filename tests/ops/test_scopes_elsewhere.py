@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import hmpx
 from tests.support import ranks
-from tests.support.blocks import results, same, transformer
+from tests.support.blocks import results, transformer
 from tests.support.compiling import nothing_compiled, recent  # noqa: F401
+from tests.support.same import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)

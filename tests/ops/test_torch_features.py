@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hmpx
-from tests.support.blocks import same
+from tests.support.same import same
 from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16

@@ -18,7 +18,7 @@ import hmpx
 from hmpx.recipes import module_patterns
 from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
 from tests.support import python, ranks
-from tests.support.training import same
+from tests.support.same import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WORDS, WIDTH = 22, 8

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hmpx
-
 from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
 from tests.support import python

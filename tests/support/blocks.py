@@ -1,16 +1,9 @@
-"""Blocks of a transformer that tests of casts call, and what it means that results are the same."""
+"""Blocks of a transformer that tests of casts call."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-
-
-def same(one, other):
-    """Whether tensors have the same dtypes and bits, one by one."""
-    return len(one) == len(other) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 class Attention(nn.Module):

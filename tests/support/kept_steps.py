@@ -39,8 +39,3 @@ def everything(params, optimizer, handle):
     state = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
     found = [*(p.detach() for p in parameters), *state, *map(handle.masters_of, parameters)]
     return [each for each in found if isinstance(each, torch.Tensor)]
-
-
-def same(one, other):
-    both = zip(one, other, strict=True)
-    return len(one) == len(other) and all(torch.equal(a, b) and a.dtype is b.dtype for a, b in both)

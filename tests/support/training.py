@@ -35,10 +35,6 @@ def masters_in(optimizer):
     return [state["hmpx_master"] for _, state in sorted(optimizer.state_dict()["state"].items())]
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

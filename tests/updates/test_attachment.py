@@ -12,7 +12,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from tests.support.training import needs_grad_dtype, parameter, parameters, same, step_by, train, weights
+from tests.support.same import same
+from tests.support.training import needs_grad_dtype, parameter, parameters, step_by, train, weights
 
 BF16 = torch.bfloat16
 

@@ -10,13 +10,13 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.stepping import batching
+from tests.support.same import same
 from tests.support.training import (
     Net,
     masters_in,
     needs_grad_dtype,
     parameter,
     parameters,
-    same,
     set_gradients,
     step_by,
     train,

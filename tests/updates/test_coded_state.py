@@ -15,6 +15,7 @@ from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
 from hmpx.updates.holding.held import RoundingKey, Segment
 from hmpx.updates.holding.state_tensors import HeldCodes
 from tests.support.optimizers import UnlistedAdamW
+from tests.support.same import same
 from tests.support.state_codes import PREFIXES, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -42,10 +43,6 @@ def step(params, optimizer, count=1):
 
 def in_fp32(params, optimizer):
     return {n: {k: read(optimizer.state[p], k, p.shape).float() for k in MOMENTS} for n, p in params.items()}
-
-
-def same(one, other):
-    return all(torch.equal(one[n][k], other[n][k]) for n in SHAPES for k in MOMENTS)
 
 
 of_every_code = pytest.mark.parametrize("code", PREFIXES)

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hmpx
 from hmpx.updates.checkpoints import MASTER_KEY
 from tests.support.optimizers import UnlistedAdamW, UnlistedSGD
-from tests.support.training import parameters, same, weights
+from tests.support.same import same
+from tests.support.training import parameters, weights
 
 BF16 = torch.bfloat16
 PLACES = {"FakeTensorMode": FakeTensorMode, "meta": lambda: torch.device("meta")}

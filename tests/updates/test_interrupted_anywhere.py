@@ -16,7 +16,7 @@ from hmpx.base import region_state, run_in_region
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import step, step_call
 from tests.support.optimizers import UnlistedSGD
-from tests.support.training import same
+from tests.support.same import same
 
 BF16 = torch.bfloat16
 # All that takes something from the thread or the process, and one in 31 of the other instructions.

@@ -21,8 +21,9 @@ from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, optimizer_classes
 from tests.support.bench import memory
-from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
+from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made
 from tests.support.numbers import nearly_equal
+from tests.support.same import same
 from tests.support.training import needs_grad_dtype
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")

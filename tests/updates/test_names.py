@@ -7,7 +7,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from tests.support.training import Net, parameter, parameters, same, step_by, train, weights
+from tests.support.same import same
+from tests.support.training import Net, parameter, parameters, step_by, train, weights
 
 BF16 = torch.bfloat16
 

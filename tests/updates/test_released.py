@@ -20,8 +20,9 @@ import hmpx
 from hmpx.updates import step_hooks
 from tests.support import ranks
 from tests.support.optimizers import Around
+from tests.support.same import same
 from tests.support.sharded import Small, shard
-from tests.support.training import Net, parameters, same, weights
+from tests.support.training import Net, parameters, weights
 
 BF16 = torch.bfloat16
 

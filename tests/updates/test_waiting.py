@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.stepping.released import Released, Waiting
-from tests.support.kept_steps import same
+from tests.support.same import same
 
 BF16 = torch.bfloat16
 STEPS = 5
