@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as sharded
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional as F
 
 import hmpx
@@ -345,6 +346,25 @@ def test_state_of_an_optimizer(files):
     found = files({"model": held, "optimizer": {**state, "param_groups": []}})
     assert "with FP32 master weights" in said(found) and ("optimizer state", False) in kinds(found)
     assert "exp_avg_sq in bfloat16" in said(found)
+
+
+@pytest.mark.parametrize("how", ["as it is", "in float32", "stochastically"])
+def test_state_that_is_kept_as_advised_is_none_to_be_mended(how, tmp_path):
+    """Of `torch.save` and of a folder of torch.distributed.checkpoint, with the keys that this writes."""
+    model = nn.Linear(64, 64).to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if how != "as it is":
+        hmpx.attach(optimizer, state_dtype=BF16 if how == "stochastically" else torch.float32)
+    model(torch.randn(8, 64, dtype=BF16)).float().square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    sharded.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    for path in ("all.pt", "folder"):
+        found = checkup(str(tmp_path / path))
+        told = [each.do for each in found.findings if each.kind == "optimizer state"]
+        assert len(told) == (how == "as it is"), str(found)
+        assert all("float32" in do and "hmpx.attach(optimizer, state_dtype=torch.bfloat16)" in do for do in told)
 
 
 # ---- what cannot be told

@@ -250,7 +250,7 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
     if not after:
         found.looked.append("one file does not tell whether updates were lost; doctor --files BEFORE AFTER does")
     found.tensors = [seen(name, old, now, rate, bar) for name, (old, now) in read.items()]
-    found.findings += [*of_each(found.tensors, is_alone=not after), *of_state(last.state)]
+    found.findings += [*of_each(found.tensors, is_alone=not after), *(() if last.of_hmpx else of_state(last.state))]
     if after:
         found.kept = kept_of(found.tensors)
         problems, unclear = of_both(found.tensors, found.kept)

@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as sharded
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hmpx.errors import HmpxError
+from hmpx.updates.stepping.step_count import STEP_KEY
 
 Tensor = torch.Tensor
 _INDICES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -40,10 +41,11 @@ class Stored:
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds: weights and state of an optimizer, by name."""
+    """What a checkpoint holds: weights and state of an optimizer, by name. of_hmpx: hmpx rounded that state."""
 
     weights: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, Stored] = field(default_factory=dict)
+    of_hmpx: bool = False
 
     def add(self, name: str, tensor: Stored) -> None:
         """Add a tensor where its name says that it belongs."""
@@ -161,23 +163,28 @@ def _add_saved(found: Checkpoint, file: Path) -> None:
         raise HmpxError(f"{file}: is not read with weights_only: {why}") from error
     except (RuntimeError, OSError, EOFError) as error:
         raise HmpxError(f"{file}: is no file of torch.save: {str(error).splitlines()[0]}") from error
-    for name, tensor in _tensors(saved, file.stem if file.name in _STATE else ""):
-        found.add(name, Stored(tensor.dtype, tensor.shape, partial(_rows, tensor)))
+    for name, value in _values(saved, file.stem if file.name in _STATE else ""):
+        found.of_hmpx |= _is_of_hmpx(name)
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            found.add(name, Stored(value.dtype, value.shape, partial(_rows, value)))
 
 
-def _tensors(saved: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Return the dense tensors in dicts and lists, by their keys; those in an optimizer's dict below "optimizer"."""
-    if isinstance(saved, Tensor):
-        if saved.layout is torch.strided:
-            yield name, saved
-    elif isinstance(saved, Mapping):
+def _is_of_hmpx(name: str) -> bool:
+    return name.rpartition(".")[2] == STEP_KEY
+
+
+def _values(saved: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Return what dicts and lists hold, by their keys; that in an optimizer's dict below "optimizer"."""
+    if isinstance(saved, Mapping):
         if saved.keys() >= {"state", "param_groups"}:
             name = "optimizer"
         for key, each in saved.items():
-            yield from _tensors(each, f"{name}.{key}" if name else str(key))
+            yield from _values(each, f"{name}.{key}" if name else str(key))
     elif isinstance(saved, list | tuple):
         for i, each in enumerate(saved):
-            yield from _tensors(each, f"{name}.{i}" if name else str(i))
+            yield from _values(each, f"{name}.{i}" if name else str(i))
+    else:
+        yield name, saved
 
 
 def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
@@ -211,5 +218,6 @@ def _add_sharded(found: Checkpoint, folder: Path) -> None:
         return _rows(latest[name], first, last)
 
     for name, told in names.items():
+        found.of_hmpx |= _is_of_hmpx(name)
         if isinstance(told, TensorStorageMetadata):
             found.add(name, Stored(told.properties.dtype, told.size, partial(rows, name, told)))
