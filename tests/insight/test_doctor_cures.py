@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,142 @@ def masked(value):
     return lambda y, x: torch.where(x[:, :1] > 0, y.to(FP16), torch.full_like(y, value).to(FP16)).float().softmax(-1)
 
 
+class FromNumpy(torch.autograd.Function):
+    """A gradient that no op of torch makes."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.from_numpy(np.full((64, 16), np.nan, np.float32))
+
+
+def made_by_numpy(model, x):
+    return FromNumpy.apply(model[0].weight)
+
+
+def of_batch(row):
+    """The third batch has a row of `row`."""
+
+    def train():
+        model = nn.Sequential(nn.Linear(16, 64))
+
+        def loss(model, x, step):
+            x[0] = row if step == 3 else x[0]
+            return model(x).square().mean()
+
+        return trained(model, torch.optim.SGD(model.parameters(), 1e-3), steps=4, loss_of=loss)
+
+    return train
+
+
+def cast_back(is_island):
+    def loss(model, x, step):
+        with torch.autocast("cpu", BF16):
+            h = torch.mm(x, x.T).sigmoid()
+            with torch.autocast("cpu", enabled=not is_island):
+                h = h.float()
+                out = model(h[:, :16])
+        return out.float().square().mean()
+
+    def train():
+        model = nn.Sequential(nn.Linear(16, 64))
+        return trained(model, torch.optim.SGD(model.parameters(), 1e-3), steps=4, loss_of=loss)
+
+    return train
+
+
+def products(is_inside):
+    def loss(model, x, step):
+        with torch.autocast("cpu", BF16):
+            h = model[0](x)
+        with torch.autocast("cpu", BF16, enabled=is_inside):
+            return model[1](h.float()).float().square().mean()
+
+    def train():
+        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+        return trained(model, torch.optim.SGD(model.parameters(), 1e-3), steps=4, loss_of=loss)
+
+    return train
+
+
+def at_precision(name):
+    def train():
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(name)
+        try:
+            return stepped()()
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return train
+
+
+def summed(total):
+    """A running sum of what the losses are, 200 at the start."""
+
+    def train():
+        sums = {"loss": total}
+
+        def loss(model, x, step):
+            loss = model(x).square().mean()
+            sums["loss"] += loss.item()
+            return loss
+
+        model = nn.Sequential(nn.Linear(16, 64))
+        return trained(model, torch.optim.SGD(model.parameters(), 1e-3), loss_of=loss)
+
+    return train
+
+
+def scaled(factor, has_scaler=True, clips=""):
+    """FP16, a loss of some size, and a GradScaler. clips: "before" or "after" `unscale_`."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=has_scaler, init_scale=2.0**12)
+        with hmpx.doctor() as found:
+            for _ in range(12):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", FP16):
+                    loss = model(torch.randn(32, 16)).float().square().mean() * factor
+                scaler.scale(loss).backward()
+                if clips == "after":
+                    scaler.unscale_(optimizer)
+                if clips:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+        return found
+
+    return train
+
+
+def accumulated(**keys):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64)).to(BF16)
+        optimizer = torch.optim.SGD(model.parameters(), 3.0)
+        if keys:
+            hmpx.attach(optimizer, **keys)
+        x = torch.randn(16, 16, dtype=BF16)
+        with hmpx.doctor() as found:
+            for _ in range(4):
+                optimizer.zero_grad()
+                for _ in range(600):
+                    model(x).float().square().mean().backward()
+                optimizer.step()
+        if keys:
+            hmpx.detach(optimizer)
+        return found
+
+    return train
+
+
 POSITIONS = torch.arange(2000.0)
 CURES = {  # a kind: words of its `do`, the training with the fault, and with what these words say
     "variance by difference": (
@@ -130,13 +267,70 @@ CURES = {  # a kind: words of its `do`, the training with the fault, and with wh
         stepped(BF16, torch.optim.AdamW, torch.tensor(0.1, dtype=BF16), weight_decay=0.0),
         stepped(BF16, torch.optim.AdamW, 0.1, weight_decay=0.0),
     ),
+    "inf or NaN: of the batch": (
+        "look where these numbers come from: in the data of this step, or in weights",
+        of_batch(torch.nan),
+        of_batch(0.0),
+    ),
+    "autocast": (
+        "call them inside of torch.autocast, unless they are in float32 for a reason",
+        products(is_inside=False),
+        products(is_inside=True),
+    ),
+    "matmul precision": (
+        'torch.set_float32_matmul_precision("highest")',
+        at_precision("medium"),
+        at_precision("highest"),
+    ),
+    "upcast: under autocast": (
+        'leave autocast there: with torch.autocast("cpu", enabled=False)',
+        cast_back(is_island=False),
+        cast_back(is_island=True),
+    ),
+    "running value": (
+        "keep it in a Python float, or in float32",
+        summed(torch.tensor(200.0, dtype=BF16)),
+        summed(200.0),
+    ),
+    "running value: a tensor": (
+        "keep it in a Python float, or in float32",
+        summed(torch.tensor(200.0, dtype=BF16)),
+        summed(torch.tensor(200.0)),
+    ),
+    "loss scaling": ('torch.amp.GradScaler("cpu")', scaled(1e-6, has_scaler=False), scaled(1e-6)),
+    "clipping": (
+        "scaler.unscale_(optimizer) before the line that clips",
+        scaled(1.0, clips="before"),
+        scaled(1.0, clips="after"),
+    ),
+    "gradient accumulation": (
+        "hmpx.attach(optimizer, use_fp32_grad_acc=True) accumulates in float32",
+        accumulated(),
+        accumulated(use_fp32_grad_acc=True),
+    ),
     "running statistics": ("norm.float()", normed(lambda norm: norm), normed(lambda norm: norm.float())),
 }
 
 
 @pytest.mark.parametrize("kind", CURES)
 def test_what_is_advised_mends_what_it_is_said_of(kind):
-    words, sick, mended = CURES[kind]
+    (words, sick, mended), kind = CURES[kind], kind.partition(":")[0]
     told = {each.kind: each for each in sick().findings}
     assert kind in told and words in told[kind].do, told
     assert kind not in {each.kind for each in mended().findings}
+
+
+def test_anomaly_detection_names_what_no_op_has_made():
+    def train():
+        model = nn.Sequential(nn.Linear(16, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        return trained(model, optimizer, steps=4, loss_of=lambda model, x, step: made_by_numpy(model, x))
+
+    (told,) = [each.do for each in train().findings if each.kind == "inf or NaN"]
+    assert told == "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.warns(UserWarning, match="made_by_numpy"),
+        pytest.raises(RuntimeError, match="FromNumpyBackward"),
+    ):
+        train()

@@ -85,8 +85,21 @@ def test_weights_whose_memory_fsdp_has_freed_are_not_read_and_told():
         assert any("parameters of AdamW have no memory" in each for each in not_checked), not_checked
 
 
+class Rounded(torch.optim.SGD):
+    """Rounds weights in BF16 stochastically, by random numbers of the rank's own."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            exact = (p.float() - self.param_groups[0]["lr"] * p.grad.float()).view(torch.int32)
+            p.copy_(((exact + torch.randint(1 << 16, exact.shape, dtype=torch.int32)) & -(1 << 16)).view(torch.float32))
+
+
 SAID = {
     "reduced": [],
+    "in DDP": [],
+    "reduced, rounded by the rank": [("replicas", True)],
+    "reduced, rounded by hmpx": [],
     "drifting": [("replicas", True)],
     "forgotten": [("replicas", True)],
     "averaged": [("replicas", False)],
@@ -100,15 +113,19 @@ def _replicas(rank):
 
 def _replica(rank, how):
     torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = nn.Linear(8, 4, bias=False, dtype=BF16 if "rounded" in how else torch.float32)
+    optimizer = (Rounded if "by the rank" in how else torch.optim.SGD)(model.parameters(), 0.1)
+    if "by hmpx" in how:
+        hmpx.attach(optimizer)
+    forward = nn.parallel.DistributedDataParallel(model) if how == "in DDP" else model
+    torch.manual_seed(rank)
     with hmpx.doctor() as found:
         for step in range(12):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + rank))
-            loss = model(x).square().mean()
+            loss = forward(x.to(model.weight.dtype)).float().square().mean()
             optimizer.zero_grad()
             loss.backward()
-            for p in model.parameters() if how in ("reduced", "drifting") else ():
+            for p in model.parameters() if "reduced" in how or how == "drifting" else ():
                 dist.all_reduce(p.grad)
             optimizer.step()
             if how == "drifting" and step == 5:
