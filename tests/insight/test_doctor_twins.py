@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.insight.capture.notes import Notes
 from hmpx.insight.looks.steps import Moves
 from hmpx.insight.tensors import ulp
 from hmpx.insight.trainers import _TRAINERS, in_words
@@ -454,3 +455,15 @@ def test_a_sum_of_gradients_that_is_off_by_less_than_batches_differ_is_a_note():
     (sums,) = [each for each in found.findings if each.kind == "gradient accumulation"]
     assert not sums.wrong and "of the noise between batches" in sums.said, sums
     assert float(sums.said.split("off by ")[1].split(" %")[0]) > 1, "it would be wrong by its size alone"
+
+
+def test_what_is_noted_of_a_weight_ends_with_it():
+    notes, identities = Notes(), set()
+    for _ in range(100):
+        weight = torch.zeros(2)
+        assert not notes.weight(weight).is_filled
+        notes.weight(weight).is_filled = True
+        assert notes.weight(weight).is_filled
+        identities.add(id(weight))
+        del weight
+    assert len(identities) < 100  # so that a later one had the identity of an earlier one

@@ -29,6 +29,7 @@ _OF_LIBRARY = "the line is a library's, so change what you call it with"
 _OpOverload = private("torch._ops.OpOverload")
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
 _COPIES = frozenset(("copy_", "_foreach_copy_"))  # which read nothing of what was there
+_REDUCES = {"reduce_scatter": "reduce-scatter", "all": "all-reduce", "reduce": "reduce"}  # by a part of the op's name
 
 
 _AROUND = ("_dynamo/eval_frame.py", "torch/_compile.py")  # Dynamo, once imported, adds frames around a dispatch mode's
@@ -47,6 +48,7 @@ class Schema:
         written: positions and names of the arguments that it writes to. updates: whether it may compute them of what
             they were.
         is_pointwise: whether each element is computed of one of each argument. is_random: whether it draws numbers.
+        reduces: "all-reduce", "reduce" or "reduce-scatter", if it adds up what several ranks have; or "".
         is_foreach: whether it takes lists. is_norm: whether it writes running statistics. is_copy: whether it copies.
     """
 
@@ -58,6 +60,8 @@ class Schema:
         self.written = [
             (i, each.name) for i, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write
         ]
+        is_sum = any(each.name == "reduce_op" for each in arguments)
+        self.reduces = next((by for part, by in _REDUCES.items() if is_sum and part in self.name), "")
         self.is_norm = self.name in NORMS
         if self.is_norm:  # some forms do not say it
             self.written = [(3, "running_mean"), (4, "running_var")]
@@ -115,6 +119,23 @@ class Spot:
     def name(self) -> str:
         """What a user calls the op: "softmax" for "_softmax"."""
         return "to" if self.op == "_to_copy" else canonical(self.op.strip("_").removesuffix("_forward"))
+
+
+@dataclass(eq=False)
+class SeenWeight:
+    """A weight in low precision, and the iterations in which an op has read it.
+
+    has_gradient: whether a backward pass has reached it. keeps_gradient: whether the program keeps that, which it does
+    not of coordinates that it only differentiates by. is_replaced: whether a line has replaced it. is_filled: whether
+    it gets the numbers of a master.
+    """
+
+    ref: weakref.ref[Tensor]
+    iterations: set[int] = field(default_factory=set)
+    has_gradient: bool = False
+    keeps_gradient: bool = False
+    is_replaced: bool = False
+    is_filled: bool = False
 
 
 @dataclass
@@ -216,9 +237,7 @@ class Notes:
         names: those of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
         iteration: the number of the current one, from 1. span: how many it stands for, since the last that was seen.
         born: addresses of tensors in low precision that it has made, or that are gradients. leaves: by dtype, the
-            addresses of weights that ops have read. weights: those in low precision, by identity, and the iterations in
-            which they were read. with_gradient: the identities of those that a backward pass has reached.
-        replaced: the identities of weights that a line has replaced. copies: those of whole copies of sharded weights.
+            addresses of weights that ops have read. copies: the identities of whole copies of sharded weights.
         rewritten: by address, results that were computed of older tensors, and may replace them. outlived: such results
             that were alive at the end of their iteration, each with the address of an older tensor that was not.
         skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last call.
@@ -234,10 +253,8 @@ class Notes:
         self.iteration = self.span = 1
         self.born: set[int] = set()
         self.leaves: dict[torch.dtype, set[int]] = {}
-        self.weights: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
-        self.with_gradient: set[int] = set()
-        self._weights_of: dict[int | None, set[int]] = {}  # by node, the weights that its op reads
-        self.replaced: set[int] = set()
+        self._weights: dict[int, SeenWeight] = {}
+        self._weights_of: dict[int | None, set[SeenWeight]] = {}  # by node, the weights that its op reads
         self.copies: set[int] = set()
         self.rewritten: dict[int, Any] = {}
         self.outlived: list[tuple[Any, int]] = []
@@ -272,11 +289,24 @@ class Notes:
 
     def note_weight(self, weight: Tensor, is_forward: bool) -> None:
         """Note that the last op has read a weight in low precision."""
-        self.weights.setdefault(id(weight), (weakref.ref(weight), set()))[1].add(self.iteration)
+        seen = self.weight(weight)
+        seen.iterations.add(self.iteration)
         if self.node is None or not is_forward:  # it repeats a forward pass, or nobody knows which node is the op's
-            self.with_gradient.add(id(weight))
+            seen.has_gradient = True
         else:
-            self._weights_of.setdefault(self.node, set()).add(id(weight))
+            self._weights_of.setdefault(self.node, set()).add(seen)
+
+    def weight(self, tensor: Tensor) -> SeenWeight:
+        """Return what is noted of a weight. A tensor that is gone may have had the same identity."""
+        seen = self._weights.get(id(tensor))
+        if seen is None or seen.ref() is not tensor:
+            seen = self._weights[id(tensor)] = SeenWeight(weakref.ref(tensor))
+        return seen
+
+    @property
+    def weights(self) -> list[tuple[Tensor, SeenWeight]]:
+        """The weights in low precision that ops have read or lines have filled, as far as they live."""
+        return [(tensor, each) for each in self._weights.values() if (tensor := each.ref()) is not None]
 
     def follow(self, op: OpCall, found: set[Spot]) -> None:
         """Note that results of an op are made of what these lines have made.
@@ -311,7 +341,8 @@ class Notes:
         number = None if LINES.missing else node._sequence_nr()
         for spot in self._readers.pop(number, ()):
             spot.is_read = True
-        self.with_gradient |= self._weights_of.pop(number, set())
+        for seen in self._weights_of.pop(number, ()):
+            seen.has_gradient = True
 
     def exact(self, tensor: Tensor) -> Tensor:
         """Return a tensor in FP32: as FP32 would have made it, if that is known."""

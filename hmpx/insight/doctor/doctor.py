@@ -174,7 +174,7 @@ class Examination(Capture):
         self.found, self.is_ending, self._heard = found, False, heard
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._cells, self._replicas = Cells(self), Replicas()
-        self._updates = Updates(self._cells)
+        self._updates = Updates()
         looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, PositionTables()]
         around = {
             each for step in at for each in (step - 1, step) if each

@@ -33,10 +33,7 @@ Optimizer = torch.optim.Optimizer
 Dtypes = dict[str, None]  # names of dtypes, in the order in which they came
 
 _COPIES = frozenset("_to_copy clone copy_ _foreach_copy_".split())
-_HANDED_ON = frozenset("div mul cat constant_pad_nd wait_tensor".split())  # what becomes of a reduced gradient
 _AVERAGES = frozenset("lerp_ add_ _foreach_lerp_ _foreach_add_".split())
-_COLLECTIVES = {"allreduce": "all-reduce", "all_reduce": "all-reduce", "reduce": "reduce"}
-_COLLECTIVES |= dict.fromkeys(("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor"), "reduce-scatter")
 _OF_FSDP = ("_fsdp_collectives.py", "_fsdp_param.py")  # which add, behind a backward pass, to gradients of the root
 _WATCHED = 4096  # elements of a parameter that are compared to see whether it moves
 
@@ -63,10 +60,9 @@ class Cells(Look):
 
     Attributes:
         seen: by parameter. roots: outermost modules that ran and that no optimizer was known of. masters: of weights
-            that a line of the program fills from another parameter, which an optimizer steps. covered: the identities
-            of weights that a line fills from FP32. losses, averages: the dtypes of losses, and of tensors that follow
-            weights. policies: in what FSDP2 is told to reduce gradients. widened: the dtype that FP32 kernels stand
-            for; "" for none.
+            that a line of the program fills from another parameter, which an optimizer steps. losses, averages: the
+            dtypes of losses, and of tensors that follow weights. policies: in what FSDP2 is told to reduce gradients.
+            widened: the dtype that FP32 kernels stand for; "" for none.
     """
 
     stages = ("forward", "backward")
@@ -76,7 +72,6 @@ class Cells(Look):
         self.seen: dict[Parameter, SeenParameter] = defaultdict(SeenParameter)
         self.roots: dict[torch.nn.Module, None] = {}
         self.masters: dict[Parameter, Parameter] = {}
-        self.covered: set[int] = set()
         self.losses: Dtypes = {}
         self.averages: Dtypes = {}
         self.policies: dict[Parameter, str] = {}
@@ -139,7 +134,7 @@ class Cells(Look):
         there = self._at.get(at, ())
         if not there and op is not None:
             if at in self._filled and tensor.is_leaf and tensor.requires_grad:
-                self.covered.add(id(tensor))
+                self._capture.notes.weight(tensor).is_filled = True
             if isinstance(tensor, Parameter):
                 self._meet(tensor, op)
                 there = self._at.get(at, ())
@@ -159,7 +154,7 @@ class Cells(Look):
             self._place(each, shards)
             if (filled := self._filled.get(_storage(each))) is not None and shards not in self.masters:
                 self.seen[shards].master, master = filled
-                self.covered.add(id(each))
+                self._capture.notes.weight(each).is_filled = True
                 self.masters |= {shards: master} if master is not None else {}
 
     # What ops show
@@ -168,8 +163,8 @@ class Cells(Look):
         if not self._is_looking:
             self._begin()
         name, space = op.name, op.schema.space
-        if name in _HANDED_ON and op.results:
-            for t in op.given:
+        for t in op.given if self._sums and op.results and not op.schema.reduces else ():
+            if t.numel() <= op.out.numel() and (t.dim() or not op.out.dim()):  # divided, joined to others, waited for
                 self._hand_on(t, op.out)
         if "c10d" in space:
             self._reduced(op, is_functional="functional" in space)
@@ -213,7 +208,7 @@ class Cells(Look):
                 self._filled[at] = dtype_name(source.dtype), owner
             if target is not None and target is not owner and op.stage == "forward":
                 if source.dtype is torch.float32 and to.dtype in LOW:
-                    self.covered.add(id(target))
+                    self._capture.notes.weight(target).is_filled = True
                     self.seen[target].master = dtype_name(source.dtype)
                     if owner is not None:
                         self.masters[target] = owner
@@ -225,12 +220,11 @@ class Cells(Look):
             self._sums[_storage(to)] = made
 
     def _reduced(self, op: OpCall, is_functional: bool) -> None:
-        by = _COLLECTIVES.get(op.name.rstrip("_").removesuffix("_coalesced"))
         written = op.result if is_functional else op.args[0]
-        for t in tensors((written,)):
-            if by is not None and t.is_floating_point():
+        for t in tensors((written,)) if op.schema.reduces else ():
+            if t.is_floating_point():
                 before = self._sums.get(_storage(t), {})
-                self._sums[_storage(t)] = {**before, by: dtype_name(t.dtype)}
+                self._sums[_storage(t)] = {**before, op.schema.reduces: dtype_name(t.dtype)}
 
     def _added_up(self, op: OpCall) -> None:
         """Note that something was added to a gradient, or a weight to an average."""

@@ -17,7 +17,6 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
-from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
 from hmpx.insight.places import numberless
 from hmpx.insight.report import grouped, number
@@ -52,10 +51,8 @@ class Updates(Look):
         looked: the number of steps beside which copies were stepped.
     """
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self) -> None:
         self._seen: dict[int, SteppedOptimizer] = {}
-        self._cells = cells
-        self._graded = set[int]()
 
     @property
     def looked(self) -> int:
@@ -75,8 +72,8 @@ class Updates(Look):
         self._seen[id(optimizer)] = SteppedOptimizer(optimizer, where)
 
     def passed(self, notes: Notes) -> None:
-        held = {at: ref() for at, (ref, _) in notes.weights.items() if at not in self._graded}
-        self._graded |= {at for at, p in held.items() if p is not None and p.grad is not None}
+        for p, seen in notes.weights:
+            seen.keeps_gradient = seen.keeps_gradient or p.grad is not None
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         self._seen[id(optimizer)].begin()
@@ -97,7 +94,7 @@ class Updates(Look):
     def unchecked(self, notes: Notes, names: Names) -> Iterator[str]:
         yield from _unchecked([*self._seen.values()])
         if self._seen or notes.are_steps:
-            yield from _uncovered(notes, names, self._cells.covered, self._graded)
+            yield from _uncovered(notes, names)
 
 
 def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
@@ -298,22 +295,17 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     return [*reasons]
 
 
-def _uncovered(notes: Notes, names: Names, covered: Collection[int], graded: Collection[int]) -> Iterator[str]:
-    """Say which weights in low precision get gradients, while no step and no write that was seen moves them.
-
-    covered: the identities of those that get numbers of masters. graded: of tensors whose gradients a program keeps,
-    which it does not of coordinates that it only differentiates by.
-    """
+def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
+    """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
     moved = {memory(p) for p in names}
     moved |= {place for spot in notes.spots("write") for place in spot.memories}
     left = []
-    for ref, iterations in notes.weights.values():
-        p = ref()
-        if p is None or not p.requires_grad or p in names or memory(p) in moved or id(p) not in notes.with_gradient:
+    for p, seen in notes.weights:
+        if not p.requires_grad or p in names or memory(p) in moved or not seen.has_gradient:
             continue
-        if id(p) in notes.replaced or id(p) in notes.copies or id(p) in covered:
+        if seen.is_replaced or seen.is_filled or id(p) in notes.copies:
             continue
-        if isinstance(p, Parameter) or (len(iterations) > 1 and id(p) in graded):  # it outlives an iteration
+        if isinstance(p, Parameter) or (len(seen.iterations) > 1 and seen.keeps_gradient):  # it outlives an iteration
             left.append(p)
     if left:
         which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"

@@ -90,7 +90,7 @@ def _weights_replaced_before(notes: Notes, op: OpCall) -> None:
     """Count it as a write if a line has replaced a weight that an op reads, as ``p.data = p - u`` does."""
     for weight in op.given if notes.rewritten else ():
         if weight.requires_grad and weight.is_leaf and (made := notes.rewritten.pop(memory(weight), None)) is not None:
-            notes.replaced.add(id(weight))
+            notes.weight(weight).is_replaced = True
             _note(notes, made, next(iter(made.older)), memory(weight))
 
 
