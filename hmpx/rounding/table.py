@@ -112,7 +112,7 @@ class _Places:
 
     def __init__(self) -> None:
         self._places, self._indices, self._offsets = array("q"), array("q"), array("q")
-        self._slice: slice | None = None
+        self._each, self._slices = 0, list[slice]()
 
     def add(self, place: int, index: int, offset: int = 0) -> None:
         self._places.append(place)
@@ -120,20 +120,25 @@ class _Places:
         self._offsets.append(offset)
 
     def fix(self) -> None:
-        """Prepare `fill`, after the last `add`."""
-        places, count = self._places, len(self._places)
+        """Prepare `fill`, after the last `add`. Most launches have all tensors in order, at even distances."""
+        places, indices, count = self._places, self._indices, len(self._places)
         if not count:
             return
-        apart = places[1] - places[0] if count > 1 else 1
-        is_even = places == array("q", range(places[0], places[0] + apart * count, apart))
-        if is_even and self._indices == array("q", range(count)) and not any(self._offsets):  # all, in order
-            self._slice = slice(places[0], places[-1] + 1, apart)
-        self._tensors = [_as_tensor(each) for each in (places, self._indices, self._offsets)]
+        self._tensors = [_as_tensor(numbers) for numbers in (places, indices, self._offsets)]
+        each = next((i for i in range(1, count) if not indices[i]), count)  # how many places a launch has
+        if indices == array("q", range(each)) * (count // each) and not any(self._offsets):
+            runs = [places[i : i + each] for i in range(0, count, each)]
+            slices = [slice(run[0], run[-1] + 1, run[1] - run[0] if each > 1 else 1) for run in runs]
+            if all(
+                [run.tolist() == list(range(at.start, at.stop, at.step)) for run, at in zip(runs, slices, strict=True)]
+            ):
+                self._each, self._slices = each, slices
 
     def fill(self, words: array[int], addresses: array[int]) -> None:
         """Write the word at each place. addresses: those of all tensors, by index."""
-        if self._slice is not None and len(addresses) == len(self._places):
-            words[self._slice] = addresses
+        if self._slices and len(addresses) == self._each:
+            for part in self._slices:
+                words[part] = addresses
         elif self._places:
             places, indices, offsets = self._tensors
             given = _as_tensor(addresses).index_select(0, indices)

@@ -107,6 +107,7 @@ ODD = {
     "drops gradients": lambda p, state: setattr(p, "grad", None),
     "writes gradients": lambda p, state: p.grad.mul_(0.5),
     "writes gradients by data": lambda p, state: p.grad.data.mul_(0.5),
+    "binds gradients anew": lambda p, state: setattr(p.grad, "data", p.grad.data * 2),
     "replaces gradients": lambda p, state: setattr(p, "grad", p.grad * 2),
     "binds weights anew": lambda p, state: setattr(p, "data", p.data * 1.01),
     "turns weights": lambda p, state: setattr(p, "data", p.data.t().contiguous().t()) if p.dim() == 2 else None,

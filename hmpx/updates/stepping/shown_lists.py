@@ -45,6 +45,8 @@ def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
     for member in found:
         yield member
         for value in vars(member).values():
+            if value is member.state:
+                continue
             inner = value.values() if isinstance(value, dict) else value
             inner = inner if isinstance(value, (list, tuple, dict)) else (value,)
             found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]

@@ -15,8 +15,8 @@ import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import accumulate, chain, compress
-from operator import attrgetter
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -144,11 +144,12 @@ class Standing(Chunk):
         """Count references, after the plan was made and all that is needed for making it is gone."""
         self._standing = [*self._qs, *self._xs, *self._of_states.moved]
         self._guards = Guards(self._standing)
+        self._marks = list(map(vars, self._qs)), list(map(vars, self._params))
         at = self._room.data_ptr()
         self._offsets, self._placed, self._at = [each.data_ptr() - at for each in self._standing], list[int](), 0
         self._before: Tensor | None = None
         self._grads_before: tuple[list[Any], list[Tensor], Tensor] | None = None
-        self._is_kept = self._is_quick = True
+        self._is_kept = self._is_quick = self._are_bound = True
         del self._pieces
         self._counts = self._count()
         self._release()
@@ -192,16 +193,16 @@ class Standing(Chunk):
         self._of_states.rest()
         self._versions, self._real = [], list[Any]()
         self._before = self._grads_before = None
-        self._put_gradients_back()
+        if not self._are_bound:
+            self._put_gradients_back()
         if not self._is_kept or self._count() != self._counts:
             return False
         self._release()
         return True
 
     def _put_gradients_back(self) -> None:
-        if not are_same(list(map(_GRAD, self._qs)), self._xs):
-            for q, x in zip(self._qs, self._xs, strict=True):
-                q.grad = x
+        for q, x in zip(self._qs, self._xs, strict=True):
+            q.grad = x
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: Sequence[Tensor]) -> ShownParameters:
         key = write_back.rounding_key
@@ -214,7 +215,7 @@ class Standing(Chunk):
             for shadow in self._all:
                 shadow.show_marks()
         self._look()
-        self._content = self._of_states.content()
+        self._of_states.begin(self._fingerprint.values)
         self._versions = list(map(version_of, self._of_states.worked_on()))
         self._is_shown = True
         self._of_states.show()
@@ -225,18 +226,19 @@ class Standing(Chunk):
 
     def _has_marks(self) -> bool:
         """Whether something is bound to a shadow or a parameter, beside the number of the next step."""
-        of_params = map(vars, self._params)
-        return any(map(vars, self._qs)) or any([len(marks) > (NEXT_KEY in marks) for marks in of_params])
+        of_shadows, of_params = self._marks
+        bound = list(chain.from_iterable(of_params))
+        return any(of_shadows) or bound.count(NEXT_KEY) < len(bound)
 
     def _read_gradients(self) -> None:
         """Show the gradients that the parameters have now."""
         found, real = self._found, list(map(_GRAD, self._params))
         self._table.send(self._key, found.addresses, self._room.data_ptr())
         self._reads.read(found.tensors)
-        for i in compress(range(len(real)), are_none := [grad is None for grad in real]):
+        self._without = [] if all(map(is_not, real, repeat(None))) else [i for i, g in enumerate(real) if g is None]
+        for i in self._without:
             self._qs[i].grad = None
-        self._real, self._are_none = real, are_none
-        self._grad_versions = list(map(version_of, self._xs)), list(map(version_of, found.tensors))
+        self._real, self._real_versions = real, list(map(version_of, found.tensors))
 
     def _look(self) -> None:
         """Remember the real weights."""
@@ -245,30 +247,26 @@ class Standing(Chunk):
             self._of_weights.fill(self._before.data_ptr(), self._weights_at)
         else:
             self._before = torch.cat([p.detach().view(-1) for p in self._params]).view(torch.uint8)
-        self._weight_versions = list(map(version_of, self._params))
 
     def _are_weights_as_seen(self) -> bool:
         before = self._before
         assert before is not None
-        if list(map(version_of, self._params)) != self._weight_versions:
-            return False
         if self._in_c:
             return not self._of_weights.differing(before.data_ptr(), self._weights_at)
         return _are_equal(self._params, before.view(BF16).split([p.numel() for p in self._params]))
 
-    def _are_grads_as_shown(self) -> bool:
-        """Whether the shown gradients have their values still: `.data` writes without a new version."""
-        if list(map(version_of, self._xs)) != self._grad_versions[0]:
-            return False
-        if not self._in_c:
-            return _are_equal(self._xs, [grad.float() for grad in self._found.tensors])
-        differing = self._of_grads.differing(self._room.data_ptr(), self._found.addresses, widened=not self._is_wide)
-        return not differing
+    def _written_gradients(self) -> list[int]:
+        """Return the indices of shown gradients whose values have changed: `.data` writes without a new version."""
+        if self._in_c:
+            return self._of_grads.differing(self._room.data_ptr(), self._found.addresses, widened=not self._is_wide)
+        are_equal = _are_equal(self._xs, [grad.float() for grad in self._found.tensors])
+        return [] if are_equal else [*range(len(self._xs))]
 
     def _has_grads_as_shown(self) -> bool:
         """Whether the shadows have the very gradients that they were shown, whatever their values are."""
-        both = zip(self._xs, self._are_none, strict=True)
-        shown = [None if is_none else x for x, is_none in both] if any(self._are_none) else self._xs
+        shown: list[Any] = self._xs
+        if self._without:
+            shown = [None if grad is None else x for x, grad in zip(self._xs, self._real, strict=True)]
         return are_same(list(map(_GRAD, self._qs)), shown)
 
     def _wake(self) -> None:
@@ -277,15 +275,14 @@ class Standing(Chunk):
             return
         before = torch.cat([p.detach().view(-1) for p in self._params]) if self._before is None else self._before
         weights = before.view(BF16).split([p.numel() for p in self._params])
-        pairs = zip(self._weight_versions, weights, strict=True)
-        seen = [(version, part.view(p.shape)) for (version, part), p in zip(pairs, self._params, strict=True)]
-        shown = [(None, 0) if is_none else (x, v) for x, v, is_none in self._of_grads_now()]
-        real = [(g, 0 if g is None else v) for g, v in zip(self._real, self._grad_versions[1], strict=True)]
+        seen = [(version_of(p), part.view(p.shape)) for p, part in zip(self._params, weights, strict=True)]
+        shown = [(None, 0) if g is None else (x, version_of(x)) for x, g in zip(self._xs, self._real, strict=True)]
+        real = [(g, 0 if g is None else v) for g, v in zip(self._real, self._real_versions, strict=True)]
         self._shadows = self._all[:]
         for shadow, weights_of, shown_of, gradient in zip(self._shadows, seen, shown, real, strict=True):
             shadow.resume(weights_of, shown_of, gradient)
         states, own_by_p = self._of_states, self._of_states.own
-        content = dict(zip(own_by_p, zip(self._content, states.given, strict=True), strict=True))
+        content = dict(zip(own_by_p, zip(states.content(), states.given, strict=True), strict=True))
         for shadow in self._shadows:
             state = ShownState(self._state, shadow.segment, self._sight, own := own_by_p.get(shadow.p), states.weights)
             if own is not None:
@@ -296,9 +293,6 @@ class Standing(Chunk):
         pairs = zip(self._counted, self._has_own, strict=True)
         self._referred = [(count - has_own, 0, 0) for count, has_own in pairs]
 
-    def _of_grads_now(self) -> Any:
-        return zip(self._xs, self._grad_versions[0], self._are_none, strict=True)
-
     def _references(self) -> list[tuple[int, int, int]]:
         here = Counter(map(id, self._state))
         counted = list(map(sys.getrefcount, self._qs))
@@ -307,7 +301,7 @@ class Standing(Chunk):
     def _show_trial_point(self) -> None:
         if not self._shadows and self._in_c and not self._has_masters and self._has_grads_as_shown():
             at = self._room.data_ptr()
-            if self._are_grads_as_shown() and not self._of_shadows.differing(at, self._weights_at, widened=True):
+            if not self._written_gradients() and not self._of_shadows.differing(at, self._weights_at, widened=True):
                 self._keep_gradients()
                 return
         self._wake()
@@ -327,16 +321,18 @@ class Standing(Chunk):
         super()._take_evaluation()
 
     def _hand_back(self, optimizer: Optimizer) -> None:
-        if self._shadows or not self._is_as_seen():
-            self._wake()
-            super()._hand_back(optimizer)
-        elif not self._has_grads_as_shown():
-            self._wake()
-            for shadow in self._shadows:
-                shadow.hand_back(is_blind=True)
-        elif not self._are_grads_as_shown():
-            self._copy_gradients()
+        is_seen = not self._shadows and self._is_as_seen()
         self._is_quick = self._is_as_made() and self._of_states.are_as_shown(self._room)
+        is_shown = is_seen and self._is_quick and self._has_grads_as_shown()
+        self._written_to = self._written_gradients() if is_shown else []
+        if not is_shown or (self._written_to and (self._without or not self._backs)):
+            self._written_to, is_shown = [], False
+            self._wake()
+            for shadow in self._shadows if is_seen else ():
+                shadow.hand_back(is_blind=True)
+            if not is_seen:
+                super()._hand_back(optimizer)
+        self._are_bound = is_shown and not self._without
         if self._is_quick:
             self._before = None  # the rounding needs memory, too
 
@@ -344,20 +340,8 @@ class Standing(Chunk):
         """Whether the step has left real weights and gradients alone, and nobody else refers to a shadow."""
         if not self._are_weights_as_seen() or not are_same(list(map(_GRAD, self._params)), self._real):
             return False
-        is_same = list(map(version_of, self._found.tensors)) == self._grad_versions[1]
+        is_same = list(map(version_of, self._found.tensors)) == self._real_versions
         return is_same and list(map(sys.getrefcount, self._qs)) == self._counted
-
-    def _copy_gradients(self) -> None:
-        """Copy what the step has written to the shadows' gradients to the real ones: in one call, if it is all."""
-        now, (shown, _) = list(map(version_of, self._xs)), self._grad_versions
-        if self._in_c and self._backs and not any(self._are_none) and not any(map(int.__eq__, now, shown)):
-            self._keep_gradients()
-            run_all(self._backs)
-            torch.autograd.graph.increment_version(self._found.tensors)
-            return
-        self._wake()
-        for shadow in self._shadows:
-            shadow.hand_back(is_blind=True)
 
     def _keep_gradients(self) -> None:
         """Keep the real gradients for `_undo`."""
@@ -391,6 +375,9 @@ class Standing(Chunk):
         if self._has_marks():
             for shadow in self._all:
                 shadow.take_marks()
+        if self._written_to:  # at last, when nothing can fail
+            run_all(self._backs)
+            torch.autograd.graph.increment_version([self._found.tensors[i] for i in self._written_to])
 
     def _undo(self) -> None:
         self._is_kept = False

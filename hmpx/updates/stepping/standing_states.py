@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence, Set
-from itertools import chain, compress, islice
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, compress, islice, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -64,12 +64,11 @@ class StandingFingerprint(Fingerprint):
         self._keys_of_states = list(self._states)
         self._dicts = [self._states[p] for p in params if p in self._states]
         self._own_keys = list(chain(*self._dicts))
-        values = values_of(self._dicts)
-        tensors = [isinstance(value, Tensor) for value in values]
+        self.values = values_of(self._dicts)
+        tensors = [isinstance(value, Tensor) for value in self.values]
         self._tensors_of, self._rest_of = chosen(tensors), chosen([not each for each in tensors])
-        self.of_states, self.rest = self._tensors_of(values), self._rest_of(values)
-        self._types = list(map(type, self.rest))
-        self._look_at_memory(held, () if has_copies else self.of_states)
+        self._types = list(map(type, self._rest_of(self.values)))
+        self._look_at_memory(held, () if has_copies else self._tensors_of(self.values))
 
     def look(self, optimizer: Optimizer) -> Gradients | None:
         if by_memory(optimizer) != self._one_layout or len(list(nested(optimizer))) != 1:
@@ -85,23 +84,19 @@ class StandingFingerprint(Fingerprint):
         if list(chain.from_iterable(self._dicts)) != self._own_keys:
             return False
         values = values_of(self._dicts)
-        tensors, rest = self._tensors_of(values), self._rest_of(values)
-        if list(map(type, rest)) != self._types:
-            return False
-        if not all(map(is_, tensors, self.of_states)):
-            if self._has_copies or not all([isinstance(each, Tensor) for each in tensors]):
-                return False
-            self.of_states = self._moving = tensors
-        return not self._has_copies or all(map(is_, rest, self.rest))
+        if self._has_copies:
+            return all(map(is_, values, self.values))
+        self.values, self._moving = values, self._tensors_of(values)  # the guards see a value of another class
+        return list(map(type, self._rest_of(values))) == self._types
 
     def take(self) -> bool:
-        """After a step, take its state for granted; return whether it has the keys that it had."""
-        values = values_of(self._dicts)
-        if list(chain.from_iterable(self._dicts)) != self._own_keys:
-            return False
-        self.of_states, self.rest = self._tensors_of(values), self._rest_of(values)
-        self._moving = () if self._has_copies else self.of_states
-        return True
+        """After a step, take its state for granted; return whether there is as much of it as there was.
+
+        Where the step sees no copies of state, it may replace tensors, and none is held.
+        """
+        self.values = values_of(self._dicts) if self._has_copies else []
+        self._moving = ()
+        return sum(map(len, self._dicts)) == len(self._own_keys)
 
     def gradients_like(self, before: list[Tensor]) -> Gradients | None:
         """Return the gradients, if they are such tensors as those before; else None."""
@@ -116,9 +111,10 @@ class StandingFingerprint(Fingerprint):
 
     def _found(self) -> list[Any]:
         """Return the gradients. Where there is none, the weights stand for it: these have its size."""
-        return [
-            p.detach() if grad is None else grad for p, grad in zip(self._params, map(_GRAD, self._params), strict=True)
-        ]
+        found = list(map(_GRAD, self._params))
+        if all(map(is_not, found, repeat(None))):
+            return found
+        return [p.detach() if grad is None else grad for p, grad in zip(self._params, found, strict=True)]
 
     def _has_these(self, grads: list[Tensor]) -> bool:
         return True
@@ -162,6 +158,7 @@ class StandingStates:
                 names += [segment.name] * len(own)
         self.copies = list(compress(self.given, is_copy))
         self._own_of_copies = list(compress(self.own.values(), is_copy))
+        self._keys_of_own = list(map(list, self.own.values()))
         # What the optimizer works on itself, of all values in the parameters' own dicts
         held, values = set(map(id, self.held)), values_of(self.own.values())
         are_own = [isinstance(value, Tensor) and id(value) not in held for value in values]
@@ -209,17 +206,21 @@ class StandingStates:
         self._moved_of, self._rest_of = chosen(are_pieces), chosen([not each for each in are_pieces])
         self.moved, self._rest = self._moved_of(values), self._rest_of(values)
         pairs = zip(self._own_of_copies, self.copies, strict=True)
-        self._places_of_rest = self._rest_of([(own, shown, key) for own, shown in pairs for key in shown])
+        self._places_of_rest = self._rest_of([(own, key) for own, shown in pairs for key in shown])
         self._new = {shadow_of[p]: given for p, given in zip(self.own, self.given, strict=True)}
 
+    def begin(self, values: list[Any]) -> None:
+        """Remember what the parameters' dicts hold when a step begins: all their values, one after the other."""
+        self._before = values
+
     def content(self) -> list[dict[str, Any]]:
-        """Return copies of the parameters' dicts, and remember them."""
-        self._before = list(map(dict.copy, self.own.values()))
-        return self._before
+        """Return the parameters' dicts as they were when the step began."""
+        values = iter(self._before)
+        return [dict(zip(keys, values, strict=False)) for keys in self._keys_of_own]
 
     def worked_on(self) -> Sequence[Tensor]:
         """Return the tensors that the optimizer is shown themselves."""
-        return self._worked_on(values_of(self._before))
+        return self._worked_on(self._before)
 
     def versioned(self) -> list[tuple[Tensor, str]]:
         """Return the same, each with the name of its parameter."""
@@ -257,7 +258,8 @@ class StandingStates:
             standing = {id(now): shown for shown, now in pairs}
             for state in self.copies:
                 state.update({key: standing[id(value)] for key, value in state.items() if id(value) in standing})
-        return all(map(_may_stand_for, self._rest_of(values), self._rest))
+        self._left = self._rest_of(values)
+        return all(map(is_, self._left, self._rest)) or all(map(_may_stand_for, self._left, self._rest))
 
     def take(self) -> None:
         """Put the parameters' state back under their keys, with the numbers that the step has left."""
@@ -265,10 +267,11 @@ class StandingStates:
         self._states.clear()
         self._states.update(others)
         self._states.update(self.own)
-        for (own, shown, key), before in zip(self._places_of_rest, self._rest, strict=True):
-            if shown[key] is not before:
-                own[key] = shown[key]
-        self._rest = self._rest_of(values_of(self.copies))
+        if not all(map(is_, self._left, self._rest)):
+            for (own, key), left, before in zip(self._places_of_rest, self._left, self._rest, strict=True):
+                if left is not before:
+                    own[key] = left
+            self._rest = self._left
 
     def rest(self) -> None:
         """Forget the content of the step."""
