@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -178,20 +177,14 @@ class Precision:
         return Grid(_FIELDS, self._groups(), page="What everything is in", notes=notes)
 
 
-def _told_by(names: Sequence[str], others: Collection[str]) -> str:
-    """Return a pattern that fits these names and none of the others; else the first of them."""
-    parts, theirs = ([numberless(each).split(".") for each in some] for some in (names, others))
-    ours, strange = ({part for each in some for part in each} for some in (parts, theirs))
-    for part in parts[0]:
-        if part not in strange and all(part in each for each in parts):
-            return f"*.{part}" if part == parts[0][-1] else f"{part}.*" if part == parts[0][0] else f"*.{part}.*"
-    tails = [*dict.fromkeys(each[-1] for each in parts)]
-    if len(tails) < 3 and not {*tails} & {each[-1] for each in theirs}:
-        return "|".join(f"*.{each}" for each in tails)
-    if common := [part for part in theirs[0] if part not in ours and all(part in each for each in theirs)]:
-        return f"all but *.{common[0]}"
-    alike = [*dict.fromkeys(map(".".join, parts))]
-    return alike[0] + (f" +{len(alike) - 1}" if len(alike) > 1 else "")
+def _told_by(names: Sequence[str], others: Sequence[str]) -> str:
+    """Return a part that all of these names have and none of the others; else the first, and how many more."""
+    ours, theirs = ([{*numberless(each).split(".")} for each in some] for some in (names, others))
+    own = set.intersection(*ours).difference(*theirs)
+    if own:
+        return next(part for part in names[0].split(".") if part in own)
+    first, *more = dict.fromkeys(map(numberless, names))
+    return first + (f" +{len(more)}" if more else "")
 
 
 # From what was seen to rows
@@ -203,8 +196,7 @@ def precision_of(capture: Capture, cells: Cells, moves: Mapping[Parameter, Moves
     stepped = {p: each for each in capture.optimizers for p in parameters(each)}
     if not stepped:
         return found
-    whole, reduced = cells.whole(), replicas() if ranks > 1 else {}
-    row = functools.partial(_row, capture, cells, stepped, moves, reduced)
+    whole, row = cells.whole(), _Rows(capture, cells, stepped, moves, replicas() if ranks > 1 else {}).of
     done: set[Parameter] = {*cells.masters.values()}
     models = [model for model in cells.models if any(whole.get(id(p), p) not in done for p in model.parameters())]
     classes: Counter[str] = Counter()
@@ -237,44 +229,61 @@ def _kinds_in(model: torch.nn.Module) -> dict[str, str]:
     return {name: kind_of.get(id(p), _REST) for name, p in zip(names, named.values(), strict=True)}
 
 
-def _row(
-    capture: Capture,
-    cells: Cells,
-    stepped: Mapping[Parameter, Optimizer],
-    moves: Mapping[Parameter, Moves],
-    reduced: Collection[Parameter],
-    name: str,
-    kind: str,
-    p: Parameter,
-) -> PrecisionRow:
-    seen, held = cells.seen[p], cells.masters.get(p, p)
-    optimizer = stepped.get(held)
-    is_own = type(p) in PLAIN or is_sharded(p)
-    row = PrecisionRow(name, kind, p.numel(), dtype_name(p.dtype) if is_own else type(p).__name__)
-    taken = seen.computed or seen.idle
-    row.gradient = " and ".join(seen.gradient) or UNSEEN if p.requires_grad else "frozen"
-    if row.gradient == UNSEEN and held is p and optimizer is not None and capture.steps[id(optimizer)]:
-        row.gradient = "none"
-    is_idle = (
-        row.gradient == "none" and capture.iterations.watched and not capture.notes.unseen and not capture.compiles
-    )
-    row.computed = " and ".join(taken) or ("not used" if is_idle else UNSEEN)
-    if row.gradient == "frozen":
+@dataclass(frozen=True)
+class _Rows:
+    """What was seen, to be said parameter by parameter.
+
+    stepped: the optimizer of each parameter that one steps. moves: as for `precision_of`. reduced: parameters whose
+    gradients are averaged over ranks.
+    """
+
+    capture: Capture
+    cells: Cells
+    stepped: Mapping[Parameter, Optimizer]
+    moves: Mapping[Parameter, Moves]
+    reduced: Collection[Parameter]
+
+    def of(self, name: str, kind: str, p: Parameter) -> PrecisionRow:
+        seen, held = self.cells.seen[p], self.cells.masters.get(p, p)
+        optimizer, gradient = self.stepped.get(held), self._gradient(p)
+        row = PrecisionRow(name, kind, p.numel(), _held_in(p), self._computed(p, gradient), gradient)
+        if gradient == "frozen":
+            return row
+        row.summed = self._summed(p, gradient)
+        if optimizer is not None:
+            row.state, row.master = _state_of(optimizer, held), _master_of(optimizer, p, held)
+        if row.master == "none" and seen.master:
+            row.master = f"{seen.master} by hand"
+        its = self.moves.get(p)
+        if its is not None and p.dtype in LOW and its.size:
+            row.kept, row.lost = its.kept, its.is_known and its.is_below(0.5)
+        row.moved = self.cells.moves(held)
         return row
-    row.summed = {by: " and ".join(dtypes) for by, dtypes in seen.summed.items()}
-    if (p in reduced or _is_cut(p)) and not row.summed.keys() - {"add"} and row.gradient not in ("none", UNSEEN):
-        row.summed["all-reduce" if p in reduced else "reduce-scatter"] = UNSEEN
-    if policy := cells.policies.get(p):
-        row.summed["policy"] = policy
-    if optimizer is not None:
-        row.state, row.master = _state_of(optimizer, held), _master_of(optimizer, p, held)
-    if row.master == "none" and seen.master:
-        row.master = f"{seen.master} by hand"
-    its = moves.get(p)
-    if its is not None and p.dtype in LOW and its.size:
-        row.kept, row.lost = its.kept, its.is_known and its.is_below(0.5)
-    row.moved = cells.moves(held)
-    return row
+
+    def _gradient(self, p: Parameter) -> str:
+        if not p.requires_grad:
+            return "frozen"
+        optimizer = self.stepped.get(p) if p not in self.cells.masters else None
+        has_stepped = optimizer is not None and self.capture.steps[id(optimizer)]
+        return " and ".join(self.cells.seen[p].gradient) or ("none" if has_stepped else UNSEEN)
+
+    def _computed(self, p: Parameter, gradient: str) -> str:
+        seen, capture = self.cells.seen[p], self.capture
+        saw_all = capture.iterations.watched and not capture.notes.unseen and not capture.compiles
+        is_idle = gradient == "none" and saw_all
+        return " and ".join(seen.computed or seen.idle) or ("not used" if is_idle else UNSEEN)
+
+    def _summed(self, p: Parameter, gradient: str) -> dict[str, str]:
+        summed = {by: " and ".join(dtypes) for by, dtypes in self.cells.seen[p].summed.items()}
+        if (p in self.reduced or _is_cut(p)) and not summed.keys() - {"add"} and gradient not in ("none", UNSEEN):
+            summed["all-reduce" if p in self.reduced else "reduce-scatter"] = UNSEEN
+        policy = self.cells.policies.get(p)
+        return summed | ({"policy": policy} if policy else {})
+
+
+def _held_in(tensor: torch.Tensor) -> str:
+    """Return a dtype, or the class of a tensor whose numbers only this class knows."""
+    return dtype_name(tensor.dtype) if type(tensor) in PLAIN or is_sharded(tensor) else type(tensor).__name__
 
 
 def _is_cut(p: Parameter) -> bool:
@@ -290,8 +299,7 @@ def _state_of(optimizer: Optimizer, p: Parameter) -> dict[str, str]:
         if (code := code_of(key)) is not None:
             found[key.removeprefix(code.prefix)] = code.name
         elif value.numel() > 1 or value.dim():
-            is_own = type(value) in PLAIN or is_sharded(value)
-            found[str(key)] = dtype_name(value.dtype) if is_own else type(value).__name__
+            found[str(key)] = _held_in(value)
     return found
 
 
