@@ -20,7 +20,14 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, attach_copy, own_attachment, replaced_methods, watch_step
+from hmpx.updates.optimizer_hooks import (
+    ATTRIBUTE,
+    attach_copy,
+    own_attachment,
+    replaced_methods,
+    watch_step,
+    widen_hyperparameters,
+)
 from hmpx.updates.ranks.sharding import is_sharded, widened
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
@@ -88,6 +95,7 @@ class Attachment:
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._waiting = released.Waiting()
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of the parameters, in the last `sync_parameters`
+        self._states = id(optimizer.state)  # in the last `sync_parameters`
         self._places: dict[Parameter, tuple[int, int]] = {}  # then too: the index of its group, and its index there
 
     @property
@@ -179,6 +187,7 @@ class Attachment:
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
             self._checkpoints.take(self._alive)
+            widen_hyperparameters(optimizer, *optimizer.param_groups)
         except BaseException:  # for instance, there is no memory for masters
             self.abandon()
             raise
@@ -205,14 +214,15 @@ class Attachment:
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters: since the last look, some may have come, left or been cast."""
-        params = parameters(self._outer() or self._alive)
+        params, states = parameters(self._outer() or self._alive), self._states
+        self._states = id(self._alive.state)
         if self._seen == (seen := ([*map(id, params)], [p.dtype for p in params])):
             return
         self._seen = seen
         now = dict.fromkeys(params)
         were_narrow = torch.bfloat16 in self._dtypes.values()
         gone = [p for p in self._dtypes if p not in now]
-        self._hand_over(gone)
+        self._hand_over(gone, is_swapped=self._states != states)
         for p in gone:
             del self._dtypes[p]
         self._claim.drop(gone)
@@ -242,11 +252,15 @@ class Attachment:
             )
             logger.warning(said, name, to, widened() if is_sharded(params[0]) else "")
 
-    def _hand_over(self, gone: list[Parameter]) -> None:
-        """Give the name and the masters of each parameter that left to the new one in its place, if there is one."""
+    def _hand_over(self, gone: list[Parameter], *, is_swapped: bool) -> None:
+        """Give the name and the masters of each parameter that left to the new one in its place, if there is one.
+
+        is_swapped: whether they left with all of the optimizer's state. They come back then, so nobody takes over:
+            `torch.optim.swap_in_optimizer_params_and_state` shows others for a while.
+        """
         before, groups = self._places, self._alive.param_groups
         self._places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-        heirs = {place: p for p, place in self._places.items() if p not in before}
+        heirs = {place: p for p, place in self._places.items() if p not in before and not is_swapped}
         self._updates.hand_over(self._alive, {p: heirs.get(before[p]) for p in gone if p in before})
 
     def cast_state_along(self) -> None:
@@ -263,6 +277,7 @@ class Attachment:
 
     def after_load(self, optimizer: Optimizer) -> None:
         """After `optimizer.load_state_dict`, drop a step that is open: the state that it changed was replaced."""
+        self._states = id(optimizer.state)
         if optimizer is self.optimizer and self.is_open:
             self._waiting.forget()
             released.finish(self._dtypes)

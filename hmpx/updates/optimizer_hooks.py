@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -113,8 +113,7 @@ def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -
 def _telling_of_groups(add_param_group: Callable) -> Callable:
     @functools.wraps(add_param_group)
     def add(optimizer: Optimizer, param_group: dict) -> None:
-        for key in {*_widen_hyperparameters(optimizer.defaults), *_widen_hyperparameters(param_group)}:
-            logger.warning(_WIDENED, type(optimizer).__name__, key)
+        widen_hyperparameters(optimizer, param_group)
         add_param_group(optimizer, param_group)
         attachment = own_attachment(optimizer)
         if attachment is not None:
@@ -123,12 +122,16 @@ def _telling_of_groups(add_param_group: Callable) -> Callable:
     return add
 
 
-def _widen_hyperparameters(values: dict[str, Any]) -> Iterator[str]:
-    """Keep a tensor learning rate in FP32: in BF16, a scheduler's factor of .999 would do nothing. Yield its key."""
-    for key, value in list(values.items()):
-        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 and not value.dim():
-            values[key] = value.float()
-            yield key
+def widen_hyperparameters(optimizer: Optimizer, *groups: dict[str, Any]) -> None:
+    """Keep a tensor learning rate in FP32, and say so: in BF16, a scheduler's factor of .999 would do nothing."""
+    found = set()
+    for values in (optimizer.defaults, *groups):
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 and not value.dim():
+                values[key] = value.float()
+                found.add(key)
+    for key in sorted(found):
+        logger.warning(_WIDENED, type(optimizer).__name__, key)
 
 
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:

@@ -173,3 +173,25 @@ def test_a_parameter_that_was_cast_since_has_gradients_of_its_own_dtype_afterwar
     assert {p.grad_dtype for p in layer.parameters()} == {torch.bfloat16}
     layer(torch.ones(1, 3).bfloat16()).sum().backward()
     assert {p.grad.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_rate_that_is_a_bf16_tensor_is_copied_to_fp32_and_said(when, fused, caplog):
+    """In BF16, 0.01 times 0.999 is 0.01 again, so a scheduler would do nothing. The given tensor stays as it was."""
+    rate, plain, p = torch.tensor(0.01, dtype=BF16), optim.SGD([parameter(3)], lr=0.0), parameter(3)
+    hmpx.attach(plain)
+    if when == "before":
+        hmpx.detach(plain)  # nobody sees the optimizer being made
+    optimizer = optim.AdamW([p], lr=rate, foreach=False)
+    hmpx.attach(optimizer, fused=fused)
+    scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+    for _ in range(10):
+        step_by(optimizer)
+        scheduler.step()
+    held = optimizer.param_groups[0]["lr"]
+    assert held.dtype is torch.float32 and rate.dtype is BF16 and rate == torch.tensor(0.01).bfloat16()
+    assert float(held) == pytest.approx(float(rate) * 0.999**10, rel=1e-5)
+    assert caplog.text.count("'lr' was given as a BF16 tensor") == 1
+    optimizer.add_param_group({"params": [parameter(3)], "lr": torch.tensor(0.5, dtype=BF16)})
+    assert optimizer.param_groups[1]["lr"].dtype is torch.float32 and caplog.text.count("'lr' was given") == 2

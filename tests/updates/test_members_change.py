@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -143,3 +144,38 @@ def test_phases_of_a_training_leave_each_parameter_its_name_its_rule_and_its_mas
         if how == "model" and phase is phases[1]:
             assert names_of(handle) == {"1.weight": "stochastic", "1.bias": "split"}
     assert names_of(handle) == before and torch.equal(handle.masters_of(model[0].weight), masters)
+
+
+@pytest.mark.skipif(not hasattr(optim, "swap_in_optimizer_params_and_state"), reason="this torch swaps none in")
+@pytest.mark.parametrize("weights", ["stochastic", *WITH_MASTERS])
+def test_parameters_that_are_swapped_in_for_a_step_take_nothing_over(weights):
+    """`torch.optim.swap_in_optimizer_params_and_state` shows an optimizer copies of its parameters and state."""
+    results = []
+    for is_swapped in (False, True):
+        p = nn.Parameter(torch.linspace(1, 2, 300).bfloat16())
+        optimizer = optim.AdamW([p], lr=1e-2)
+        hmpx.attach(optimizer, weights=weights)
+        for number in range(4):
+            step_by(optimizer)
+            if is_swapped and number == 1:
+                other, state = nn.Parameter(p.detach().clone()), copy.deepcopy(optimizer.state_dict())
+                before = p.detach().clone()
+                with optim.swap_in_optimizer_params_and_state(optimizer, {"p": other}, state):
+                    step_by(optimizer, 1.0)
+                assert torch.equal(p, before) and not torch.equal(other, before)
+        masters = optimizer._hmpx_attachment.masters_of(p)
+        results.append([p.detach(), *optimizer.state[p].values(), p.detach() if masters is None else masters])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("weights", WITH_MASTERS)
+def test_after_a_load_the_next_in_place_takes_over_masters(weights, caplog):
+    """A load replaces the optimizer's state as a swap does, and nobody comes back."""
+    p = parameter(30)
+    optimizer = optim.SGD([p], lr=2.0**-12, momentum=0.5)
+    hmpx.attach(optimizer, weights=weights, use_master_weights_in_ckpt=True)
+    step_by(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(p.detach().clone())
+    step_by(optimizer)
+    assert "takes over 30 of 30 masters" in caplog.text
