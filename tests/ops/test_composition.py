@@ -433,14 +433,16 @@ def test_a_constant_sparse_matrix_multiplies_features_as_under_autocast():
     def features():
         return layer(x)
 
+    wanted = {}
     for name, call in calls.items():
         with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-            wanted = call(features())
-        for recipe in ("autocast-cpu", "autocast-cuda", "hmp-o1", "bf16-sr"):
-            with hmpx.activate({"extends": recipe, "where": "everywhere"}):
+            wanted[name] = call(features())
+    for recipe in ("autocast-cpu", "autocast-cuda", "hmp-o1", "bf16-sr"):
+        with hmpx.activate({"extends": recipe, "where": "everywhere"}):
+            for name, call in calls.items():
                 found = call(features())
-                assert found.dtype is BF16 and torch.equal(found, wanted), (name, recipe)
-                assert torch.sparse.mm(links, x).dtype is FP32
+                assert found.dtype is BF16 and torch.equal(found, wanted[name]), (name, recipe)
+            assert torch.sparse.mm(links, x).dtype is FP32
 
 
 def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
@@ -464,11 +466,11 @@ def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
         "a gradient inside": lambda: vmap(torch.func.grad(lambda b: F.linear(x, w[0], b).float().square().sum()))(b),
         "none is batched": lambda: vmap(lambda b: F.linear(x, w[0], w[0, :, 0]) + b)(b),
     }
-    for name, call in calls.items():
-        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-            wanted = call()
-        with hmpx.activate({"extends": "autocast-cpu", "where": "everywhere"}):
-            assert same([call()], [wanted]), name
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        wanted = {name: call() for name, call in calls.items()}
+    with hmpx.activate({"extends": "autocast-cpu", "where": "everywhere"}):
+        for name, call in calls.items():
+            assert same([call()], [wanted[name]]), name
     with hmpx.convert(bf16=["linear"], low_precision="float16"):
         assert calls["linear"]().dtype is torch.float32  # FP16 and an FP32 bias
     assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is BF16

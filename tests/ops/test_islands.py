@@ -271,14 +271,14 @@ def test_what_is_computed_again_in_backward_has_the_same_islands(reentrant, wher
         return checkpoint(function, *args, use_reentrant=reentrant)
 
     bodies = {"inside": lambda net, x, run: run(part, x, net.w), "around": in_an_island}
-    for name, body in bodies.items():
-        found = []
-        for run in (lambda function, *args: function(*args), again):
-            net, x = Net(lambda net, x, body=body, run=run: body(net, x, run)), X.clone().requires_grad_()
-            with hmpx.convert(where=where, **LISTS):
+    with hmpx.convert(where=where, **LISTS):
+        for name, body in bodies.items():
+            found = []
+            for run in (lambda function, *args: function(*args), again):
+                net, x = Net(lambda net, x, body=body, run=run: body(net, x, run)), X.clone().requires_grad_()
                 net(x).square().sum().backward()
-            found.append((x.grad, net.w.grad))
-        assert same(*found), name
+                found.append((x.grad, net.w.grad))
+            assert same(*found), name
 
 
 @WHERE

@@ -146,8 +146,18 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
     assert done == ["fsync", "replace"]
 
 
-@pytest.mark.parametrize("flags", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations"])
-@pytest.mark.parametrize("place", ["before", "after"])
+OTHER_FLAGS = [("-Ofast", "before"), ("-ffast-math", "after")]
+OTHER_FLAGS += [("-funsafe-math-optimizations", place) for place in ("before", "after")]
+
+
+@pytest.mark.parametrize(
+    "flags, place",
+    [
+        ("-ffast-math", "before"),
+        ("-Ofast", "after"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_FLAGS),
+    ],
+)
 def test_a_compiler_that_takes_fast_math_for_granted_gives_strict_kernels_or_none(flags, place, tmp_path):
     """Intel's icx does, and wrappers. GCC also links code that turns denormal numbers of the whole process into 0."""
     wrapper = tmp_path / "cc"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import pytest
@@ -22,12 +21,8 @@ PARTS = 16  # for as many workers as there are
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
-    """Warnings of what a random program loses are not what is tested here; nor is garbage of other tests looked at."""
+    """Warnings of what a random program loses are not what is tested here."""
     caplog.set_level(logging.ERROR, "hmpx")
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("part", range(PARTS))
