@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.insight.places import short_places
+from hmpx.insight.report import Lines
 
+_INDENT = " " * 7  # as long as "WRONG  "
 Names = Mapping[torch.nn.Parameter, str]
 
 
@@ -56,6 +59,23 @@ class Problem:
         left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
         how = "--fix recipe.yaml" if process_state.script else 'found.fix("recipe.yaml")'
         return f"{self.do}, or {how}{left}" if self.recipe else self.do
+
+    @property
+    def answer(self) -> tuple[str, bool]:
+        return self.to_do, self.wrong
+
+    def lines(self, width: int, repeats: bool = False) -> list[str]:
+        """Return it as lines of a terminal. repeats: leave out what to do, which the one before it says."""
+        lines = textwrap.wrap(str(self), width, subsequent_indent=_INDENT)
+        for figure in self.evidence:
+            lines += textwrap.wrap(figure, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        do = textwrap.wrap(f"do: {self.to_do}", width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}    ")
+        return lines if repeats else lines + do
+
+    def section(self) -> Lines:
+        """Return it as a section of a page."""
+        head = f"{'WRONG' if self.wrong else 'note'}: {self.kind}"
+        return Lines(head, [self.where, self.said, *self.evidence, f"Do: {self.do}"], self.wrong, names=self.names)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -78,13 +78,8 @@ class Diagnosis(Report):
     def _text(self, width: int) -> str:
         width = min(width, 120)
         lines = [*self.precision.lines(width, self.all_rows), *self.looked, ""]
-        for i, each in enumerate(self.findings):
-            lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
-            for figure in each.evidence:
-                lines += textwrap.wrap(figure, width, initial_indent=" " * 7, subsequent_indent=" " * 7)
-            before = self.findings[i - 1 : i] if i else []
-            if [(each.to_do, each.wrong)] != [(one.to_do, one.wrong) for one in before]:  # unless it repeats the last
-                lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
+        for before, each in zip([None, *self.findings], self.findings, strict=False):
+            lines += each.lines(width, repeats=before is not None and before.answer == each.answer)
         for reason in self.not_checked:
             lines += textwrap.wrap(f"not checked: {reason}", width, subsequent_indent=" " * 7)
         wrong = sum(each.wrong for each in self.findings)
@@ -125,9 +120,7 @@ class Diagnosis(Report):
 
     def _sections(self) -> Iterator[Grid | Lines | Bars]:
         yield self.precision.grid()
-        for each in self.findings:
-            head = f"{'WRONG' if each.wrong else 'note'}: {each.kind}"
-            yield Lines(head, [each.where, each.said, *each.evidence, f"Do: {each.do}"], each.wrong, names=each.names)
+        yield from (each.section() for each in self.findings)
         yield Lines("Not checked", self.not_checked)
         yield Lines("The smallest recipe that answers them", self.recipe_text.splitlines(), closed=True)
 

@@ -8,7 +8,7 @@ window stands for the steps until the next one, and counts by its share of the w
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Names, Problem, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
-from hmpx.insight.places import numberless
 from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW, memory
 from hmpx.recipes.recipe import Recipe
@@ -222,7 +221,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
         if not is_slow:
             dead = all(worst.rows[p].kept < _DEAD for p in group)
             how = f"{'do not move' if dead else f'move less than half {as_far}'}{steps}"
-        said = f"{percent(share)} of the {dtype} weights{_which(group, within.rows, names)} {how}"
+        said = f"{percent(share)} of the {dtype} weights ({some(tuple(names[p] for p in group))}) {how}"
     meant = [p for p in params if params[p].kept < LIMIT or p in {*worst.half_dead}] or [*params]
     told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
     of_all = is_slow or is_behind
@@ -249,27 +248,6 @@ def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], name
 
 def _weights(params: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in params)
-
-
-def _which(some_of: Collection[Parameter], every: Collection[Parameter], names: Names) -> str:
-    """Name parameters in brackets. If the others have fewer names, say "all but" and name those."""
-    meant = set(some_of)
-    others = _roots([names[p] for p in every if p not in meant], [names[p] for p in meant])
-    these = _roots([names[p] for p in some_of], [names[p] for p in every if p not in meant])
-    if len(others) < min(len(these), 3):
-        return f" (all but {some(tuple(others))})"
-    return f" ({some(tuple(these))})"
-
-
-def _roots(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return for each dotted name its shortest start that starts none of `others`, with a star for each number."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        starts = (".".join(parts[:n]) for n in range(1, len(parts)))
-        root = next((each for each in starts if not any(f"{one}.".startswith(f"{each}.") for one in others)), name)
-        found[numberless(root) if len(parts) > 2 else root] = None
-    return [*found]
 
 
 def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
