@@ -13,6 +13,7 @@ NOTES = {
     "cumulative sum",
     "optimizer state",
     "rounded state",
+    "learning rate",
     "upcast",
     "softmax",
     "norm statistics",

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler
 
 import hmpx
 from tests.support.examined import only, trained
@@ -143,3 +144,27 @@ def test_a_sum_that_becomes_too_large_is_no_mask():
 
     one = only(found_in(residual), "inf or NaN")
     assert one.wrong and one.said.startswith("add is the first op that makes an inf of finite numbers"), one
+
+
+SCHEDULES = {
+    "none": lambda rate: lr_scheduler.ConstantLR(rate, 1.0),
+    "of the first rate": lambda rate: lr_scheduler.LambdaLR(rate, lambda step: 0.97**step),
+    "of the last rate": lambda rate: lr_scheduler.ExponentialLR(rate, 0.999),
+    "cosine": lambda rate: lr_scheduler.CosineAnnealingLR(rate, 400),
+    "in large steps": lambda rate: lr_scheduler.ExponentialLR(rate, 0.9),
+}
+
+
+@pytest.mark.parametrize("how", SCHEDULES)
+def test_a_rate_in_low_precision_is_wrong_where_its_schedule_goes_another_way(how):
+    """Judge: the rate as a Python number, after as many steps."""
+    ends = []
+    for rate in (torch.tensor(1e-3, dtype=BF16), 1e-3):
+        model = nn.Sequential(nn.Linear(16, 16))
+        optimizer = torch.optim.Adam(model.parameters(), rate)
+        schedule = SCHEDULES[how](optimizer)
+        found = trained(model, optimizer, steps=24, after=schedule.step)
+        ends += [(found.wrong, float(optimizer.param_groups[0]["lr"]))]
+    (wrong, low), (never, exact) = ends
+    goes_astray = abs(low - exact) > 0.1 * abs(exact - 1e-3) + 4e-6  # half a last digit of 1e-3
+    assert wrong == goes_astray and not never, (ends, str(found))

@@ -25,10 +25,11 @@ from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 BACKWARD = "backward"
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
+_SEEN = ("swa_utils.py", "lr_scheduler.py")  # averages and rates, which are written as a program writes them
 _OF_LIBRARY = "the line is a library's, so change what you call it with"
 _OpOverload = private("torch._ops.OpOverload")
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
-_COPIES = frozenset(("copy_", "_foreach_copy_"))  # which read nothing of what was there
+_COPIES = frozenset(("copy_", "_foreach_copy_", "fill_"))  # which read nothing of what was there
 _REDUCES = {"reduce_scatter": "reduce-scatter", "all": "all-reduce", "reduce": "reduce"}  # by a part of the op's name
 
 
@@ -190,7 +191,7 @@ class OpCall:
     def is_beside(self) -> bool:
         """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
         files = [frame.f_code.co_filename for frame in self.inner_frames()]
-        return any(file.startswith(_BESIDE) and not file.endswith("swa_utils.py") for file in files)
+        return any(file.startswith(_BESIDE) and not file.endswith(_SEEN) for file in files)
 
     @property
     def is_of_model(self) -> bool:

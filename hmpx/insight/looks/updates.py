@@ -133,7 +133,7 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     if low is not None:
         said = f"the learning rate is a tensor in {dtype_name(low)}: a factor of 0.999 leaves it as it is"
         do = "give the optimizer a float, or a tensor in float32"
-        yield Problem("learning rate", True, said, do, where, weight=0.4)
+        yield Problem("learning rate", False, said, do, where, weight=0.4)  # a write that loses is told by `writes`
 
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
