@@ -168,3 +168,29 @@ def test_a_rate_in_low_precision_is_wrong_where_its_schedule_goes_another_way(ho
     (wrong, low), (never, exact) = ends
     goes_astray = abs(low - exact) > 0.1 * abs(exact - 1e-3) + 4e-6  # half a last digit of 1e-3
     assert wrong == goes_astray and not never, (ends, str(found))
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-2, 1e-4])
+def test_fp16_without_a_scaler_is_wrong_by_what_gradients_are_off_by(weight):
+    """Judge: the gradients of the same steps without autocast. That small numbers are many does not harm by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    sums = torch.zeros(2)
+
+    def loss_of(model, x, step, low=True):
+        with torch.autocast("cpu", torch.float16, enabled=low):
+            out = model(x)
+        return weight * F.cross_entropy(out.float(), x[:, :4].argmax(-1))
+
+    for step in range(8):
+        x = torch.randn(64, 16)
+        grads = (torch.autograd.grad(loss_of(model, x, step, low), [*model.parameters()]) for low in (True, False))
+        low, exact = (torch.cat([each.flatten() for each in some]) for some in grads)
+        sums += torch.stack([(low - exact).square().sum(), exact.square().sum()])
+    off = float(sums[0] / sums[1]) ** 0.5
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    one = only(trained(model, optimizer, steps=4, loss_of=loss_of), "loss scaling")
+    told = float(one.said.split("off by about ")[1].split(" %")[0]) / 100
+    assert one.wrong == (off > 0.02) and (off < 0.002 or 0.5 < told / off < 2), (off, one)
+    many = float(one.said.split(": ")[1].split(" %")[0])
+    assert many > 1, "what is below the normal numbers of FP16"

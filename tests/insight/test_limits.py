@@ -167,10 +167,10 @@ def of_passes(passes):
     return verdict(found, "gradient accumulation")
 
 
-def of_small_gradients(count):
-    """Of 250 weights, and as many sums, so many lie below the normal numbers of FP16, which begin at 6.1e-5."""
+def of_small_gradients(digits):
+    """Each is so many times the distance of the numbers that FP16 has below its normal ones, 2^-24."""
     weight = nn.Parameter(torch.ones(250, dtype=FP16))
-    factors = torch.where(torch.arange(250) < count, 5e-5, 7e-5).half()
+    factors = torch.full((250,), digits * 2.0**-24).half()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     with hmpx.doctor() as found:
         for _ in range(4):
@@ -273,7 +273,7 @@ LADDERS = {
     "a sum along a dimension": (of_a_sum_along, {256: NOTHING, 257: NOTE}),
     "positions": (of_positions, {256: NOTHING, 258: WRONG}),
     "backward passes before a step": (of_passes, {258: NOTE, 259: WRONG}),
-    "gradients that FP16 cannot hold": (of_small_gradients, {4: NOTE, 6: WRONG}),
+    "gradients that FP16 cannot hold": (of_small_gradients, {15: NOTE, 14: WRONG}),
     "steps that a GradScaler skips": (of_skipped_steps, {8: NOTHING, 10: WRONG}),
     "what clipping leaves": (of_clipping, {0.24: WRONG, 0.26: NOTHING}),
     "a step with what clipping leaves": (lambda power: of_clipping(0.2, power), {0.06: NOTE, 0.07: WRONG}),

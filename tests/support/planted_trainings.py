@@ -687,7 +687,7 @@ def scaled(model, scaler, steps=14, weight=1e-3, broken=lambda i: False, clip=la
 
 @planted("loss scaling")
 def fp16_without_scaler(sick):
-    scaled(mlp(), None if sick else torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    scaled(mlp(), None if sick else torch.amp.GradScaler("cpu", init_scale=2.0**10), weight=1e-5)
 
 
 @planted("loss scaling")

@@ -231,6 +231,7 @@ class Notes:
         rounded: the op that has rounded probabilities to low precision, and its place.
         mended: whether a recipe puts what it was made of into FP32.
         exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
+        off: of a gradient, the square of the share that FP16 has cost it below its normal numbers.
         of_nan: whether it was made of a NaN that the program has written.
         spots: the lines whose results it was made of, and of which no gradient is known to depend.
 

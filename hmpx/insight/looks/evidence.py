@@ -23,7 +23,7 @@ _MANY = 64  # so many integers are not all even by accident
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _MOST = 1 << 20  # elements of an input that are looked at, at most
 _ROWS = 4096  # of angles that are looked at, at most
-_OFF = 0.29  # the standard deviation of what rounding is off by, in units of a last digit
+OFF = 0.29  # the standard deviation of what rounding is off by, in units of a last digit
 
 Shown = tuple[str, float] | None
 
@@ -107,7 +107,7 @@ def probabilities(op: OpCall, notes: Notes) -> Shown:
     if dtype not in LOW:
         return None
     p, target = sample(op.given[0]).float(), sample(op.given[1]).float()
-    off = torch.where((p == 1) | (p == 0), (p - target).abs(), _OFF * ulp(p, dtype)).norm() / (p - target).norm()
+    off = torch.where((p == 1) | (p == 0), (p - target).abs(), OFF * ulp(p, dtype)).norm() / (p - target).norm()
     return "of what was cast up to float32 before" if was_cast else "", min(float(off), 1.0)
 
 
@@ -139,7 +139,7 @@ def angles(op: OpCall, notes: Notes) -> Shown:
         return None
     rows = rows[:, rounded]
     column = rows[:, rows.abs().amax(0).argmax()]
-    largest, off = float(column.abs().max()), _OFF * ulp(column, angles.dtype).square().mean().sqrt() / 0.5**0.5
+    largest, off = float(column.abs().max()), OFF * ulp(column, angles.dtype).square().mean().sqrt() / 0.5**0.5
     apart = largest * torch.finfo(angles.dtype).eps
     said = f"up to {largest:.0f}, where its numbers are {apart:.1g} apart"
     return (said, min(float(off), 1.0)) if apart > (0.5 if largest > 256 else 1) else None

@@ -11,6 +11,8 @@ import torch
 from hmpx.insight.capture.dispatch import FEW, Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Names, Problem, asked, percent
+from hmpx.insight.looks.checks import LIMIT
+from hmpx.insight.looks.evidence import OFF
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.twin import NotChecked, Twin
 from hmpx.insight.tensors import held_here, sample
@@ -18,6 +20,7 @@ from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of
 
 Optimizer = torch.optim.Optimizer
+_NORMAL = torch.finfo(torch.float16).smallest_normal
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 _SHORT = 0.25  # of the gradient: what leaves less shortens a step
 
@@ -41,6 +44,7 @@ class Scale(Look):
     stages = ("backward",)
 
     def __init__(self) -> None:
+        self._error = self._size = 0.0  # squares, of all gradients that were looked at: what is off of them, and they
         self._made: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}  # by the identity of an optimizer
         self._optimizers: dict[int, Optimizer] = {}
         self._where: dict[int, str] = {}
@@ -53,10 +57,16 @@ class Scale(Look):
         for result in op.results if not op.is_view else ():
             if result.dtype is torch.float16 and result.numel() > 1:
                 size = sample(result, FEW).float().abs()
-                tiny = (size > 0) & (size < torch.finfo(torch.float16).smallest_normal)
+                tiny = (size > 0) & (size < _NORMAL)
                 notes.note("gradient in FP16", op, nonzero=int((size > 0).sum()), tiny=int(tiny.sum()))
+        if not op.is_view and op.results and not notes.skipped:
+            _hand_on(notes, op)
 
     def passed(self, notes: Notes) -> None:
+        for grad in [p.grad for each in self._optimizers.values() for p in parameters(each)]:
+            if grad is not None and (off := notes.facts(held_here(grad)).get("off")) is not None:
+                size = _square(held_here(grad))
+                self._error, self._size = self._error + off * size, self._size + size
         for key, optimizer in self._optimizers.items() if notes.skipped else ():
             if window_of(len(notes.skipped) + 1):
                 grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()}
@@ -84,7 +94,7 @@ class Scale(Look):
         self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, way))
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
-        yield from _of_scale(notes, names)
+        yield from _of_scale(notes, names, (self._error / self._size) ** 0.5 if self._size else 0.0)
         for key, (count, left, way, scale) in self._shortened():
             said = f"gradients are clipped while a GradScaler's scale of {scale:g} is still in them: {_share(left)} of "
             said += f"them is left, in {count} of {len(self._clipped[key])} steps that were looked at"
@@ -136,17 +146,48 @@ def _late(skipped: Sequence[bool]) -> Sequence[bool]:
     return skipped[len(skipped) // 2 :]
 
 
-def _of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
+def _square(tensor: torch.Tensor) -> float:
+    part = few(tensor).float()
+    return float(part.square().sum()) * tensor.numel() / max(part.numel(), 1)
+
+
+def _hand_on(notes: Notes, op: OpCall) -> None:
+    """Note of the results of an op in a backward pass what FP16 has cost them, as the square of a share of each.
+
+    It is what the gradients that the op reads are off by, weighted by their sizes, and what it rounds itself: a number
+    below the normal ones is off by a share of their last digit, and a cast by what it takes away.
+    """
+    known = [(off, _square(each)) for each in op.given if (off := notes.facts(each).get("off")) is not None]
+    size = sum(each for _, each in known)
+    before = sum(off * each for off, each in known) / size if size else max((off for off, _ in known), default=0.0)
+    for result in op.results:
+        lost = 0.0
+        if result.dtype is torch.float16 and result.numel():
+            part = few(result).float()
+            if op.name == "_to_copy":
+                was = few(op.given[0]).float()
+                error, whole = (part - was)[was.abs() < _NORMAL].square().sum(), was.square().sum()
+            else:
+                tiny = (part != 0) & (part.abs() < _NORMAL)
+                error, whole = tiny.sum() * (OFF * _NORMAL * 2**-10) ** 2, part.square().sum()
+            lost = min(float(error / whole), 1.0) if whole else 0.0
+        if known or lost:
+            notes.add(result, off=min(before + lost, 1.0))
+
+
+def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Problem]:
     recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
     spots, late = notes.spots("gradient in FP16"), _late(notes.skipped)
     nonzero = sum(spot.numbers["nonzero"] for spot in spots)
     if spots and not notes.skipped:
         share = sum(spot.numbers["tiny"] for spot in spots) / max(nonzero, 1)
         said = "all gradients that were looked at are zero, so nothing is trained"
-        said = f"{percent(share)} of the nonzero gradients are below its normal numbers" if nonzero else said
+        if nonzero:
+            said = f"{percent(share)} of the nonzero gradients are below its normal numbers, and those of weights are "
+            said += f"off by about {percent(off)} for it"
         device = next((p.device.type for p in names), "cuda")
-        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * share
-        wrong = share > 0.01 or not nonzero
+        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * off
+        wrong = off >= LIMIT or not nonzero
         said, weight = f"FP16 without a GradScaler: {said}", weight if nonzero else 0.9
         yield Problem("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
     if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
