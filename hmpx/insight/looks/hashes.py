@@ -69,6 +69,16 @@ class HashedCall:
     given: list[int] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
 
+    @property
+    def site(self) -> tuple[str, str, str]:
+        """Where it is. Files go by their names, as folders differ between machines."""
+        return self.stage, os.path.basename(self.where), self.module
+
+    @property
+    def hashes(self) -> list[int]:
+        """The hashes of the results."""
+        return [each[0] for each in self.results]
+
 
 class Hashes(Look):
     """Hashes the calls of some iterations. The device computes them, and they are read when the iteration is over."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ class CallPair(NamedTuple):
     @property
     def places(self) -> set[tuple]:
         """The line, the module and the op in each run."""
-        return {(*site(each), each.op) for each in self.both if each}
+        return {(*each.site, each.op) for each in self.both if each}
 
     @property
     def call(self) -> HashedCall:
@@ -67,9 +66,8 @@ class Iteration:
     Attributes:
         calls: all but gradients and weights. gradients: by name, those of ranks put together. weights: likewise, those
             that the step leaves.
-        apart: the calls at which the runs part. agree: those with the results of the other run. Both by identity.
-        ways: the number of calls that are another way to numbers that agree. follow: the number of calls whose results
-            differ because their inputs do.
+        kinds: by the identity of a call, what it is: "apart", if the runs part at it; "agrees", if it has the results
+            of the other run; "another way" to numbers that agree; "follows", if its results differ as its inputs do.
     """
 
     def __init__(self, calls: Sequence[HashedCall]) -> None:
@@ -77,19 +75,18 @@ class Iteration:
         self.gradients, self.weights = (
             _whole(each for each in calls if each.stage == stage) for stage in ("gradient", "weight")
         )
-        self._values = {value for each in self.calls for value in (*each.given, *hashes(each))}
+        self._values = {value for each in self.calls for value in (*each.given, *each.hashes)}
         made = (each for each in self.calls if each.stage in OPS and not each.given and not each.is_random)
-        self._constants = {value for each in made for value in hashes(each)}
+        self._constants = {value for each in made for value in each.hashes}
         self._keys = dict[int, tuple]()  # by identity: the line and op, and which call of it
         self._by_key = dict[tuple, HashedCall]()
         seen: Counter[tuple] = Counter()
         for each in self.calls:
-            place = (*site(each), each.op)
+            place = (*each.site, each.op)
             seen[place] += 1
             key = self._keys[id(each)] = (*place, seen[place])
             self._by_key[key] = each
-        self.apart, self.agree = dict[int, HashedCall](), set[int]()
-        self.follow = self.ways = 0
+        self.kinds: dict[int, str] = {}
 
     @property
     def ops(self) -> list[HashedCall]:
@@ -98,30 +95,30 @@ class Iteration:
     def compare(self, other: Iteration) -> None:
         """Sort the calls, from the last to the first, by what differs from the other run."""
         differing = (
-            each for name, each in self.gradients.items() if hashes(each) != hashes(other.gradients.get(name, each))
+            each for name, each in self.gradients.items() if each.hashes != other.gradients.get(name, each).hashes
         )
         needed = {value for each in differing for value in each.given}  # what a gradient or loss that differs needs
         is_training = bool(self.gradients) or any(each.stage == "loss" for each in self.calls)
         is_training &= all(math.isfinite(each.results[0][1]) for each in self.gradients.values())  # all NaN are alike
         for call in reversed(self.calls):
-            kind = self._kind(call, other, needed if is_training else None)
-            if kind == "apart":
-                self.apart[id(call)] = call
-            elif kind == "agrees":
-                self.agree.add(id(call))
-            elif call.stage in OPS:
-                self.ways += kind == "another way"
-                self.follow += kind == "follows"
+            kind = self.kinds[id(call)] = self._kind(call, other, needed if is_training else None)
             if kind in ("apart", "follows") or (kind == "agrees" and call.stage in ("loss", "traffic")):
                 needed.update(call.given)
+
+    def of_kind(self, kind: str) -> list[HashedCall]:
+        return [each for each in self.calls if self.kinds[id(each)] == kind]
+
+    def number(self, kind: str) -> int:
+        """Return how many ops are of a kind."""
+        return sum(each.stage in OPS for each in self.of_kind(kind))
 
     def _kind(self, call: HashedCall, other: Iteration, needed: set[int] | None) -> str:
         """Return what a call is beside the other run. needed: numbers that matter; None: all matter."""
         twin, known = other._by_key.get(self._keys[id(call)]), other._values | self._constants
         is_same_call = twin is not None and (twin.given, twin.settings) == (call.given, call.settings)
-        if twin is not None and is_same_call and hashes(twin) != hashes(call):
+        if twin is not None and is_same_call and twin.hashes != call.hashes:
             return "apart"
-        if not (new := {*hashes(call)} - known):
+        if not (new := {*call.hashes} - known):
             return "agrees"
         if needed is not None and needed.isdisjoint(new):
             return "another way"
@@ -130,7 +127,7 @@ class Iteration:
     def shared(self, other: Iteration) -> float:
         """Return the share of the calls that agree, or are of a line, module and op of the other run, too."""
         known = {key[:-1] for key in other._by_key}
-        alike = sum(id(each) in self.agree or self._keys[id(each)][:-1] in known for each in self.ops)
+        alike = sum(self.kinds[id(each)] == "agrees" or self._keys[id(each)][:-1] in known for each in self.ops)
         return alike / max(len(self.ops), 1)
 
     def parts(self, other: Iteration) -> list[CallPair]:
@@ -140,16 +137,20 @@ class Iteration:
         def of_ops(value: Callable[[HashedCall], Any]) -> Callable[[HashedCall], Any]:
             return lambda call: (call.stage, value(call) if call.stage in OPS else id(call))
 
-        left, right = [*self.apart.values()][::-1], [*other.apart.values()][::-1]
-        exact = (lambda call: keys[id(call)], lambda call: (call.stage, call.op, *(call.given or site(call))), site)
+        left, right = self.of_kind("apart"), other.of_kind("apart")
+        exact = (
+            lambda call: keys[id(call)],
+            lambda call: (call.stage, call.op, *(call.given or call.site)),
+            lambda call: call.site,
+        )
         pairs, left, right = paired(left, right, exact)
-        lines = {site(one) for pair in pairs for one in pair}
-        left = [each for each in left if site(each) not in lines and self._is_alone(each, other)]
-        right = [each for each in right if site(each) not in lines and other._is_alone(each, self)]
+        lines = {one.site for pair in pairs for one in pair}
+        left = [each for each in left if each.site not in lines and self._is_alone(each, other)]
+        right = [each for each in right if each.site not in lines and other._is_alone(each, self)]
         loose = (lambda call: call.op, lambda call: call.shapes.rpartition("->")[2], lambda call: None)
         more, left, right = paired(left, right, map(of_ops, loose))
         found: dict[int, HashedCall | None] = {id(a): b for a, b in pairs + more} | {id(a): None for a in left}
-        both = [(each, found[id(each)]) for each in reversed(self.apart.values()) if id(each) in found]
+        both = [(each, found[id(each)]) for each in self.of_kind("apart") if id(each) in found]
         every = [*both, *((None, each) for each in right)]
         return [CallPair(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in every]
 
@@ -158,27 +159,17 @@ class Iteration:
         if call.stage != "input":
             twin = other._by_key.get(self._keys[id(call)])
             return twin is None or self._values.issuperset(twin.given)  # or else what differs is before that
-        reader = next((each for each in self.ops if hashes(call)[0] in each.given), None)
+        reader = next((each for each in self.ops if call.hashes[0] in each.given), None)
         return reader is not None and self._keys[id(reader)] in other._by_key
 
     def _beside(self, call: HashedCall | None) -> list[HashedCall]:
-        return [each for each in self.ops if call and site(each) == site(call)]
-
-
-def site(call: HashedCall) -> tuple:
-    """Return where a call is. Files go by their names, as folders differ between machines."""
-    return call.stage, os.path.basename(call.where), call.module
-
-
-def hashes(call: HashedCall) -> list[int]:
-    """Return the hashes of the results."""
-    return [each[0] for each in call.results]
+        return [each for each in self.ops if call and each.site == call.site]
 
 
 def differing(first: dict[str, HashedCall], second: dict[str, HashedCall]) -> list[CallPair]:
     """Return what both runs have by name, and differs."""
     pairs = (CallPair(each, second.get(name)) for name, each in first.items())
-    return [each for each in pairs if each.second and hashes(each.call) != hashes(each.second)]
+    return [each for each in pairs if each.second and each.call.hashes != each.second.hashes]
 
 
 def _whole(gradients: Iterable[HashedCall]) -> dict[str, HashedCall]:

@@ -13,7 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.about import of_files
 from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.places import at_place, short_places
-from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read, site
+from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
 from hmpx.insight.report import Field, Grid, Report, number, short_dtypes
 
@@ -130,7 +130,7 @@ class Parting(Report):
 
     def _sections(self) -> Iterator[Grid]:
         ops = [each for each in self.parts if each.call.stage in OPS]
-        once = [*{(*site(each.call), each.call.op): each for each in reversed(ops)}.values()][::-1]
+        once = [*{(*each.call.site, each.call.op): each for each in reversed(ops)}.values()][::-1]
         head = f"Where they part, each line once: {number(len(once), 'line')}"
         yield Grid(_FIELDS, once, head, once if once[1:] else [], page=head)
         for each in self.sites._sections():
@@ -295,8 +295,8 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
         own, mate = first.of(iteration), second.of(iteration)
         own.compare(mate)
         mate.compare(own)
-        found.same += sum(id(each) in own.agree for each in own.ops)
-        found.follow, found.ways = own.follow, own.ways + mate.ways
+        found.same += own.number("agrees")
+        found.follow, found.ways = own.number("follows"), own.number("another way") + mate.number("another way")
         found.gradients = differing(own.gradients, mate.gradients)
         found.is_another = min(own.shared(mate), mate.shared(own)) < 0.5
         parts = own.parts(mate)
@@ -313,7 +313,7 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
 def _sites(run: Iteration) -> list[Site]:
     found: dict[tuple, Site] = {}
     for each in run.ops:
-        if id(each) not in run.agree:
+        if run.kinds[id(each)] != "agrees":
             op = f"{each.op}{' backward' if each.stage == 'backward' else ''}"
             made = Site(op, each.op, os.path.basename(each.where), each.module)
             made.given, made.result = (each.dtypes[0],), (each.dtypes[1],)
