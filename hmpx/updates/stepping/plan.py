@@ -98,7 +98,7 @@ class Fingerprint:
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         flat = {id(value) for value in of_states if value.dim() < 2}  # one layout is possible, so guards need not look
         self._laid, self._moving = [each for each in self._tensors if id(each) not in flat], moving
-        self._guards = Guards([*self._laid, *moving, *map(local, grads)])
+        self._guards, self._guards_of_grads = Guards([*self._laid, *moving]), Guards(list(map(local, grads)))
 
     def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
         """Return each group's number of parameters and their names, and how many names an outer ZeRO has given."""
@@ -140,12 +140,14 @@ class Fingerprint:
             return None
         if not self._has_members(optimizer.param_groups) or not self._has_state():
             return None
+        if not self._guards.hold([*self._laid, *self._moving]):
+            return None
+        return self.gradients() if list(map(Tensor.data_ptr, self._tensors)) == self._addresses else None
+
+    def gradients(self) -> Gradients | None:
+        """Return the gradients that there are now, if a step by the plan can take them; else None."""
         grads = self._gradients()
-        if grads is None:
-            return None
-        if not self._guards.hold([*self._laid, *self._moving, *grads]):
-            return None
-        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+        if grads is None or not self._guards_of_grads.hold(grads):
             return None
         addresses = array("Q", list(map(Tensor.data_ptr, grads)))
         if not all(addresses) and not all([at or not grad.numel() for at, grad in zip(addresses, grads, strict=True)]):

@@ -309,7 +309,7 @@ class Standing(Chunk):
 
     def _take_evaluation(self) -> None:
         if not self._shadows:
-            found = self._fingerprint.gradients_like(self._found.tensors)
+            found = self._fingerprint.gradients()
             if found is not None and self._table.takes(found.addresses):
                 self._put_gradients_back()
                 self._found = found

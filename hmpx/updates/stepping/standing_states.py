@@ -6,7 +6,6 @@ the room stand from one step to the next.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence, Set
 from itertools import chain, compress, islice, repeat
 from operator import attrgetter, is_, is_not, itemgetter
@@ -97,17 +96,6 @@ class StandingFingerprint(Fingerprint):
         self.values = values_of(self._dicts) if self._has_copies else []
         self._moving = ()
         return sum(map(len, self._dicts)) == len(self._own_keys)
-
-    def gradients_like(self, before: list[Tensor]) -> Gradients | None:
-        """Return the gradients, if they are such tensors as those before; else None."""
-        grads = self._found()
-        for now, was in zip(grads, before, strict=True):
-            is_plain = type(now) is Tensor and now.layout is torch.strided and now.is_contiguous()
-            if not is_plain or now.dtype is not was.dtype or now.shape != was.shape or now.device != was.device:
-                return None
-            if now.requires_grad or now.is_inference() or not now.data_ptr():
-                return None
-        return Gradients(grads, array("Q", list(map(Tensor.data_ptr, grads))))
 
     def _found(self) -> list[Any]:
         """Return the gradients. Where there is none, the weights stand for it: these have its size."""
