@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hmpx.base import run_in_region
 from hmpx.base.containers import tensors_in
 from hmpx.base.dtype_names import dtype_name
-from hmpx.base.torch_private import in_torch_func, private
+from hmpx.base.torch_private import in_torch_func, private, tree_map_only
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.ranks.sharding import local
 
@@ -85,6 +85,21 @@ def memory(tensor: Tensor) -> int:
         return part.untyped_storage().data_ptr() or -id(part)
     except RuntimeError:  # it is sparse, or a shell around other tensors
         return -id(part)
+
+
+def view_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Return what two tensors have in common that are one view of the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def called_in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Tensor]) -> Any:
+    """Call an op with ``of(tensor)`` for each tensor, and with FP32 where it is told a dtype of low precision."""
+
+    def again(value: Any) -> Any:
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+
+    args, kwargs = tree_map_only(Tensor, of, (args, kwargs))
+    return func(*map(again, args), **{key: again(value) for key, value in kwargs.items()})
 
 
 def differentiable(dtype: torch.dtype) -> bool:

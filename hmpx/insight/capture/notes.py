@@ -8,7 +8,7 @@ import os
 import types as python_types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hmpx.base.containers import tensors_in
 from hmpx.base.torch_private import LINES, private
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place
-from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, memory
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, memory, view_of
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
@@ -325,17 +326,17 @@ class Notes:
                 spot.is_read = True
         else:
             self._readers.setdefault(node, set()).update(spots)
-            for each in tensors((op.result,)):
+            for each in tensors_in((op.result,)):
                 self.add(each, spots=spots)
 
     def hand_on(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note that an op of indices and masks alone is made of what these were made of."""
         if spots := self._carried(args, kwargs):
-            for each in tensors((result,)):
+            for each in tensors_in((result,)):
                 self.add(each, spots=spots)
 
     def _carried(self, args: tuple, kwargs: dict[str, Any]) -> set[Spot]:
-        given = (*tensors(args), *tensors(kwargs.values())) if self._readers else ()
+        given = (*tensors_in(args), *tensors_in(kwargs.values())) if self._readers else ()
         return {spot for each in given for spot in self.facts(each).get("spots", ())}
 
     def passed(self, node: Any) -> None:
@@ -403,13 +404,13 @@ class Notes:
         """Return the facts of a tensor. Only `add` may change them."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return {}
-        storage, facts = self._facts.get(_key(tensor), (None, {}))
+        storage, facts = self._facts.get(view_of(tensor), (None, {}))
         return facts if storage is not None and not storage.expired() else {}
 
     def add(self, tensor: Tensor, **facts: Any) -> None:
         if len(self._facts) > self._MOST:
             self._facts.clear()
-        self._facts[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), {**self.facts(tensor), **facts}
+        self._facts[view_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), {**self.facts(tensor), **facts}
 
     def forget_facts(self) -> None:
         self._facts.clear()
@@ -424,18 +425,5 @@ class Notes:
         self.born.clear()
 
 
-def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Return the tensors of any dtype among some values, in lists, too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors(value)
-
-
 def _nothing() -> None:
     return None
-
-
-def _key(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hmpx.base.containers import tensors_in
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes, OpCall, tensors
+from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.tensors import LOW, sample
 from hmpx.ops.computing.kernels import asked_of
 from hmpx.ops.wrapping.callers import modules
@@ -180,7 +181,7 @@ class Cells(Look):
 
     def _computed(self, op: OpCall) -> None:
         if self._coded and "dequant" in op.name:  # of codes, as of a quantized base
-            for t in tensors((*op.args, *op.kwargs.values())):
+            for t in tensors_in((*op.args, *op.kwargs.values())):
                 if not t.is_floating_point() and (p := self._owner(t)) is not None:
                     self._at[_storage(op.out)] = [(0, 0, p)]
                     return
@@ -221,7 +222,7 @@ class Cells(Look):
 
     def _reduced(self, op: OpCall, is_functional: bool) -> None:
         written = op.result if is_functional else op.args[0]
-        for t in tensors((written,)) if op.schema.reduces else ():
+        for t in tensors_in((written,)) if op.schema.reduces else ():
             if t.is_floating_point():
                 before = self._sums.get(_storage(t), {})
                 self._sums[_storage(t)] = {**before, op.schema.reduces: dtype_name(t.dtype)}

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.base.torch_private import tree_map_only
 from hmpx.insight.capture.notes import Notes, OpCall, Place
 from hmpx.insight.places import unchosen as unchosen_dtype
-from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, sample, ulp
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
 
 _MANY = 64  # so many integers are not all even by accident
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
@@ -77,11 +76,7 @@ def measured(op: OpCall, notes: Notes) -> float:
         made = notes.exact(tensor) if tensor.dtype in LOW else tensor.detach()
         return made[:rows] if rows and made.shape == op.out.shape else made
 
-    def again(value: Any) -> Any:
-        return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
-
-    args, kwargs = tree_map_only(Tensor, wide, (op.args, op.kwargs))
-    made = op.func(*map(again, args), **{key: again(value) for key, value in kwargs.items()})
+    made = called_in_fp32(op.func, op.args, op.kwargs, wide)
     exact = (made[0] if isinstance(made, tuple | list) else made).double()
     off = (op.out.detach()[:rows] if rows else op.out.detach()).double() - exact
     return float(off.norm() / exact.norm()) if bool(exact.isfinite().all() and off.isfinite().all()) else math.nan

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hmpx.base.containers import tensors_in
 from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
 from hmpx.insight.capture.dispatch import Look
@@ -284,10 +285,7 @@ class Hashes(Look):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.layout is torch.strided and not value.is_meta else []
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [each for one in values for each in _tensors(one)]
+    return [each for each in tensors_in((value,)) if each.layout is torch.strided and not each.is_meta]
 
 
 def _settings(value: Any) -> Iterator[str]:

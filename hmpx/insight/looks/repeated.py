@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from hmpx.base.torch_private import LINES, tree_map_only, version_of
-from hmpx.insight.capture.notes import OpCall, own_frame, tensors
-from hmpx.insight.tensors import LOW, Tensor
+from hmpx.base.containers import tensors_in
+from hmpx.base.torch_private import LINES, version_of
+from hmpx.insight.capture.notes import OpCall, own_frame
+from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, view_of
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import callers
 
@@ -46,7 +47,7 @@ class RepeatableCall:
 
     @property
     def is_as_it_was(self) -> bool:
-        return self.versions == [*map(version_of, tensors(self.args))]
+        return self.versions == [*map(version_of, tensors_in(self.args))]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ class Calls:
         """Keep a call, and forget the oldest ones."""
         if not op.results:
             return
-        given, key = [*tensors(op.args)], _key(op.out)
+        given, key = [*tensors_in(op.args)], view_of(op.out)
         size = sum(each.numel() * each.element_size() for each in given)
         if op.name.endswith("_") or "out" in op.kwargs or _RANDOM in op.func.tags or size > _KEPT:
             self._made.pop(key, None)
@@ -86,7 +87,7 @@ class Calls:
             op.func, op.name, op.args, op.kwargs, weakref.ref(op.out), key, node, size, versions, line
         )
         self._calls.append(call)
-        if not any(_key(each) == key for each in given):
+        if not any(view_of(each) == key for each in given):
             self._made[key] = call
         if node is not None:
             self._of_node.setdefault(node, call)
@@ -130,12 +131,12 @@ class Calls:
         return (), ()
 
     def _is_finite(self, call: RepeatableCall, depth: int, last: dict[RepeatableCall, None]) -> bool:
-        given = [self._wide(each, depth, last).detach() for each in tensors(call.args) if each.is_floating_point()]
+        given = [self._wide(each, depth, last).detach() for each in tensors_in(call.args) if each.is_floating_point()]
         for each in given if torch.is_grad_enabled() else ():
             each.requires_grad_(True)
         left = iter(given)
         made = _run(call, lambda each: next(left) if each.is_floating_point() else each)
-        every = [each for each in tensors((made,)) if each.is_floating_point()]
+        every = [each for each in tensors_in((made,)) if each.is_floating_point()]
         if torch.is_grad_enabled():
             seeds = [each for each in every if each.requires_grad]
             grads = torch.autograd.grad(seeds, given, [*map(torch.ones_like, seeds)], allow_unused=True)
@@ -144,7 +145,7 @@ class Calls:
 
     def _wide(self, tensor: Tensor, depth: int, last: dict[RepeatableCall, None]) -> Tensor:
         """Return a tensor with so many ops before it computed in FP32. last: gets the first of these."""
-        made = self._made.get(_key(tensor))
+        made = self._made.get(view_of(tensor))
         if tensor.dtype not in LOW or made is None:
             return tensor.detach().float() if tensor.dtype in LOW else tensor.detach()
         if not made.is_as_it_was:
@@ -167,13 +168,4 @@ class _Gone(Exception):
 def _run(call: RepeatableCall, of: Any) -> Any:
     if not call.is_as_it_was:
         raise _Gone
-
-    def again(value: Any) -> Any:
-        return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
-
-    args, kwargs = tree_map_only(Tensor, of, (call.args, call.kwargs))
-    return call.func(*map(again, args), **{key: again(value) for key, value in kwargs.items()})
-
-
-def _key(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+    return called_in_fp32(call.func, call.args, call.kwargs, of)

@@ -12,13 +12,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.base.torch_private import tree_map_only
 from hmpx.insight.capture.dispatch import OpLook, few, is_of_hook
 from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Names, Problem, percent
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.report import grouped
-from hmpx.insight.tensors import LOW, Tensor, floating, memory, widened
+from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, floating, memory, widened
 
 _LOST = 0.5  # an average that keeps less does not follow
 _LATE = 0.8  # an average that keeps less follows later than it should, as if its decay were nearer to 1
@@ -67,7 +66,7 @@ class _Row(NamedTuple):
 
     def again(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         """Call it again, with ``of(tensor)`` for each tensor."""
-        result = self.op.func(*tree_map_only(Tensor, of, self.args), **tree_map_only(Tensor, of, self.kwargs))
+        result = called_in_fp32(self.op.func, self.args, self.kwargs, of)
         return result[0] if isinstance(result, list | tuple) else result
 
 
