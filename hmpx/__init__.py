@@ -26,7 +26,7 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight.doctor.doctor import Diagnosis as Diagnosis
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
-    from hmpx.insight.finding import Problem as Problem
+    from hmpx.insight.finding import Finding as Finding
     from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.tune import tune
@@ -93,7 +93,7 @@ _LATER = {
     "Comparison": "hmpx.insight.comparing.comparison",
     "Diagnosis": "hmpx.insight.doctor.doctor",
     "Log": "hmpx.insight.recording.log",
-    "Problem": "hmpx.insight.finding",
+    "Finding": "hmpx.insight.finding",
     "Row": "hmpx.insight.comparing.comparison",
     "Tuned": "hmpx.insight.tuning.tuned",
 }

@@ -14,7 +14,7 @@ import hmpx
 
 HANDLES = (
     *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Log, hmpx.Comparison),
-    *(hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.ModuleRule, hmpx.Diagnosis, hmpx.Problem),
+    *(hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.ModuleRule, hmpx.Diagnosis, hmpx.Finding),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS

@@ -1,4 +1,4 @@
-"""`Problem`: one thing that a look has found, to be printed, saved, or answered by a recipe."""
+"""`Finding`: one thing that a look has found, to be printed, saved, or answered by a recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Names = Mapping[torch.nn.Parameter, str]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """One finding.
 
     Attributes:
@@ -86,10 +86,10 @@ def asked(option: str, call: str) -> str:
     return f"python -m hmpx doctor {option} {shlex.join(process_state.script)}" if process_state.script else call
 
 
-def merged(problems: Iterable[Problem]) -> list[Problem]:
-    """Return one problem for a kind and a line; of several, the one that weighs most, with the names of all."""
-    found: dict[tuple[str, str], Problem] = {}
-    for each in problems:
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding for a kind and a line; of several, the one that weighs most, with the names of all."""
+    found: dict[tuple[str, str], Finding] = {}
+    for each in findings:
         key = (each.kind, each.where or each.said)
         before = found.get(key, each)
         most = max(before, each, key=lambda one: (one.wrong, one.weight))

@@ -19,13 +19,13 @@ GROUPS = {
     "Which op runs in what": """convert policy_for policies_of casts bf16 fp16 fp32 promote cached_weights Conversion
         ModuleRule Policy Rule""",
     "Updates": "disable_casts enable_casts attach detach stochastic_round stochastic_round_ Attachment",
-    "What happened, and why": """doctor record compare tune explain Diagnosis Problem Log Comparison Row Tuned
+    "What happened, and why": """doctor record compare tune explain Diagnosis Finding Log Comparison Row Tuned
         Choice""",
     "Habana's names": "hmp",
     "Errors": "HmpxError OpListError UnknownOpError OptLevelError",
 }
 # What functions return or raise, whose examples show it, what the guide has an example of, and what `bf16` shows.
-WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Precision PrecisionRow Problem Log Site
+WITHOUT_EXAMPLE = """Activation Conversion ModuleRule Rule Attachment Diagnosis Precision PrecisionRow Finding Log Site
     RoundTrip Comparison Row Tuned Choice OpListError UnknownOpError OptLevelError hmp fp16 fp32 promote""".split()
 _HEAD = """\
 # API

@@ -152,7 +152,7 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     print(choices[0].reason)
     with hmpx.doctor(steps=3, at=[2]) as diagnosis:
         assert_type(diagnosis, hmpx.Diagnosis)
-    assert_type(diagnosis.findings, list[hmpx.Problem])
+    assert_type(diagnosis.findings, list[hmpx.Finding])
     assert_type(diagnosis.recipe, hmpx.Recipe | None)
     with hmpx.record() as log:
         assert_type(log, hmpx.Log)

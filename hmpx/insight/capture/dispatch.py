@@ -20,7 +20,7 @@ import torch
 from hmpx.base import process_state
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_map_only
 from hmpx.insight.capture.notes import Notes, OpCall, Schema, own_frame
-from hmpx.insight.finding import Names, Problem
+from hmpx.insight.finding import Finding, Names
 from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.ops.wrapping.overriding import PLAIN
@@ -358,7 +358,7 @@ class Look:
     def close(self, optimizers: Iterable[Optimizer]) -> None:
         """The run is over."""
 
-    def findings(self, notes: Notes, names: Names) -> Iterable[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterable[Finding]:
         """Say what was found. names: the names of the parameters that were stepped."""
         return ()
 
@@ -373,7 +373,7 @@ class OpLook(Look):
     def __init__(
         self,
         see: Callable[[Notes, OpCall], None],
-        findings: Callable[[Notes, Names], Iterable[Problem]],
+        findings: Callable[[Notes, Names], Iterable[Finding]],
         *stages: str,
         unchecked: Callable[[Notes], Iterable[str]] = lambda notes: (),
     ) -> None:
@@ -385,5 +385,5 @@ class OpLook(Look):
     def see(self, notes: Notes, op: OpCall) -> None:
         self._see(notes, op)
 
-    def findings(self, notes: Notes, names: Names) -> Iterable[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterable[Finding]:
         return self._findings(notes, names)

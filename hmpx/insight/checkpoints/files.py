@@ -15,7 +15,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
 from hmpx.insight.checkpoints.tensors import FEWEST, Bar, FileTensor, seen
 from hmpx.insight.doctor.doctor import Diagnosis
-from hmpx.insight.finding import Problem, percent, some
+from hmpx.insight.finding import Finding, percent, some
 from hmpx.insight.report import Bars, Field, Grid, Lines, amount, number, plain
 from hmpx.insight.tensors import LOW
 
@@ -50,30 +50,30 @@ def low_of(tensors: Sequence[FileTensor]) -> list[FileTensor]:
     return [each for each in tensors if each.dtypes[-1] in LOW or each.numbers.dtype in LOW or are_all]
 
 
-def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Problem]:
+def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Finding]:
     """Return what the numbers of a checkpoint say. is_alone: whether there is no other one."""
     whole = sum(each.count for each in tensors) or 1
 
-    def problem(kind: str, wrong: bool, found: Sequence[FileTensor], said: str, do: str) -> Problem:
+    def finding(kind: str, wrong: bool, found: Sequence[FileTensor], said: str, do: str) -> Finding:
         weight = 1.0 if wrong else sum(each.count for each in found) / whole
-        return Problem(kind, wrong, said, do, names=tuple(each.name for each in found), weight=weight)
+        return Finding(kind, wrong, said, do, names=tuple(each.name for each in found), weight=weight)
 
     if broken := [each for each in tensors if not each.numbers.is_finite]:
         names = some(tuple(each.name for each in broken))
         said = f"inf or NaN in {number(len(broken), 'tensor')} of {len(tensors)} ({names})"
-        yield problem("not finite", True, broken, said, "go back to a checkpoint before it")
+        yield finding("not finite", True, broken, said, "go back to a checkpoint before it")
     wide = [each for each in tensors if each.dtypes[-1] is torch.float32 and each.count >= FEWEST]
     if padded := [each for each in wide if each.numbers.dtype in LOW]:
         names = " and ".join(sorted({dtype_name(each.numbers.dtype) for each in padded}))
         said = f"{len(padded)} of {len(wide)} float32 tensors hold only numbers of {names}: they come from such weights"
-        yield problem("float32 in name", False, padded, said, "save them in that dtype, in half the bytes")
+        yield finding("float32 in name", False, padded, said, "save them in that dtype, in half the bytes")
     if is_alone and (ones := [each for each in low_of(tensors) if each.is_vector and each.numbers.one == 1]):
         stand = "norm stands" if len(ones) == 1 else "norms stand"
         said = f"{len(ones)} {stand} at 1.0 in every element ({some(tuple(each.name for each in ones))})"
-        yield problem("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
+        yield finding("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
 
 
-def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float) -> tuple[list[Problem], list[str]]:
+def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float) -> tuple[list[Finding], list[str]]:
     """Return what a learning rate says of weights in low precision, and the facts behind it, in words."""
     low = [each for each in tensors if each.numbers.dtype in LOW and len(each.shape) > 1]
     if not (rate and low):
@@ -88,10 +88,10 @@ def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float
         )
     if lost < _HALF or kept >= _LEAST:
         return [], [said, *told]
-    return [Problem("small steps", False, f"{said}: rounded to nearest, it leaves them", _ATTACH, names=names)], told
+    return [Finding("small steps", False, f"{said}: rounded to nearest, it leaves them", _ATTACH, names=names)], told
 
 
-def of_state(state: Mapping[str, Stored]) -> Iterator[Problem]:
+def of_state(state: Mapping[str, Stored]) -> Iterator[Finding]:
     """Return what the state of an optimizer says, if a checkpoint has it."""
     kinds: dict[str, Counter[str]] = {}
     for name, each in state.items():
@@ -102,10 +102,10 @@ def of_state(state: Mapping[str, Stored]) -> Iterator[Problem]:
         said = ", ".join(f"{kind} in {' and '.join(each)}" for kind, each in low.items())
         said += ": an average that is rounded to nearest stands still where it changes by less than half an ulp"
         do = "keep it in float32, or round it stochastically: hmpx.attach(optimizer, state_dtype=torch.bfloat16)"
-        yield Problem("optimizer state", False, said, do)
+        yield Finding("optimizer state", False, said, do)
 
 
-def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], list[str]]:
+def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], list[str]]:
     """Return what the movement from one checkpoint to another says, and what it does not tell. kept: of all."""
     both = [each for each in tensors if each.were]
     weights = [each for each in both if len(each.shape) > 1]
@@ -121,7 +121,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], 
     still = tuple(each.name for each in weights if each.is_same)
     if still:
         said = f"{len(still)} of {len(weights)} weight matrices did not move at all ({some(still)})"
-        found.append(Problem("not trained", False, said, "if they should be, give them to the optimizer", names=still))
+        found.append(Finding("not trained", False, said, "if they should be, give them to the optimizer", names=still))
     unclear = [*_unclear(weights, kept)]
     vectors = [each for each in low_of(both) if each.is_vector and each.numbers.one != 0]
     shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
@@ -132,11 +132,11 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Problem], 
         at_one = f", {len(ones)} of them at 1.0 in every element" if ones else ""
         names = tuple(each.name for each in low)
         said = f"{len(low)} of {len(vectors)} norms and biases did not move at all{at_one} ({some(names)}): not trained"
-        found.append(Problem("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
+        found.append(Finding("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
     return found, unclear
 
 
-def _lost(told: Sequence[FileTensor], kept: float, half: float) -> Problem:
+def _lost(told: Sequence[FileTensor], kept: float, half: float) -> Finding:
     worst = sorted(told, key=lambda each: each.moved.kept)  # type: ignore[union-attr]
     names = tuple(each.name for each in worst if each.moved.kept < _LEAST)  # type: ignore[union-attr]
     first, held = worst[0].moved, max(Counter(each.numbers.dtype for each in told).items(), key=lambda each: each[1])[0]
@@ -144,17 +144,17 @@ def _lost(told: Sequence[FileTensor], kept: float, half: float) -> Problem:
     said = f"{dtype_name(held)} weights moved {100 * min(kept, 1):.0f} % as far as float32 weights would have "
     said += f"({len(names)} of {len(told)} matrices less than {100 * _LEAST:.0f} %; {percent(half)} of the weights in "
     said += f"matrices below {100 * _HALF:.0f} %; worst {worst[0].name}: {100 * first.kept:.0f} %)"
-    return Problem(LOST, True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
+    return Finding(LOST, True, said, _ATTACH, names=names, weight=0.5 + 0.45 * (1 - min(kept, 1)))
 
 
-def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Problem]:
+def _of_dtypes(both: Sequence[FileTensor]) -> Iterator[Finding]:
     pairs = Counter(each.dtypes for each in both if each.dtypes[0] is not each.dtypes[1])
     for (old, new), count in pairs.items():
         narrows = old.itemsize > new.itemsize
         said = f"{count} of {len(both)} tensors were {dtype_name(old)} and are {dtype_name(new)}"
         said += f"; what moved is what moved from their numbers in {dtype_name(new)}" if narrows else ""
         names = tuple(each.name for each in both if each.dtypes == (old, new))
-        yield Problem("dtypes", False, said, "train and save in the dtype that you mean", names=names, weight=0.1)
+        yield Finding("dtypes", False, said, "train and save in the dtype that you mean", names=names, weight=0.1)
 
 
 def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
@@ -253,16 +253,16 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
     found.findings += [*of_each(found.tensors, is_alone=not after), *(() if last.of_hmpx else of_state(last.state))]
     if after:
         found.kept = kept_of(found.tensors)
-        problems, unclear = of_both(found.tensors, found.kept)
-        found.findings += problems
+        findings, unclear = of_both(found.tensors, found.kept)
+        found.findings += findings
         found.not_checked += unclear
-        if not math.isnan(found.kept) and not any(each.kind == LOST for each in problems):
+        if not math.isnan(found.kept) and not any(each.kind == LOST for each in findings):
             judged = amount(sum(each.count for each in found.tensors if each.tells))
             said = f"{100 * min(found.kept, 1):.0f} % as far as float32 weights would have"
             found.looked.append(f"{judged} weights, in matrices, moved {said}")
-    problems, told = of_steps(found.tensors, rate, steps, found.kept)
+    findings, told = of_steps(found.tensors, rate, steps, found.kept)
     found.looked += told
-    found.findings += problems
+    found.findings += findings
     found.findings.sort(key=lambda each: (not each.wrong, -each.weight))
     return found
 

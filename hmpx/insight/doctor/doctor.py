@@ -18,7 +18,7 @@ from hmpx.insight.capture.dispatch import aside
 from hmpx.insight.doctor.expected import differences
 from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
 from hmpx.insight.doctor.table import Precision, precision_of
-from hmpx.insight.finding import Problem, merged
+from hmpx.insight.finding import Finding, merged
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.nonfinite import Nonfinite
@@ -41,7 +41,7 @@ class Diagnosis(Report):
     """What is wrong with the precision of a training. It prints as one screen, the worst first.
 
     Attributes:
-        findings: a `Problem` for each thing that was found: `kind`, `wrong`, `said`, `do`, `where`, `names`, `ops`.
+        findings: a `Finding` for each thing that was found: `kind`, `wrong`, `said`, `do`, `where`, `names`, `ops`.
         wrong: whether one of them harms the training; the others are notes.
         precision: what everything is in, the table that is printed first: a `Precision`.
         looked: what was looked at, in words: how many steps, which of them for what, which optimizers.
@@ -54,7 +54,7 @@ class Diagnosis(Report):
     """
 
     _schema = 1
-    findings: list[Problem] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     precision: Precision = field(default_factory=Precision)
     looked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
@@ -201,22 +201,22 @@ class Examination(Capture):
             self.close()
         found, trained = self.found, self.trained
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
-        problems, unchecked = list[Problem](), [*self._not_checked()]
+        findings, unchecked = list[Finding](), [*self._not_checked()]
         with aside(self.trouble, is_whole=True):
             self.notes.copies = {*self._cells.whole()}
         for look in self.looks:
             with aside(self.trouble, is_whole=True):
-                problems += [*look.findings(self.notes, names)]
+                findings += [*look.findings(self.notes, names)]
             with aside(self.trouble, is_whole=True):
                 unchecked += [*look.unchecked(self.notes, names)]
         with aside(self.trouble, is_whole=True):
             found.precision = precision_of(self, self._cells, self._updates.moves, self._replicas.world)
             if self._expected is not None and not self._replicas.rank:  # the first rank says it for all
-                problems += differences(self._expected, found.precision.as_json())
+                findings += differences(self._expected, found.precision.as_json())
         if not alone:
             with aside(self.trouble, is_whole=True):
-                problems, unchecked = self._replicas.gathered(problems, unchecked, names, self.optimizers)
-        found.findings[:] = sorted(merged(problems), key=lambda each: (not each.wrong, -each.weight))
+                findings, unchecked = self._replicas.gathered(findings, unchecked, names, self.optimizers)
+        found.findings[:] = sorted(merged(findings), key=lambda each: (not each.wrong, -each.weight))
         with aside(self.trouble, is_whole=True):
             found.findings[:] = [replace(each, do=in_words(each.do, self.words)) for each in found.findings]
             script = Script(self)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.insight.finding import Problem, some
+from hmpx.insight.finding import Finding, some
 from hmpx.insight.places import numberless
 from hmpx.insight.report import number, short_dtypes
 
@@ -36,7 +36,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise HmpxError(f"--expect takes what doctor --json of an earlier run has written: {said}") from None
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Problem]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Finding]:
     """Say what is in another dtype, gone or new. What was not seen in one of the runs is not compared.
 
     Parameters whose first cell differs alike are one finding, which names the cells that follow from it.
@@ -46,7 +46,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[P
         return
     for said, some_of, others in (("gone", old, new), ("new", new, old)):
         if left := [each for each in some_of if each not in others]:
-            yield _problem(f"{said}: ", left)
+            yield _finding(f"{said}: ", left)
     found: dict[tuple[str, str, str], list[str]] = {}
     more: dict[tuple[str, str, str], dict[str, None]] = {}
     for name in (each for each in new if each in old):
@@ -56,12 +56,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[P
     for first, names in found.items():
         cell, was, is_now = map(short_dtypes, first)
         then = f"; so is {some(tuple(map(short_dtypes, more[first])), 6)}" if more[first] else ""
-        yield _problem(f"{cell} {is_now} now, {was} before{then}: ", names)
+        yield _finding(f"{cell} {is_now} now, {was} before{then}: ", names)
     for key in before["beside"].keys() & now["beside"].keys() - {"GradScaler"}:
         dtypes = [{*_DTYPE.findall(each["beside"][key])} for each in (now, before)]
         if dtypes[0] != dtypes[1] and "?" not in (before["beside"][key], now["beside"][key]):
             told = [short_dtypes(" and ".join(sorted(each)) or "none") for each in dtypes]
-            yield _problem(f"{key} {told[0]} now, {told[1]} before", [])
+            yield _finding(f"{key} {told[0]} now, {told[1]} before", [])
 
 
 def _cells(
@@ -92,7 +92,7 @@ def _cells(
         yield "moves", "as far as float32 weights", "less than half as far"
 
 
-def _problem(said: str, names: list[str]) -> Problem:
+def _finding(said: str, names: list[str]) -> Finding:
     alike = tuple(dict.fromkeys(map(numberless, names)))
     which = f"{number(len(names), 'parameter')} ({some(alike)})" if names else ""
-    return Problem("expected", True, said + which, _DO, names=tuple(names), weight=0.9)
+    return Finding("expected", True, said + which, _DO, names=tuple(names), weight=0.9)

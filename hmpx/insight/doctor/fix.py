@@ -12,7 +12,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
-from hmpx.insight.finding import Problem
+from hmpx.insight.finding import Finding
 from hmpx.insight.looks import products
 from hmpx.insight.looks.checks import LISTED
 from hmpx.insight.places import numberless, short_places
@@ -115,7 +115,7 @@ def _of_autocast(script: Script) -> Base:
 
 
 def recipe_for(
-    problems: Sequence[Problem], script: Script, base: Base | None
+    findings: Sequence[Finding], script: Script, base: Base | None
 ) -> tuple[Recipe | None, dict[str, str], str]:
     """Return the recipe, the reason for each of its keys, and its text with these as comments; None if none is of use.
 
@@ -124,7 +124,7 @@ def recipe_for(
     Raises:
         HmpxError: it would stop the script.
     """
-    answered = [each for each in problems if each.recipe]
+    answered = [each for each in findings if each.recipe]
     if not answered:
         return None, {}, ""
     asked = {key for each in answered for key in each.recipe}
@@ -161,12 +161,12 @@ def recipe_for(
             keys["state_dtype"] = "bfloat16"
     recipe = as_recipe({**keys, EXTENDS: base.recipe} if base else keys)
     script.check(recipe)
-    return recipe, reasons, _text(keys, reasons, problems)
+    return recipe, reasons, _text(keys, reasons, findings)
 
 
-def legal(problem: Problem, script: Script) -> Problem:
+def legal(finding: Finding, script: Script) -> Finding:
     """Return a finding without what a recipe cannot say of this script: a module's name that two models have, say."""
-    recipe, do = dict(problem.recipe), problem.do
+    recipe, do = dict(finding.recipe), finding.do
     of_steps: dict[str, Any] = {
         key: recipe[key] for key in ("weights", "state_dtype", "use_fp32_grad_acc") if key in recipe
     }
@@ -178,15 +178,15 @@ def legal(problem: Problem, script: Script) -> Problem:
     rules = recipe.pop("modules", {})
     plain = {name: rule for name, rule in rules.items() if script.is_plain(name)}
     recipe |= {"modules": plain} if plain else {}
-    if problem.kind in LISTED:
+    if finding.kind in LISTED:
         others = {op for name, rule in rules.items() if name not in plain for op in rule["fp32"]}
         recipe |= {"fp32": sorted({*recipe.get("fp32", ()), *others})} if others else {}
         rules = plain
-    edit = problem.edit or (problem.where,) if len(plain) < len(rules) else problem.edit
-    return replace(problem, recipe=recipe, do=do, edit=edit if recipe else ())
+    edit = finding.edit or (finding.where,) if len(plain) < len(rules) else finding.edit
+    return replace(finding, recipe=recipe, do=do, edit=edit if recipe else ())
 
 
-def _modules(answered: Iterable[Problem], around: Mapping[str, Any]) -> dict[str, Any]:
+def _modules(answered: Iterable[Finding], around: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rules for modules, sorted. A dtype for all of a module outranks a list.
 
     around: the rules that are there already. Of patterns that fit a module the last decides, so a new rule holds what
@@ -223,7 +223,7 @@ def by_patterns(rules: Mapping[str, Any], names: Collection[str]) -> dict[str, A
     return found
 
 
-def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterable[Problem]) -> str:
+def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], findings: Iterable[Finding]) -> str:
     lines = ["# Written by `hmpx.doctor`: the smallest recipe that answers what it found."]
     for key, value in keys.items():
         lines += _comment(reasons.get(key, ""))
@@ -233,7 +233,7 @@ def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterabl
             lines.append(f"{key}: {_yaml(value)}")
     left = [
         f"{each.kind}: {f'{short_places(where)}: ' if where else ''}{each.do}"
-        for each in problems
+        for each in findings
         for where in (each.edit or ([] if each.recipe else [each.where]))
     ]
     if left:

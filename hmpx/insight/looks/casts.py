@@ -11,7 +11,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look, OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
-from hmpx.insight.finding import Names, Problem, some
+from hmpx.insight.finding import Finding, Names, some
 from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.updates.stepping.names import parameters
@@ -48,7 +48,7 @@ def look_at_casts(notes: Notes, op: OpCall) -> None:
         notes.last_cast = weakref.ref(op.out), spot
 
 
-def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
+def of_casts(notes: Notes, names: Names) -> Iterator[Finding]:
     told: set[str] = set()
     for spot in notes.spots("cast up", "cast down"):
         numbers, up = spot.numbers, spot.kind == "cast up"
@@ -60,16 +60,16 @@ def of_casts(notes: Notes, names: Names) -> Iterator[Problem]:
         if dropped and up:
             said = f"{spot.said} is cast to float32 here, and nobody uses the result ({times})"
             do = "x = x.float(), if it is to be in float32: that does not work in place"
-            yield Problem("upcast", False, said, do, spot.where, weight=0.15)
+            yield Finding("upcast", False, said, do, spot.where, weight=0.15)
         elif up and numbers["autocast"]:
             said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
             device = next((p.device.type for p in names), "cuda")
             do = f'leave autocast there: with torch.autocast("{device}", enabled=False)'
-            yield Problem("upcast", False, said, do, spot.where, weight=0.15)
+            yield Finding("upcast", False, said, do, spot.where, weight=0.15)
         elif numbers["same_line"]:
             does = "changes nothing and costs two casts" if up else "rounds it to low precision and gains nothing"
             said = f"one line casts a tensor {'up and down' if up else 'down and up'} again, which {does} ({times})"
-            yield Problem("casts there and back", False, said, "take both casts away", spot.where, weight=0.05)
+            yield Finding("casts there and back", False, said, "take both casts away", spot.where, weight=0.05)
 
 
 @dataclass
@@ -114,10 +114,10 @@ class EarlyUpcasts(Look):
         whole = {p for each, p in found if each.lowered} == low
         self._dropped += [(each.spot, p) for each, p in found if not (whole and each.lowered)]
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         if self._dropped:
             spot, which = self._dropped[0][0], tuple(dict.fromkeys(names[p] for _, p in self._dropped))
             was, still = ("was", "is") if len(which) == 1 else ("were", "are")
             said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
             do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work "
-            yield Problem("upcast", False, said, f"{do}in place", spot.where, which, weight=0.2)
+            yield Finding("upcast", False, said, f"{do}in place", spot.where, which, weight=0.2)

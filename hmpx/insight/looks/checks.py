@@ -13,7 +13,7 @@ import torch
 from hmpx.base.torch_private import private
 from hmpx.insight.capture.dispatch import OpLook
 from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
-from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
 from hmpx.insight.places import MIXING, short_places
@@ -30,7 +30,7 @@ _IN_FP32 = "compute it in float32 (x.float())"
 
 
 class Check(NamedTuple):
-    """One row of the table: `kind`, `said`, `do` and `weight` of a `Problem`, and what shows it.
+    """One row of the table: `kind`, `said`, `do` and `weight` of a `Finding`, and what shows it.
 
     Attributes:
         wrong: whether it harms a training, where a gradient depends on a result that is off by `LIMIT` or more.
@@ -156,10 +156,10 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
     notes.follow(op, found)
 
 
-def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:
+def of_ops(notes: Notes, names: Names) -> Iterator[Finding]:
     for check in CHECKS:
         if spots := notes.spots(check.kind):
-            yield _problem(check, spots)
+            yield _finding(check, spots)
 
 
 def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
@@ -201,7 +201,7 @@ def _is_scripted(op: OpCall, name: str) -> bool:
     return not is_named and any(isinstance(of.get(n), torch.jit.ScriptFunction) for names, of in known for n in names)
 
 
-def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
+def _finding(check: Check, spots: Sequence[Spot]) -> Finding:
     harmful = [spot for spot in spots if spot.is_read and spot.off >= LIMIT]
     spots = sorted(spots, key=lambda spot: spot not in harmful) if check.wrong else spots
     named = [spot for spot in spots if spot.op != BACKWARD]
@@ -225,7 +225,7 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     too = f", and the {' and '.join(makers)} that it is of" if makers else ""
     do = spots[0].advice(check.do + too)
     wrong, weight = check.wrong and bool(harmful), check.weight if harmful or not check.wrong else check.weight / 4
-    return Problem(check.kind, wrong, said, do, spots[0].where, modules, ops, weight, recipe, edit)
+    return Finding(check.kind, wrong, said, do, spots[0].where, modules, ops, weight, recipe, edit)
 
 
 def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -12,7 +12,7 @@ import torch
 from hmpx.base.torch_private import norms_of
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
-from hmpx.insight.finding import Names, Problem, asked, some
+from hmpx.insight.finding import Finding, Names, asked, some
 from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.looks.repeated import Calls, RepeatableCall
 from hmpx.insight.tensors import LOW, Tensor, has_numbers, held_here, is_finite, is_masked
@@ -168,7 +168,7 @@ class Nonfinite(Look):
         """The op that makes the first inf or NaN of finite numbers."""
         return self._path.maker or self._path.nan
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         what, iteration, where = self._reached or ("", 0, "")
         path = self._path
         if 0 < len(self._where) < len(names):
@@ -185,44 +185,44 @@ class Nonfinite(Look):
             given = path.given
             said = f"{given.name} is given {'a NaN' if given.numbers['nan'] else 'an inf'} that no op has made, "
             do = "look where these numbers come from: in the data of this step, or in weights"
-            yield Problem(
+            yield Finding(
                 "inf or NaN", True, f"{said}{given.said}; {when}", do, given.where, ops=(given.name,), weight=0.9
             )
         elif self._reached is not None and iteration in self._looked:
             said = f"{when}, and no op that was looked at made the first"
             do = "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
-            yield Problem("inf or NaN", True, said, do, where, weight=0.9)
+            yield Finding("inf or NaN", True, said, do, where, weight=0.9)
         elif self._reached is not None:
             is_gradient = what.startswith("gradients")
             said = when if is_gradient else f"{what} are inf or NaN from step {iteration} on"
             do = asked(f"--at {iteration}", f"hmpx.doctor(at=[{iteration}])")
             do += " looks at every op of that step and names the first"
-            yield Problem("inf or NaN", True, said, do, where, weight=0.9 if is_gradient else 1.0)
+            yield Finding("inf or NaN", True, said, do, where, weight=0.9 if is_gradient else 1.0)
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
             yield self._made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
         elif self._losses:
             steps = f"{len(self._losses)} iterations, first in iteration {self._losses[0]}"
             do = asked(f"--at {self._losses[0]}", f"hmpx.doctor(at=[{self._losses[0]}])")
             do += " looks at every op of that step"
-            yield Problem("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)
+            yield Finding("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)
 
-    def _made(self, maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Problem:
-        problem, cure = _made(maker, nan, rest, wrong), self._cures.get(maker)
+    def _made(self, maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Finding:
+        finding, cure = _made(maker, nan, rest, wrong), self._cures.get(maker)
         if not maker.numbers["low"] and not (cure and cure[1]):  # in FP32 it is as it is
-            return problem
+            return finding
         listed, rounded = cure or ((), ())
         of = f" and the {' and '.join(rounded)} that it is of" if rounded else ""
         what = f"compute it{of} in float32"
         if cure is None:
             do = f"{what} (not tried: what it was made of is gone)"
         elif not listed:
-            do = f"{problem.do}: in float32, with up to four ops before it, it is not finite either"
+            do = f"{finding.do}: in float32, with up to four ops before it, it is not finite either"
         else:
             do = f"{what}: so it is finite, as was tried"
-        return replace(problem, do=do, recipe={"fp32": sorted(listed)} if listed else {})
+        return replace(finding, do=do, recipe={"fp32": sorted(listed)} if listed else {})
 
 
-def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Problem:
+def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Finding:
     what = "a NaN" if maker.numbers["nan"] else "an inf"
     of = "an inf that the script itself has set, as in a mask" if maker.numbers["of_inf"] else "finite numbers"
     said = f"{maker.name} is the first op that makes {what} of {of}, {maker.said}{maker.place.within}"
@@ -232,7 +232,7 @@ def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Probl
     do = "keep its input away from where it is not defined"
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
-    return Problem("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
+    return Finding("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
 
 
 def _numbers_of(tensor: Tensor) -> Tensor | None:

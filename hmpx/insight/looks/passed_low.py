@@ -14,7 +14,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
-from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.report import number
@@ -83,7 +83,7 @@ class PassedLow(Look):
             seen.steps += 1
             seen.last = seen.now() if seen.is_due else None
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         for seen in self._seen.values():
             if not seen.rounded or seen.dtype is None:
                 continue
@@ -93,4 +93,4 @@ class PassedLow(Look):
             said += f" and {number(len(seen.rounded) - 1, 'later one')}" if seen.rounded[1:] else ""
             said += f", as they did not after the step before: they keep {percent(kept)} of the way that they had gone"
             do, wrong = "copy, save and average weights in float32", kept < LIMIT
-            yield Problem("rounded between steps", wrong, said, do, seen.where, told, weight=0.8 if wrong else 0.1)
+            yield Finding("rounded between steps", wrong, said, do, seen.where, told, weight=0.8 if wrong else 0.1)

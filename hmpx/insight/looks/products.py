@@ -9,7 +9,7 @@ import torch
 
 from hmpx.insight.capture.dispatch import OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.places import short_place
 from hmpx.insight.tensors import LOW
 
@@ -61,7 +61,7 @@ def autocast_dtype(notes: Notes) -> torch.dtype | None:
     return (torch.float16 if any(spot.numbers["half"] for spot in spots) else torch.bfloat16) if spots else None
 
 
-def of_products(notes: Notes, names: Names) -> Iterator[Problem]:
+def of_products(notes: Notes, names: Names) -> Iterator[Finding]:
     low, wide = notes.spots("product in low"), notes.spots("product")
     flops = [sum(spot.numbers["flops"] for spot in spots) for spots in (low, wide)]
     share = flops[1] / (sum(flops) or 1)
@@ -70,13 +70,13 @@ def of_products(notes: Notes, names: Names) -> Iterator[Problem]:
         modules = tuple(dict.fromkeys(spot.module or short_place(spot.where) for spot in spots))
         said = f"{percent(share)} of the products of the forward pass ran in float32, outside of autocast: "
         do = "call them inside of torch.autocast, unless they are in float32 for a reason"
-        yield Problem("autocast", False, said + some(modules), do, spots[0].where, modules, weight=0.15)
+        yield Finding("autocast", False, said + some(modules), do, spots[0].where, modules, weight=0.15)
     precision = wide[0].said if wide else ""
     if precision == "medium" or (precision == "high" and any(spot.numbers["gpu"] for spot in wide)):
         digits = "8 bits (BF16)" if precision == "medium" else "11 bits (TF32)"
         said = f'float32_matmul_precision is "{precision}": products in float32, {percent(share)} of all, may keep '
         do = 'torch.set_float32_matmul_precision("highest") where they are in float32 for a reason'
-        yield Problem("matmul precision", False, f"{said}{digits} of each number", do, weight=0.1)
+        yield Finding("matmul precision", False, f"{said}{digits} of each number", do, weight=0.1)
 
 
 PRODUCTS = OpLook(look_at_products, of_products, "forward")

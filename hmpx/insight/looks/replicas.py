@@ -21,7 +21,7 @@ import torch
 from hmpx.base.torch_private import AGREEMENT, private
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
-from hmpx.insight.finding import Names, Problem, some
+from hmpx.insight.finding import Finding, Names, some
 from hmpx.insight.tensors import has_numbers
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.stepping.names import parameters
@@ -79,25 +79,25 @@ class Replicas(Look):
 
     def gathered(
         self,
-        problems: list[Problem],
+        findings: list[Finding],
         unchecked: list[str],
         names: Names,
         optimizers: Iterable[torch.optim.Optimizer],
-    ) -> tuple[list[Problem], list[str]]:
+    ) -> tuple[list[Finding], list[str]]:
         """Return, on the first rank, these findings and those of the other ranks; elsewhere, these."""
         if self._store is None:
-            return problems, unchecked
+            return findings, unchecked
         last = self._heard() or self._now
         own: dict[str, Any] = {
             "sums": {"first": self._first, "last": _sums(optimizers)},
             "is_reduced": 2 * self._reduced > self._steps,
             "is_silent": last == self._silent,
-            "findings": [each.as_json() for each in problems],
+            "findings": [each.as_json() for each in findings],
             "unchecked": unchecked,
         }
         self._store.set(f"hmpx/doctor/{self._number}/{self.rank}", json.dumps(own))
         if self.rank:
-            return problems, unchecked
+            return findings, unchecked
         found, until = {0: own}, monotonic() + _PATIENCE
         for rank in range(1, self.world):
             try:
@@ -112,10 +112,10 @@ class Replicas(Look):
                     *unchecked,
                     *(f"on rank {rank}: {said}" for said in each["unchecked"] if said not in unchecked),
                 ]
-                problems = [*problems, *(_of_rank(rank, one) for one in each["findings"])]
-        return [*problems, *self._apart([*found.values()], names)], unchecked
+                findings = [*findings, *(_of_rank(rank, one) for one in each["findings"])]
+        return [*findings, *self._apart([*found.values()], names)], unchecked
 
-    def _apart(self, ranks: Sequence[dict[str, Any]], names: Names) -> Iterator[Problem]:
+    def _apart(self, ranks: Sequence[dict[str, Any]], names: Names) -> Iterator[Finding]:
         columns = [each["sums"][when] for when in ("first", "last") for each in ranks]
         if len(ranks) < self.world or {len(each) for each in columns} != {len(names)}:
             return  # optimizers that came later, or differ
@@ -132,14 +132,14 @@ class Replicas(Look):
             if not wrong:
                 said += "; between backward pass and step the ranks told each other nothing"
                 do = f"nothing, if each rank is to train weights of its own for a while; else {_DO}"
-            yield Problem("replicas", wrong, said, do, names=apart, weight=0.95 if wrong else 0.1)
+            yield Finding("replicas", wrong, said, do, names=apart, weight=0.95 if wrong else 0.1)
 
 
-def _of_rank(rank: int, found: dict[str, Any]) -> Problem:
+def _of_rank(rank: int, found: dict[str, Any]) -> Finding:
     """Return what another rank has found; of one kind and line, what this rank says goes before it."""
     values: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in found.items()}
     said, weight = f"on rank {rank}, {found['said']}", 0.999 * found["weight"]
-    return Problem(**{**values, "said": said, "weight": weight})
+    return Finding(**{**values, "said": said, "weight": weight})
 
 
 def _sums(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:

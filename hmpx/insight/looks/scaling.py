@@ -10,7 +10,7 @@ import torch
 
 from hmpx.insight.capture.dispatch import FEW, Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, asked, percent
+from hmpx.insight.finding import Finding, Names, asked, percent
 from hmpx.insight.looks.checks import LIMIT
 from hmpx.insight.looks.evidence import OFF
 from hmpx.insight.looks.steps import window_of
@@ -93,14 +93,14 @@ class Scale(Look):
         way = _way(optimizer, max(made, key=torch.Tensor.numel), share, scale) if is_short and share > 0 else 1.0
         self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, way))
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         yield from _of_scale(notes, names, (self._error / self._size) ** 0.5 if self._size else 0.0)
         for key, (count, left, way, scale) in self._shortened():
             said = f"gradients are clipped while a GradScaler's scale of {scale:g} is still in them: {_share(left)} of "
             said += f"them is left, in {count} of {len(self._clipped[key])} steps that were looked at"
             said += f", and a step goes {_share(way)} as far" if way == way else ""
             do, wrong = "scaler.unscale_(optimizer) before the line that clips", way <= 0.9
-            yield Problem("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
+            yield Finding("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
 
     def _shortened(self) -> Iterator[tuple[int, tuple[int, float, float, float]]]:
         """Yield optimizers, by identity, most of whose gradients are short: in how many steps, and the medians."""
@@ -175,7 +175,7 @@ def _hand_on(notes: Notes, op: OpCall) -> None:
             notes.add(result, off=min(before + lost, 1.0))
 
 
-def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Problem]:
+def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Finding]:
     recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
     spots, late = notes.spots("gradient in FP16"), _late(notes.skipped)
     nonzero = sum(spot.numbers["nonzero"] for spot in spots)
@@ -189,11 +189,11 @@ def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Problem]:
         do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * off
         wrong = off >= LIMIT or not nonzero
         said, weight = f"FP16 without a GradScaler: {said}", weight if nonzero else 0.9
-        yield Problem("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
+        yield Finding("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
     if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
         said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
         lasts = notes.scale <= 1
         said += "gradients are inf or NaN at any scale" if lasts else "it is still falling, so nothing is known of them"
         do = f"look for the first op that makes them ({asked('--at 3', 'hmpx.doctor(at=[3])')}), or use BF16, which "
         do += "needs no scale"
-        yield Problem("GradScaler", lasts, said, do, weight=0.9, recipe=recipe)
+        yield Finding("GradScaler", lasts, said, do, weight=0.9, recipe=recipe)

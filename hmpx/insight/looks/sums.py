@@ -10,7 +10,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.tensors import Tensor
 from hmpx.updates.stepping.names import parameters
 
@@ -84,7 +84,7 @@ class Sums(Look):
                 self._size += float(made.exact.square().sum())
                 self._noise += made.noise
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         if self._size and self._dtype is not None:
             error = (self._error / self._size) ** 0.5
             said = f"gradients of {self._most} backward passes are accumulated in {dtype_name(self._dtype)}, and are "
@@ -95,4 +95,4 @@ class Sums(Look):
                 {"use_fp32_grad_acc": True},
             )
             wrong, weight = error > 0.01 and of_noise > _FELT, min(0.2 + error, 0.8)
-            yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)
+            yield Finding("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)

@@ -19,7 +19,7 @@ from hmpx.base.dtype_names import dtype_name
 from hmpx.base.torch_private import base_of
 from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
-from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
 
 _ENOUGH = 64  # neighbours that are as those of rounded positions by no accident
@@ -105,16 +105,16 @@ class PositionTables(Look):
                 said = f"{dtype_name(dtype)}, where these are {apart:.2g} apart: that is {percent(min(off, 1))} of"
                 notes.follow(op, {notes.note("data", op, said)})
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         for spot in notes.spots("data"):
             said = f"float32 data hold numbers of {spot.said} what they vary by"
             said += f"{'' if spot.is_read else '; no gradient depends on it'}{spot.place.within}"
             do = "make and keep them in float32; or subtract what all of them have in common before they are rounded"
-            yield Problem("rounded data", spot.is_read, said, spot.advice(do), spot.where, weight=0.5)
+            yield Finding("rounded data", spot.is_read, said, spot.advice(do), spot.where, weight=0.5)
         for spot in notes.spots("table") if not notes.spots("integers") else ():  # which names where it is made
             said = f"positions in low precision ({spot.said}; it is read here)"
             do = "make the table of positions in float32 or in an integer dtype, outside of autocast"
-            yield Problem("integers", True, said + spot.place.within, spot.advice(do), spot.where, (), (), 0.65)
+            yield Finding("integers", True, said + spot.place.within, spot.advice(do), spot.where, (), (), 0.65)
 
 
 def _is_known(known: dict[int, StorageWeakRef], table: Tensor) -> bool:

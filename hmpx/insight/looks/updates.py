@@ -16,7 +16,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
-from hmpx.insight.finding import Names, Problem, percent, some
+from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
 from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW, memory
@@ -84,7 +84,7 @@ class Updates(Look):
         for each in self._seen.values():
             each.close()
 
-    def findings(self, notes: Notes, names: Names) -> Iterator[Problem]:
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         for where, at_line in grouped(self._seen.values(), lambda each: each.where).items():
             of_one = [each for each in at_line if len(parameters(each.optimizer)) == 1]  # parts of one model
             for seen in ([of_one] if of_one else []) + [[each] for each in at_line if each not in of_one]:
@@ -96,7 +96,7 @@ class Updates(Look):
             yield from _uncovered(notes, names)
 
 
-def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Problem]:
+def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[Finding]:
     half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
     recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
     do = (_WIDE if half else _SR).format(_bytes(seen, Recipe(**recipe)))
@@ -120,20 +120,20 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
             f"weight decay has no effect on weights in {dtype}: it is to take {decay:.1g} of a weight in a step, and "
         )
         said += f"less than {_LEAST[dtype]:.1g} is rounded away"
-        yield Problem("weight decay", decay > _HARMLESS, said, do, where, weight=0.3, recipe=recipe)
+        yield Finding("weight decay", decay > _HARMLESS, said, do, where, weight=0.3, recipe=recipe)
     for key in dict.fromkeys(key for each in seen for key in each.falls):
         falls, stays = sum(each.falls[key] for each in seen), sum(each.stays[key] for each in seen)
         if stays > 0.5 * falls:
             said = f"the decay of {key} is lost in {state}: where a gradient is 0, {percent(min(stays / falls, 1))} of "
             said += "what its numbers are to lose in a step stays"
             kind = "rounded state" if is_wide else "optimizer state"
-            yield Problem(kind, False, said, do, where, weight=0.25, recipe=recipe)
+            yield Finding(kind, False, said, do, where, weight=0.25, recipe=recipe)
     rates = [group.get("lr") for each in seen for group in each.optimizer.param_groups]
     low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
     if low is not None:
         said = f"the learning rate is a tensor in {dtype_name(low)}: a factor of 0.999 leaves it as it is"
         do = "give the optimizer a float, or a tensor in float32"
-        yield Problem("learning rate", False, said, do, where, weight=0.4)  # a write that loses is told by `writes`
+        yield Finding("learning rate", False, said, do, where, weight=0.4)  # a write that loses is told by `writes`
 
 
 def _ways(each: SteppedOptimizer) -> list[Way]:
@@ -195,7 +195,7 @@ def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     }
 
 
-def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Problem | None:
+def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Finding | None:
     windows = _windows(seen)
     if not windows:
         return None
@@ -227,7 +227,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     of_all = is_slow or is_behind
     figures = tuple(_figures(every if of_all else worst, "" if of_all else steps, seen, names))
     weight = 0.5 + 0.45 * max(1 - kept, share) if wrong else 0.2 * share
-    return Problem("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
+    return Finding("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
 
 
 def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[str]:

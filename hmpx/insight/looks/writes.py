@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.capture.dispatch import OpLook, few, is_of_hook
 from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
-from hmpx.insight.finding import Names, Problem, percent
+from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, floating, memory, widened
@@ -252,7 +252,7 @@ def _note(notes: Notes, made: _Rewritten, origin: int, *more: int) -> None:
         spot.memories.update((*more, origin))
 
 
-def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
+def of_writes(notes: Notes, names: Names) -> Iterator[Finding]:
     for made, origin in notes.outlived:
         _note(notes, made, origin)
     notes.outlived.clear()
@@ -266,10 +266,10 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Problem]:
     for spot in notes.spots("state"):
         if _kept(spot) < _LOST:
             said = f"{spot.name} moves a state in {spot.said}, step by step, {_way(spot)}{spot.place.within}"
-            yield Problem("running value", True, said, "keep the state in float32", spot.where, (), (spot.name,), 0.5)
+            yield Finding("running value", True, said, "keep the state in float32", spot.where, (), (spot.name,), 0.5)
 
 
-def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Problem]:
+def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Finding]:
     """Judge a line that writes to weights. is_stepped: whether an optimizer moves them, too.
 
     The limit is lower then: a step that is taken back later, such as SAM's, may lose much.
@@ -280,22 +280,22 @@ def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Problem]:
         do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
         do += "torch.optim.Optimizer, with hmpx.attach(optimizer)"
         weight = 0.5 + 0.45 * (1 - max(kept, 0))
-        yield Problem("lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), weight)
+        yield Finding("lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), weight)
 
 
-def _of_average(spot: Spot) -> Iterator[Problem]:
+def _of_average(spot: Spot) -> Iterator[Finding]:
     """Judge a line that writes to what is no weight: statistics of a norm, one number, an average or a count."""
     numbers, kept, ops = spot.numbers, _kept(spot), (spot.name,)
     what = f" ({spot.owner})" if spot.owner else ""
     if kept < _LOST and spot.op in NORMS:
         said = f"the running variance of a norm in {spot.said} moves {_way(spot)}"
         do = f"keep the norm in float32, which takes inputs in {spot.said} as well: norm.float()"
-        yield Problem("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
+        yield Finding("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
     elif kept < LIMIT and numbers["elements"] == numbers["tensors"]:
         said = f"{spot.name} moves a number{what} in {spot.said} {_way(spot)}: a rate, a scale or a running sum that "
         do = spot.advice("keep it in a Python float, or in float32")
         said += f"{'stands still' if kept < _LOST else 'falls behind'}{spot.place.within}"
-        yield Problem("running value", True, said, do, spot.where, (), ops, 0.4)
+        yield Finding("running value", True, said, do, spot.where, (), ops, 0.4)
     elif kept < _LATE and (numbers["moves"] >= 8 or not numbers["dot"]):
         of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
         said = f"{spot.name} moves a tensor{what} in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
@@ -303,7 +303,7 @@ def _of_average(spot: Spot) -> Iterator[Problem]:
         do = "make it in float32: average = p.detach().float().clone(), then average.lerp_(p.float(), 1 - decay)"
         do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else spot.advice(do)
         recipe = {"weights": "stochastic"} if of_torch else {}
-        yield Problem("average of weights", kept < _LOST, said, do, spot.where, (), ops, 0.7, recipe)
+        yield Finding("average of weights", kept < _LOST, said, do, spot.where, (), ops, 0.7, recipe)
 
 
 def _kept(spot: Spot) -> float:
