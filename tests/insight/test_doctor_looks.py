@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.capture.dispatch import Iterations
+from hmpx.insight.capture.dispatch import Iterations, OpWatch
+from hmpx.insight.looks.updates import Updates
 from tests.support.examined import only, trained
 from tests.support.planted_trainings import mlp
 
@@ -455,3 +456,25 @@ def test_an_average_that_stands_still_is_found_however_it_is_written(how, dtype)
         str(found)
     )
     assert (kept < 0.5) == (dtype is BF16)
+
+
+def test_no_op_of_the_twins_goes_through_the_dispatch_mode(monkeypatch):
+    """Each op is several times as slow there, and the steps of copies have more ops than the step of the script."""
+    inside, seen = [], {True: 0, False: 0}
+    begin, watched = Updates.begin, OpWatch.__torch_dispatch__
+
+    def begins(self, *args):
+        inside.append(None)
+        begin(self, *args)
+        inside.pop()
+
+    def dispatched(self, *args):
+        seen[bool(inside)] += 1
+        return watched(self, *args)
+
+    monkeypatch.setattr(Updates, "begin", begins)
+    monkeypatch.setattr(OpWatch, "__torch_dispatch__", dispatched)
+    model = mlp(BF16, width=64)
+    found = trained(model, adam((model.parameters(), 1e-3)))
+    assert found.looked[1].startswith("looked at ops in iterations 1, 3, 11") and seen[False] > 100
+    assert not seen[True]
