@@ -104,8 +104,9 @@ class FrozenWeights:
     """Frozen weights that a recipe has cast. A program that averages into them loses its updates, and is told so.
 
     In the first steps of optimizers each is compared with what it was: a write raises its version, or it is in other
-    memory. One that two steps find written to is an average, and not a checkpoint that was loaded. No weight is held: a
-    model may go, or be sharded, before the first step.
+    memory. One that two steps find written to is an average, and not a checkpoint that was loaded. A write through
+    `.data` that changes no number leaves no trace here. No weight is held: a model may go, or be sharded, before the
+    first step.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], frozen: set[Parameter]) -> None:
