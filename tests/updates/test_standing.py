@@ -106,6 +106,7 @@ ODD = {
     "state of lists": lambda p, state: state.setdefault("history", []).append(state["step"]),
     "drops gradients": lambda p, state: setattr(p, "grad", None),
     "writes gradients": lambda p, state: p.grad.mul_(0.5),
+    "writes some gradients": lambda p, state: p.grad.mul_(0.5) if p.dim() == 2 else None,
     "writes gradients by data": lambda p, state: p.grad.data.mul_(0.5),
     "binds gradients anew": lambda p, state: setattr(p.grad, "data", p.grad.data * 2),
     "replaces gradients": lambda p, state: setattr(p, "grad", p.grad * 2),
@@ -289,7 +290,10 @@ def test_a_kept_step_has_the_bits_of_one_that_is_not(name, monkeypatch):
 
 STABLE = [way for way in WAYS if way.get("state_dtype") != "4bit"]
 BEFORE = (None, "closure", some_without_gradients, another_rate, marked)
-KEPT = ("subclass", "subclass, fused, amsgrad", "loops", "factored", "schedule-free AdamW", "ADOPT", "CAME", "marks")
+KEPT = (
+    *("subclass", "subclass, fused, amsgrad", "loops", "factored", "schedule-free AdamW", "ADOPT", "CAME", "marks"),
+    "writes some gradients",
+)
 
 
 def told(value):
@@ -312,3 +316,17 @@ def test_every_step_but_the_first_is_kept(name, way, action, monkeypatch):
 def test_memory_that_an_optimizer_keeps_is_not_released(name, monkeypatch):
     wrong, kept = differ(CLASSES[name], {}, [None] * 8, 0, monkeypatch)
     assert (wrong, kept) == ([], 0)
+
+
+def test_only_the_gradients_that_a_kept_step_writes_have_a_new_version():
+    params = [nn.Parameter(torch.ones(shape, dtype=BF16)) for shape in ((16, 8), (300,))]
+    optimizer = CLASSES["writes some gradients"](params)
+    handle = hmpx.attach(optimizer)
+    for kept in range(4):
+        for p in params:
+            p.grad = torch.full_like(p, 0.25)
+        before = [p.grad._version for p in params]
+        optimizer.step()
+        assert [p.grad._version - was for p, was in zip(params, before, strict=True)] == [1, 0]
+        assert [float(p.grad.view(-1)[0]) for p in params] == [0.125, 0.25]
+        assert handle._updates.kept_steps == kept
