@@ -34,8 +34,8 @@ Optimizer = torch.optim.Optimizer
 Dtypes = dict[str, None]  # names of dtypes, in the order in which they came
 
 _COPIES = frozenset("_to_copy clone copy_ _foreach_copy_".split())
-_AVERAGES = frozenset("lerp_ add_ _foreach_lerp_ _foreach_add_".split())
-_OF_FSDP = ("_fsdp_collectives.py", "_fsdp_param.py")  # which add, behind a backward pass, to gradients of the root
+_ADDED = frozenset("lerp_ add_ _foreach_lerp_ _foreach_add_".split())
+_FSDP = "torch.distributed.fsdp."  # whose modules add, behind a backward pass, to gradients of the root
 _WATCHED = 4096  # elements of a parameter that are compared to see whether it moves
 
 
@@ -169,12 +169,12 @@ class Cells(Look):
                 self._hand_on(t, op.out)
         if "c10d" in space:
             self._reduced(op, is_functional="functional" in space)
-        elif name in _COPIES and (op.schema.written or (op.results and op.given)):
+        elif space == "aten" and name in _COPIES and (op.schema.written or (op.results and op.given)):
             self._copied(op)
         elif op.is_view:
             self._owner(op.given[0], op)
         elif op.results and not name.endswith("_like") and not name.startswith("new_"):
-            if not op.trains and name in _AVERAGES:
+            if not op.trains and space == "aten" and name in _ADDED:
                 self._added_up(op)
             if op.graphed or op.stage == "forward":  # checkpointing computes with gradients in a backward pass
                 self._computed(op)
@@ -243,7 +243,7 @@ class Cells(Look):
                 self.seen[p].summed["add"][dtype] = None
             elif op.stage == "forward" and self._owner(to) is None and self._owner(source) is not None:
                 self.averages[dtype] = None
-            if op.stage == "backward" or op.is_called_from(*_OF_FSDP):
+            if op.stage == "backward" or _is_of_fsdp(op):
                 self._added[_storage(to)] = dtype
 
     def loss(self, notes: Notes, losses: Sequence[Tensor]) -> None:
@@ -291,6 +291,10 @@ def _address(part: Tensor) -> int:
         return part.data_ptr()
     except RuntimeError:
         return 0
+
+
+def _is_of_fsdp(op: OpCall) -> bool:
+    return any(str(each.f_globals.get("__name__")).startswith(_FSDP) for each in op.inner_frames())
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
