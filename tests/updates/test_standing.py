@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from hmpx.updates.stepping import standing
 from hmpx.updates.stepping import step as stepping
 
 BF16 = torch.bfloat16
@@ -330,3 +331,32 @@ def test_only_the_gradients_that_a_kept_step_writes_have_a_new_version():
         assert [p.grad._version - was for p, was in zip(params, before, strict=True)] == [1, 0]
         assert [float(p.grad.view(-1)[0]) for p in params] == [0.125, 0.25]
         assert handle._updates.kept_steps == kept
+
+
+@pytest.mark.parametrize("name", ["loops", "schedule-free AdamW", "writes some gradients", "writes gradients by data"])
+def test_torchs_operators_see_what_the_functions_in_c_see(name, monkeypatch):
+    """On a GPU, they look for changes. So they do here, where the table of the kernels stays that in C."""
+    for way in ({}, {"state_dtype": "8bit"}, {"use_fp32_grad_acc": True}):
+        with monkeypatch.context() as by_torch:
+            by_torch.setattr(standing, "native", None)
+            found, kept = trained(CLASSES[name], way, [None, "closure", None, another_rate, None], 0)
+        expected, kept_in_c = trained(CLASSES[name], way, [None, "closure", None, another_rate, None], 0)
+        assert found == expected and kept == kept_in_c == 4
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_step_that_bypasses_its_copies_is_refused_while_it_is_kept(is_native, monkeypatch):
+    if not is_native:
+        monkeypatch.setattr(standing, "native", None)
+    p, hidden = nn.Parameter(torch.ones(300, dtype=BF16)), []
+    optimizer = Adam([p], odd=lambda *_: [each.data.mul_(2) for each in hidden])
+    handle = hmpx.attach(optimizer)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert handle._updates.kept_steps == 2
+    before, p.grad = p.detach().clone(), torch.ones_like(p)
+    hidden.append(p)
+    with pytest.raises(hmpx.HmpxError, match="wrote to parameter"):
+        optimizer.step()
+    assert torch.equal(p, before)

@@ -128,11 +128,11 @@ class Standing(Chunk):
         assert kernels is not None
         self._table = Table(self.device, kernels)
         self._reads = Launches(grads, range(len(grads)), found, [], self._table)
-        narrow = [] if self._is_wide else grads
-        self._backs = self._table.add("move_list", [row_back(piece, i, found[i]) for i, piece in enumerate(narrow)])
+        self._in_c = kernels is native
+        back = grads if self._in_c and not self._is_wide else []
+        self._backs = self._table.add("move_list", [row_back(piece, i, found[i]) for i, piece in enumerate(back)])
         self._moves = Launches([], [], [], moved, self._table)
         self._weights_at = array("Q", list(map(Tensor.data_ptr, self._params)))
-        self._in_c = kernels is native
         sizes = array("Q", [p.nbytes for p in self._params])
         self._of_weights = Spans(_after_each_other(sizes), sizes)
         sizes = array("Q", [x.numel() * (4 if self._is_wide else 2) for x in self._xs])
@@ -346,10 +346,9 @@ class Standing(Chunk):
     def _keep_gradients(self) -> None:
         """Keep the real gradients for `_undo`."""
         if self._grads_before is None:
-            before = torch.empty(sum(self._of_grads.sizes), dtype=torch.uint8, device="cpu")
-            Spans(_after_each_other(self._of_grads.sizes), self._of_grads.sizes).fill(
-                before.data_ptr(), self._found.addresses
-            )
+            sizes = self._of_grads.sizes
+            before = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            Spans(_after_each_other(sizes), sizes).fill(before.data_ptr(), self._found.addresses)
             self._grads_before = self._real, self._found.tensors, before
 
     def _is_as_made(self) -> bool:
