@@ -35,7 +35,7 @@ from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
 Tensor = torch.Tensor
 SCHEMA = "hashes 2"
 _LANES = 1021  # a prime, so that rows of a matrix do not fall onto one another
-_SAMPLES, _ROWS = 16, 64
+_SAMPLES = 16
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TRAFFIC = os.sep + os.path.join("torch", "distributed") + os.sep
 _UNMADE = ("empty", "new_empty", "resize_", "set_")  # ops whose results are not numbers yet
@@ -259,19 +259,10 @@ class Hashes(Look):
             drawn = [draw.getrandbits(63) | 1 for _ in range(_LANES)]
             self._weights[t.device] = torch.tensor(drawn, device=t.device)
         weights = self._weights[t.device].roll(-offset) if offset else self._weights[t.device]
-        rows, each = len(words) // _LANES, _ROWS if t.is_cpu else max(len(words), 1)  # a CPU's cache holds so many rows
-        rest = words[rows * _LANES :]
-        parts = words[: rows * _LANES].view(rows, _LANES).split(each)
-        numbers = values.split(each * _LANES * count // max(len(words), 1) or 1)
-        lanes, extremes = list[Tensor](), list[Tensor]()
-        for part, some_of_it in itertools.zip_longest(parts, numbers):
-            lanes += [part.sum(0)] if part is not None and rows else []
-            extremes += torch.aminmax(some_of_it) if some_of_it is not None and count else (weights[0] * 0,)
-        hashed = (rest * weights[: len(rest)]).sum()
-        if lanes:
-            hashed = hashed + ((lanes[0] if len(lanes) == 1 else torch.stack(lanes).sum(0)) * weights).sum()
-        found = torch.stack(extremes)
-        found = found if len(found) < 3 else torch.stack(torch.aminmax(found))
+        rows = len(words) // _LANES
+        body, rest = words[: rows * _LANES].view(rows, _LANES), words[rows * _LANES :]
+        hashed = (body.sum(0) * weights).sum() + (rest * weights[: len(rest)]).sum()
+        found = torch.stack(torch.aminmax(values)) if count else weights[:1] * 0
         size, sums = count // _SAMPLES, []
         self._has_sums.append(size > 0 and whole in (0, count))
         if self._has_sums[-1]:
@@ -309,9 +300,12 @@ def _is_random(op: OpCall) -> bool:
 
 def _is_traffic(op: OpCall) -> bool:
     """Whether an op moves numbers between ranks, or packs and unpacks what is moved."""
-    name = getattr(op.func, "namespace", "")
     near = itertools.islice(frames(op.frame), 3)  # Dynamo, if it was imported, stands around a mode's function
-    return "c10d" in name or name == "fsdp" or any(_TRAFFIC in each.f_code.co_filename for each in near)
+    return (
+        "c10d" in op.schema.space
+        or op.schema.space == "fsdp"
+        or any(_TRAFFIC in each.f_code.co_filename for each in near)
+    )
 
 
 def _version(tensor: Tensor) -> int:
