@@ -89,6 +89,12 @@ def of_slow_weights(share):
     return verdict(updates((25, share), (75, 1.0)), "lost updates")
 
 
+def of_parameters(counts):
+    """So many of them, each a thousandth of the weights, move less than half of the way."""
+    slow, every = counts
+    return verdict(updates(*[(1, 0.0)] * slow, *[(1000, 1.0)] * (every - slow)), "lost updates")
+
+
 def by_hand(lost):
     """Of 100 weights so many stand at 256, where BF16 has no half."""
     weight = torch.where(torch.arange(100) < lost, 256.0, 1.0).to(BF16).requires_grad_()
@@ -249,6 +255,7 @@ LADDERS = {
     "what all weights keep of their way": (of_weights, {0.88: WRONG, 0.92: NOTHING}),
     "what they keep in one window": (of_one_window, {0.78: WRONG, 0.82: NOTHING}),
     "a part that does not move": (of_a_part, {19: NOTE, 21: WRONG}),
+    "lost updates of many parameters": (of_parameters, {(1, 4): NOTE, (2, 10): NOTE, (2, 9): WRONG, (3, 14): WRONG}),
     "what is half dead": (of_half_dead_weights, {0.48: NOTE, 0.52: NOTE, 0.78: NOTE, 0.82: NOTHING}),
     "what is slow in all steps": (of_slow_weights, {0.78: WRONG, 0.82: NOTHING}),
     "weights that no optimizer moves": (by_hand, {9: NOTHING, 11: WRONG}),

@@ -1,8 +1,9 @@
 """Findings from the windows of steps: one for each kind and line, of optimizers that are judged one by one.
 
 Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights that a
-gradient moves. If they counted by their updates, a head that learns fast would hide a backbone that stands still. A
-window stands for the steps until the next one, and counts by its share of the whole way, so that a warm-up is no harm.
+gradient moves, and by their number. If they counted by their updates, a head that learns fast would hide a backbone
+that stands still; if by their weights alone, matrices would hide the norms between them. A window stands for the steps
+until the next one, and counts by its share of the whole way, so that a warm-up is no harm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Parameter = torch.nn.Parameter
 LIMIT, _OF_WINDOW = 0.9, 0.8
 _HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
 # A share of the weights. Training loses if more are half dead in one window, or below `_OF_WINDOW` in all steps. If the
-# weights as a whole fall behind, it loses if more are below `LIMIT` in one window.
+# weights as a whole fall behind, it loses if more are below `LIMIT` in one window. And a share of the parameters,
+# however small they are: it loses if more are half dead in all steps.
 _SHARE = 0.2
 _WAY = 0.05  # of the whole way: a window that moves the copies less harms nothing
 _LEAST_DECAY = 5.0  # ulp: a smaller sum of decays may be lost by accident
@@ -210,12 +212,17 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     group, within = (slow, every) if is_slow else (worst.half_dead, worst)
     share, kept = within.share_of(group), (every if is_behind else worst).kept_by(params if is_behind else worst.rows)
     losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
-    wrong = share > _SHARE or (falls_behind and losing > _SHARE)
+    still = every.half_dead
+    are_many = len(still) > max(1, _SHARE * len(params))  # as norms are, which hold few of the weights
+    wrong = share > _SHARE or are_many or (falls_behind and losing > _SHARE)
     dtype = dtype_name(next(iter(params)).dtype)
     steps = f" in steps {first} to {first + LENGTH - 1}" if first and len(windows) > 2 else ""
     as_far = f"as far as {'float32 weights would' if dtype != 'float32' else 'with state in float32'}"
     if share in (0, 1) or (wrong and falls_behind and (kept <= _HALF or share <= _SHARE)):
         said = f"{dtype} weights move {percent(kept)} {as_far}{'' if is_behind else steps}"
+    elif are_many and share <= _SHARE:
+        how = "do not move" if all(params[p].kept < _DEAD for p in still) else f"move less than half {as_far}"
+        said = f"{len(still)} of {len(params)} parameters in {dtype} ({some(tuple(names[p] for p in still))}) {how}"
     else:
         how = f"move {percent(within.kept_by(group))} {as_far}"
         if not is_slow:
@@ -226,7 +233,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
     of_all = is_slow or is_behind
     figures = tuple(_figures(every if of_all else worst, "" if of_all else steps, seen, names))
-    weight = 0.5 + 0.45 * max(1 - kept, share) if wrong else 0.2 * share
+    weight = 0.5 + 0.45 * max(1 - kept, share, len(still) / len(params)) if wrong else 0.2 * share
     return Finding("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
 
 
