@@ -150,13 +150,13 @@ def test_without_noise_there_is_no_scale(data):
 
 
 class Counting(nn.Module):
-    def __init__(self):
+    def __init__(self, first=1):
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, 4), 0
+        self.linear, self.calls, self.first = nn.Linear(WIDTH, 4), 0, first
 
     def forward(self, x):
         self.calls += 1
-        return self.linear(x) * self.calls
+        return self.linear(x) * max(self.calls, self.first)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,7 @@ class Counting(nn.Module):
         (lambda: (Model(torch.relu), batches(), lambda m, x, y: 1.0), "scalar tensor, not a float"),
         (lambda: (Model(torch.relu), batches(), lambda m, x, y: m(x).sum().detach()), "the loss has no gradient"),
         (lambda: (Counting(), batches(), loss_of), "when it is computed again"),
+        (lambda: (Counting(first=9), batches(), loss_of), "when it is computed again"),  # once all batches have run
         (lambda: (Model(torch.relu), [], loss_of), "batches is empty"),
         (lambda: (Model(torch.relu), torch.ones(2), loss_of), "not a Tensor"),
         (lambda: (torch.relu, batches(), loss_of), "not a torch.nn.Module"),

@@ -40,11 +40,15 @@ def double(data):
 
 
 class Counting(nn.Linear):
-    calls = 0
+    calls, first = 0, 1
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x) * self.calls
+        return super().forward(x) * max(self.calls, self.first)
+
+
+class CountingLate(Counting):
+    first = 12  # all batches have run in FP32 by then
 
 
 class Nothing(nn.Linear):
@@ -62,6 +66,7 @@ class Nothing(nn.Linear):
         ),
         ({"made": nn.Linear(16, 4).bfloat16()}, "'weight' is bfloat16; it begins"),
         ({"made": Counting(16, 4)}, "when it is computed again"),
+        ({"made": CountingLate(16, 4)}, "when it is computed again"),
         ({"made": Nothing(16, 4), "loss": lambda m, a, y: m(a)}, "nothing to choose from"),
         ({"data": classes(1)}, "1 batch: the noise between batches is the scale"),
         ({"data": classes(1) * 4}, "the batches are all alike"),

@@ -126,6 +126,7 @@ class _Comparing:
         units = [frozenset(each) for each in names.values()]
         culprits, advised = self._blame(units) if is_broken and units else ([], Effect(math.nan, part_error=math.nan))
         is_cut_short = is_broken and self._is_spent
+        runs.check_repeats()  # what has changed after the first check, such as a schedule in a module
         rows = {site: row_of([site]) for site in sites}
         if first is not None:
             rows[first] = replace(row_of([first]), phase=phase)

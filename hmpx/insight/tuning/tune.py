@@ -190,6 +190,7 @@ class Tuning:
             names = sorted({place.name for place in worths.free})
             units = [frozenset(place for place in worths.free if place.name == name) for name in names]
             chosen = search.run(units, worths.wished(units))
+            runs.check_repeats()
         if self._of_choice(chosen).effect.size > tolerance:
             with self._everything():
                 chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)

@@ -117,7 +117,7 @@ def choices_of(
             by = f", by the gradient of {alone.part}" if alone.felt > tolerance >= alone.gradient_error else by
             return f"breaks the tolerance by itself{by}"
         if not gain:
-            return f"has no products, so {words} would save no time"
+            return f"has no products, by whose FLOPs what {words} saves is counted"
         if is_left and fell:
             return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
         if is_left:
