@@ -319,7 +319,7 @@ def many_micro_batches(sick):
     x, y = batch(0)
     for _ in range(4):
         optimizer.zero_grad()
-        for _ in range(600 if sick else 1):
+        for _ in range(300 if sick else 1):
             F.cross_entropy(model(x.to(BF16)).float(), y).backward()
         optimizer.step()
 
