@@ -156,7 +156,9 @@ class ShownState:
 
     def is_as_made(self) -> bool:
         """Whether `own` has the tensors that it had when this was made."""
-        return self.shown is not None or self.own is None or same_items(self.own, self.content)
+        if self.shown is not None or self.own is None:
+            return True
+        return len(self.own) == len(self.content) and all([self.own.get(k) is v for k, v in self.content.items()])
 
     def take(self, left: Any, optimizer: Optimizer, key: RoundingKey, shape: torch.Size) -> None:
         """Store the state that a step has left for a shadow of this shape as the state of the parameter."""
@@ -189,11 +191,6 @@ class ShownState:
                 self.own.clear()
                 self.own.update(self.content)
             self._states[self.segment.param] = self.own
-
-
-def same_items(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts hold the same objects."""
-    return len(one) == len(other) and all([one.get(key) is value for key, value in other.items()])
 
 
 class Gradient(Held):

@@ -190,7 +190,7 @@ class Standing(Chunk):
 
     def rest(self) -> bool:
         """After a step, release the memory of a large room; return whether the plan may be used again."""
-        self._of_states.rest()
+        self._of_states.begin([])
         self._versions, self._real = [], list[Any]()
         self._before = self._grads_before = None
         if not self._are_bound:

@@ -198,7 +198,7 @@ class StandingStates:
         self._new = {shadow_of[p]: given for p, given in zip(self.own, self.given, strict=True)}
 
     def begin(self, values: list[Any]) -> None:
-        """Remember what the parameters' dicts hold when a step begins: all their values, one after the other."""
+        """Remember what the parameters' dicts hold when a step begins: all their values, or none between steps."""
         self._before = values
 
     def content(self) -> list[dict[str, Any]]:
@@ -260,10 +260,6 @@ class StandingStates:
                 if left is not before:
                     own[key] = left
             self._rest = self._left
-
-    def rest(self) -> None:
-        """Forget the content of the step."""
-        self._before = []
 
 
 def _refuse_odd(own: Any) -> None:

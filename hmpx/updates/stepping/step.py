@@ -107,7 +107,7 @@ class WeightUpdates:
                         result = call.closure()
                     if self.settings.release_gradients:
                         finish(parameters(optimizer))
-                call = call if is_whole else call.without_arguments()
+                call = call if is_whole else call._replace(args=(), kwargs={})  # the closure was called
                 found = self._fitting(optimizer, is_whole)
             if self._open is not None:
                 self._open.check(optimizer)

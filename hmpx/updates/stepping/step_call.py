@@ -53,10 +53,6 @@ class StepCall(NamedTuple):
         """The closure, where the method is `step` with torch's signature."""
         return self.args[0] if self.args else self.kwargs.get("closure")
 
-    def without_arguments(self) -> StepCall:
-        """Return the same step for one part of the parameters, after the closure was called."""
-        return self._replace(args=(), kwargs={}) if self.args or self.kwargs else self
-
     def with_functions(self, wrap: Callable[[Callable], Callable]) -> StepCall:
         """Return the same call with its closure, and any other function of the user, as ``wrap(function)``.
 
