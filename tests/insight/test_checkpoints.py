@@ -284,7 +284,7 @@ def test_a_norm_that_cannot_show_its_movement_is_no_finding(files):
     assert not found.findings and found.status == 0, str(found)
     after = {**moved(before, way=0.02), "last.weight": before["last.weight"]}
     found = files(before, after)
-    assert kinds(found) == [("norms", False)] and "1 of 2 norms and biases did not move" in said(found)
+    assert kinds(found) == [("norms", False)] and "1 of 2 vectors did not move" in said(found)
 
 
 def test_numbers_in_float32_that_are_bfloat16_s_are_judged_as_such(files):

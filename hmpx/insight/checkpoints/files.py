@@ -120,8 +120,9 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], 
         found.append(_lost(told, kept, half))
     still = tuple(each.name for each in weights if each.is_same)
     if still:
-        said = f"{len(still)} of {len(weights)} weight matrices did not move at all ({some(still)})"
-        found.append(Finding("not trained", False, said, "if they should be, give them to the optimizer", names=still))
+        said = f"{len(still)} of {len(weights)} matrices did not move at all ({some(still)})"
+        do = "if they are weights to be trained, give them to the optimizer"
+        found.append(Finding("not trained", False, said, do, names=still))
     unclear = [*_unclear(weights, kept)]
     vectors = [each for each in low_of(both) if each.is_vector and each.numbers.one != 0]
     shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
@@ -131,7 +132,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], 
         ones = [each for each in low if each.numbers.one == 1]
         at_one = f", {len(ones)} of them at 1.0 in every element" if ones else ""
         names = tuple(each.name for each in low)
-        said = f"{len(low)} of {len(vectors)} norms and biases did not move at all{at_one} ({some(names)}): not trained"
+        said = f"{len(low)} of {len(vectors)} vectors did not move at all{at_one} ({some(names)}): not trained"
         found.append(Finding("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
     return found, unclear
 
