@@ -533,6 +533,27 @@ def test_record_counts_what_fp8_does_not_hold(tmp_path):
     assert not first.in_low
 
 
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3)).requires_grad_(False)
+
+    def forward(self, *sizes):
+        for block, size in zip(self.blocks, sizes, strict=True):
+            block(torch.full((16, 32), size))
+
+
+def test_the_largest_number_of_a_site_is_that_of_all_its_calls_and_of_equal_blocks():
+    """It came neither first nor last; of elements, the sum is told."""
+    with hmpx.convert(fp8=["linear"]), hmpx.record() as log:
+        model = Blocks()
+        for sizes in ((3.0, 5.0, 2.0), (20.0, 400.0, 8.0), (1.0, 7.0, 6.0)):
+            model(*sizes)
+    figures = [site.fp8["inputs"] for site in log.sites if site.op == "linear"]
+    assert [(each["largest"], each["elements"]) for each in figures] == [(20, 1536), (400, 1536), (8, 1536)]
+    assert "inputs up to 4e+02" in str(log) and "blocks.*" in str(log)
+
+
 def test_compare_scores_fp8_as_it_scores_bf16():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
