@@ -87,6 +87,7 @@ def train(planted="", steps=3, wrapped=lambda model: model):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        model.inner.weight.data[0, 0] += 1e-3 * (planted == "weights later")
         losses.append(loss.item())
     return losses, [p.detach().clone() for p in model.parameters()]
 
@@ -188,6 +189,7 @@ PART, INPUTS = "They part at ", "Their inputs differ already, at "
         ("dropout", "dropout, other seed", PART, "dropout", "seed both alike"),
         ("", "data", INPUTS, "", "the same batches"),
         ("", "weights", INPUTS, "", "the same weights"),
+        ("", "weights later", INPUTS, "", "the steps before differ"),  # somebody writes to them between two steps
     ],
 )
 def test_the_first_call_that_differs_is_named(tmp_path, first, second, begins, mark, said):
