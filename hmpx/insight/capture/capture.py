@@ -1,8 +1,8 @@
 """`Capture`: sees a training as it runs, and hands what it sees to looks.
 
-It owns the hooks around optimizer steps, `backward` and `GradScaler.step`, and the dispatch mode, which is open in some
-iterations only. It converts nothing, patches nothing else of torch, and draws no random number, so the training
-computes the same bits.
+It owns the hooks around optimizer steps, `backward`, and `step` and `unscale_` of GradScalers, and the dispatch mode,
+which is open in some iterations only. It converts nothing, patches nothing else of torch, and draws no random number,
+so the training computes the same bits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Capture:
     def close(self) -> None:
         self._tell("close", self.optimizers)
 
-    def is_enough(self, steps: int) -> None:
+    def end_if_enough(self, steps: int) -> None:
         """Hear a count of steps: an optimizer's, a scaler's, or by hand. An override may raise, to end the program."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
@@ -203,7 +203,7 @@ class Capture:
                 if not self.optimizers and graph_task() == -1 and not is_first:
                     self._iterated()
                     if self.notes.are_steps:
-                        self.is_enough(self.iterations.count - 1)
+                        self.end_if_enough(self.iterations.count - 1)
             if hides:
                 self._watch.suspend()
             try:
@@ -228,7 +228,7 @@ class Capture:
                 self.notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
                 self.notes.scale = scaler.get_scale()
             if is_skipped:
-                self.is_enough(len(self.notes.skipped))
+                self.end_if_enough(len(self.notes.skipped))
             return result
 
         return scaled
@@ -322,7 +322,7 @@ class Capture:
             self.iterations.begin_stage()
         if optimizer is self._leader:
             self._iterated()
-        self.is_enough(
+        self.end_if_enough(
             max(self.iterations.count, self.steps[id(optimizer)])
         )  # each task may have an optimizer of its own
 

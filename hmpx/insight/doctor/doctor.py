@@ -177,7 +177,7 @@ class Examination(Capture):
             around,
         )
 
-    def is_enough(self, steps: int) -> None:
+    def end_if_enough(self, steps: int) -> None:
         if self._enough is not None and steps >= self._enough:
             if self.is_ending:  # the script has caught `Enough`, and goes on
                 raise Enough

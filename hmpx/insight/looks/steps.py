@@ -74,7 +74,7 @@ class Moves(NamedTuple):
     def is_below(self, limit: float) -> bool:
         """Whether *kept* is below the limit: by three errors; or by one, if three are less than from the limit to 1.
 
-        Or fewer elements have moved than that share of those that should have, by three deviations of their number.
+        Or it is below, and fewer elements have moved than that share of those that should have, by three deviations.
         """
         due = limit * self.moves
         if self.kept < limit and (self.moved < due - 3 * due**0.5 or (not self.moved and self.moves > 8)):  # e^-8

@@ -145,7 +145,7 @@ class Policy:
     def rule(self, op: Op) -> Rule | None:
         """Return the rule of an op in the catalogue; None leaves it as torch made it.
 
-        Where it depends on the arguments of a call (`cases`), the first that casts.
+        Where it depends on the arguments of a call (`cases`), the first that casts to a dtype of its own.
         """
         rules = [case.rule for case in self.cases(op)]
         return next((rule for rule in rules if rule not in (None, Rule.PROMOTE, Rule.FIRST_INPUT)), rules[0])
