@@ -44,6 +44,7 @@ class Scale(Look):
     stages = ("backward",)
 
     def __init__(self) -> None:
+        self._has_half = False  # whether a gradient was in FP16
         self._error = self._size = 0.0  # squares, of all gradients that were looked at: what is off of them, and they
         self._made: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}  # by the identity of an optimizer
         self._optimizers: dict[int, Optimizer] = {}
@@ -58,8 +59,9 @@ class Scale(Look):
             if result.dtype is torch.float16 and result.numel() > 1:
                 size = sample(result, FEW).float().abs()
                 tiny = (size > 0) & (size < _NORMAL)
+                self._has_half = True
                 notes.note("gradient in FP16", op, nonzero=int((size > 0).sum()), tiny=int(tiny.sum()))
-        if not op.is_view and op.results and not notes.skipped:
+        if self._has_half and not op.is_view and op.results and not notes.skipped:
             _hand_on(notes, op)
 
     def passed(self, notes: Notes) -> None:
