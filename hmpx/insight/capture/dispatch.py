@@ -338,7 +338,7 @@ class Look:
         """No more ops of this iteration are seen. What was kept of it may be needed for the last time."""
 
     def met(self, optimizer: Optimizer, where: str) -> None:
-        """An optimizer steps for the first time, at this line."""
+        """An optimizer is about to step for the first time, at this line."""
 
     def loss(self, notes: Notes, losses: Sequence[torch.Tensor]) -> None:
         """A backward pass begins with these losses."""
