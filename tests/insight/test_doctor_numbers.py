@@ -194,3 +194,29 @@ def test_fp16_without_a_scaler_is_wrong_by_what_gradients_are_off_by(weight):
     assert one.wrong == (off > 0.02) and (off < 0.002 or 0.5 < told / off < 2), (off, one)
     many = float(one.said.split(": ")[1].split(" %")[0])
     assert many > 1, "what is below the normal numbers of FP16"
+
+
+@pytest.mark.parametrize("by", ["torch.autograd.grad", "hand"])
+def test_what_fp16_costs_gradients_that_no_backward_pass_leaves_to_an_optimizer_is_not_checked(by):
+    """Where nothing was measured, no number is said, and doctor does not say that nothing is wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    params = [*model.parameters()]
+    optimizer = torch.optim.Adam(params, 1e-3) if by != "hand" else None
+    with hmpx.doctor() as found:
+        for _ in range(12):
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(torch.randn(32, 16)).float(), torch.arange(32) % 4) * 2e-5
+            if optimizer is None:
+                loss.backward()
+                with torch.no_grad():
+                    for p in params:
+                        p -= 100 * p.grad
+                        p.grad = None
+            else:
+                for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                    p.grad = grad
+                optimizer.step()
+    (said,) = [each for each in found.findings if each.kind == "loss scaling"]
+    assert not said.wrong and "off by" not in said.said
+    assert any("FP16 without a GradScaler" in each for each in found.not_checked)

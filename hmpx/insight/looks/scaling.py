@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from hmpx.updates.stepping.optimizer_classes import scope_of
 
 Optimizer = torch.optim.Optimizer
 _NORMAL = torch.finfo(torch.float16).smallest_normal
+_FEW = 0.01  # of the gradients: fewer below the normal numbers cost nothing
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 _SHORT = 0.25  # of the gradient: what leaves less shortens a step
 
@@ -45,7 +47,7 @@ class Scale(Look):
 
     def __init__(self) -> None:
         self._has_half = False  # whether a gradient was in FP16
-        self._error = self._size = 0.0  # squares, of all gradients that were looked at: what is off of them, and they
+        self._error = self._size = 0.0  # squares, of all gradients that were measured: what is off of them, and they
         self._made: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}  # by the identity of an optimizer
         self._optimizers: dict[int, Optimizer] = {}
         self._where: dict[int, str] = {}
@@ -68,7 +70,8 @@ class Scale(Look):
         for grad in [p.grad for each in self._optimizers.values() for p in parameters(each)]:
             if grad is not None and (off := notes.facts(held_here(grad)).get("off")) is not None:
                 size = _square(held_here(grad))
-                self._error, self._size = self._error + off * size, self._size + size
+                if math.isfinite(off * size):
+                    self._error, self._size = self._error + off * size, self._size + size
         for key, optimizer in self._optimizers.items() if notes.skipped else ():
             if window_of(len(notes.skipped) + 1):
                 grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()}
@@ -96,13 +99,18 @@ class Scale(Look):
         self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, way))
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
-        yield from _of_scale(notes, names, (self._error / self._size) ** 0.5 if self._size else 0.0)
+        yield from _of_scale(notes, names, self._off)
         for key, (count, left, way, scale) in self._shortened():
             said = f"gradients are clipped while a GradScaler's scale of {scale:g} is still in them: {_share(left)} of "
             said += f"them is left, in {count} of {len(self._clipped[key])} steps that were looked at"
             said += f", and a step goes {_share(way)} as far" if way == way else ""
             do, wrong = "scaler.unscale_(optimizer) before the line that clips", way <= 0.9
             yield Finding("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
+
+    @property
+    def _off(self) -> float:
+        """What FP16 has cost the gradients of weights, as a share of them; NaN if none was measured."""
+        return (self._error / self._size) ** 0.5 if self._size else math.nan
 
     def _shortened(self) -> Iterator[tuple[int, tuple[int, float, float, float]]]:
         """Yield optimizers, by identity, most of whose gradients are short: in how many steps, and the medians."""
@@ -113,6 +121,12 @@ class Scale(Look):
                 yield key, (len(short), left, way, short[-1].scale)
 
     def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
+        share, _ = _tiny(notes)
+        if share > _FEW and not notes.skipped and math.isnan(self._off):
+            yield (
+                f"what FP16 without a GradScaler costs the gradients of weights, where {percent(share)} of all "
+                "gradients are below its normal numbers: it is measured where backward() leaves them to an optimizer"
+            )
         late = _late(notes.skipped)
         is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
         if is_falling:
@@ -177,18 +191,23 @@ def _hand_on(notes: Notes, op: OpCall) -> None:
             notes.add(result, off=min(before + lost, 1.0))
 
 
+def _tiny(notes: Notes) -> tuple[float, int]:
+    """Return the share of the nonzero gradients in FP16 that are below its normal numbers, and how many there are."""
+    spots = notes.spots("gradient in FP16")
+    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
+    return sum(spot.numbers["tiny"] for spot in spots) / max(nonzero, 1), nonzero
+
+
 def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Finding]:
     recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
-    spots, late = notes.spots("gradient in FP16"), _late(notes.skipped)
-    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
-    if spots and not notes.skipped:
-        share = sum(spot.numbers["tiny"] for spot in spots) / max(nonzero, 1)
-        said = "all gradients that were looked at are zero, so nothing is trained"
+    late, (share, nonzero) = _late(notes.skipped), _tiny(notes)
+    if notes.spots("gradient in FP16") and not notes.skipped:
+        said, cost = "all gradients that were looked at are zero, so nothing is trained", share if off != off else off
         if nonzero:
-            said = f"{percent(share)} of the nonzero gradients are below its normal numbers, and those of weights are "
-            said += f"off by about {percent(off)} for it"
+            said = f"{percent(share)} of the nonzero gradients are below its normal numbers"
+            said += f", and those of weights are off by about {percent(off)} for it" if off == off else ""
         device = next((p.device.type for p in names), "cuda")
-        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * off
+        do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * cost
         wrong = off >= LIMIT or not nonzero
         said, weight = f"FP16 without a GradScaler: {said}", weight if nonzero else 0.9
         yield Finding("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
