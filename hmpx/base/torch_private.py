@@ -53,7 +53,7 @@ OPS = Feature(
     Name("torch._C.set_autocast_enabled", "the same, and no region of hmpx", torch.set_autocast_enabled),
     Name("torch._C.set_autocast_dtype", "the same", torch.set_autocast_dtype),
     Name("torch._C._functorch.is_batchedtensor", "an op that vmap takes apart", lambda tensor: False),
-    Name("torch._C._functorch.TransformType.Vmap", "the same", None),
+    Name("torch._C._functorch.TransformType.[Vmap|Grad|Jvp]", "the same, and one that a derivative takes apart", None),
     Name("torch._C._autocast_supported_devices", "whether one of them has it on", lambda: ["cpu", "cuda"]),
     Name("torch.ops.mkldnn.[_is_mkldnn_bf16_supported|_is_mkldnn_fp16_supported]", "dtypes of the CPU", has_avx512),
     Name("torch.nn.Module._wrapped_call_impl", "the call of a module, with a region in one frame; else in two", None),

@@ -132,6 +132,7 @@ BY_ARGUMENTS = {
         ("ij,jk->ik", (X, X)), ("ij,jk", (X, X)), ("i,j", (X[0], X[0])), ("ij,ij->ij", (X, X)), ("i,i", (X[0], X[0])),
         ("ij,jk", (X[:, :1], X[:1])), ("...i,...i", (X, X)), ("...i,...i->i", (X, X)), ("ij,jk,kl", (X, X, X)),
         ("a,b,ab", (X[0], X[0], X)), ("b i d, b j d -> b i j", (X[None], X[None])), ("ii,i", (X, X[0])),
+        ("bi,eij->bj", (X, X.expand(2, *X.shape))), ("bi,ij->", (X, X)), ("ij,kj->i", (X[:, :1], X)),
     ],
     "linalg_vecdot": [(X[0], X[0]), (X, X)],
     "cdist": [(X, X, 2.0, 1), (X, X, 1.0)],
@@ -342,6 +343,11 @@ JOINED = {
     "corrcoef": (lambda: _Correlated(lambda x: torch.corrcoef(x)), (3, 7)),
     "einsum, a chain": (lambda: _Einsum("ij,jk,kl->il", (7, 5), (5, 6)), (3, 7)),
     "einsum, an outer product first": (lambda: _Einsum("a,b,bc->ac", (4,), (4, 5)), (3,)),
+    "einsum, a sum of one operand first": (lambda: _Einsum("bi,eij->bj", (4, 7, 5)), (3, 7)),
+    "tensordot, a sum of one operand first": (
+        lambda: _Correlated(lambda x: torch.tensordot(x, x[:1], ([0], [0]))),
+        (3, 7),
+    ),
     "einsum, scaled scores": (lambda: _Einsum("bhqd,bhkd,bhk->bhqk", (2, 3, 6, 5), (2, 3, 6)), (2, 3, 4, 5)),
 }
 
@@ -445,8 +451,8 @@ def test_a_constant_sparse_matrix_multiplies_features_as_under_autocast():
             assert torch.sparse.mm(links, x).dtype is FP32
 
 
-def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
-    """The product alone is cast, and what is added is not."""
+def test_a_product_that_torch_func_takes_apart_has_the_bits_of_autocast():
+    """The product alone is cast, and what is added is not: of all ops under `vmap`, of `linear` under derivatives."""
     vmap, x, signal = torch.func.vmap, torch.randn(4, 16), torch.randn(1, 1, 16)
     w, b, batches = torch.randn(2, 8, 16), torch.randn(2, 8), torch.randn(2, 3, 16, 8)
     calls = {
@@ -464,6 +470,15 @@ def test_a_product_that_vmap_takes_apart_has_the_bits_of_autocast():
             lambda b: vmap(lambda w, b: F.linear(x, w, b))(w, b).float().square().sum()
         )(b),
         "a gradient inside": lambda: vmap(torch.func.grad(lambda b: F.linear(x, w[0], b).float().square().sum()))(b),
+        **{
+            f"{function.__name__} of {rows.dim()} dimensions": lambda function=function, rows=rows: function(
+                lambda x: F.linear(x, w[0], b[0])
+            )(rows)
+            for function in (torch.func.jacrev, torch.func.jacfwd)
+            for rows in (x[0], x, x[None])
+        },
+        "vjp": lambda: torch.func.vjp(lambda x: F.linear(x, w[0], b[0]), x[0])[0],
+        "each row's": lambda: vmap(lambda x: torch.func.vjp(lambda x: F.linear(x, w[0], b[0]), x)[0])(x),
         "none is batched": lambda: vmap(lambda b: F.linear(x, w[0], w[0, :, 0]) + b)(b),
     }
     with torch.autocast("cpu", dtype=BF16, cache_enabled=False):

@@ -65,11 +65,22 @@ def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
 
     Dimensions of size 1 do not count: they are multiplied by broadcasting.
     """
+    return any(count > 1 for count in _summed(equation, operands).values())
+
+
+def _is_one_product(equation: str, operands: Any, *, path: Any = None) -> bool:
+    """Return whether `einsum` multiplies two matrices, and sums neither of them over a dimension before."""
+    counts = _summed(equation, operands).values()
+    return len(operands) == 2 and 2 in counts and 1 not in counts
+
+
+def _summed(equation: str, operands: Sequence[Tensor]) -> Counter[Any]:
+    """Return the labels that are not in the result, each with the number of operands that have it."""
     terms, result = einsum_labels(equation, operands)
     held: Counter[Any] = Counter()
     for labels, operand in zip(terms, operands, strict=True):
         held.update({label for label, size in zip(labels, operand.shape, strict=True) if size != 1})
-    return any(count > 1 and label not in result for label, count in held.items())
+    return Counter({label: count for label, count in held.items() if label not in result})
 
 
 def einsum_labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[list], list]:
@@ -95,6 +106,11 @@ def _sums_to_one_number(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -
     return (a.numel(), b.numel()) == shared
 
 
+def _broadcasts(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -> bool:
+    """Return whether a dimension of size 1 meets a larger one, over which `tensordot` sums before it multiplies."""
+    return any(a.shape[i] != b.shape[j] for i, j in zip(dims_self, dims_other, strict=True))
+
+
 def _runs_as_addmm(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return bias is not None and (input.dim() <= 2 or input.is_contiguous())
 
@@ -115,8 +131,8 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
     ),
     "cross_entropy": (("log_softmax nll_loss", _has_classes_as_targets), ("log_softmax mul", None)),
     "einsum": (
-        ("bmm", lambda equation, operands, *, path=None: len(operands) == 2 and _contracts(equation, operands)),
-        ("+ bmm mul", _contracts),
+        ("bmm", _is_one_product),
+        ("+ bmm mul sum", _contracts),
         ("mul", lambda equation, operands, *, path=None: len(operands) > 1),
     ),
     "inner": (
@@ -159,7 +175,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         for mode, name in (("reflect", "reflection"), ("replicate", "replication"))
         for n in (1, 2, 3)
     ),
-    "tensordot": (("dot | mul sum", _sums_to_one_number), ("mm", None)),
+    "tensordot": (("dot | mul sum", _sums_to_one_number), ("+ mm sum", _broadcasts), ("mm", None)),
 }
 
 _ALWAYS = {

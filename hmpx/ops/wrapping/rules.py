@@ -35,7 +35,8 @@ Tensor = torch.Tensor
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DENSE = frozenset({torch.strided, torch.jagged})  # layouts; nested tensors have either
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
-_VMAP, _is_batched = private("torch._C._functorch.TransformType.Vmap"), private("torch._C._functorch.is_batchedtensor")
+_is_batched = private("torch._C._functorch.is_batchedtensor")
+_VMAP, _GRAD, _JVP = (private(f"torch._C._functorch.TransformType.{name}") for name in ("Vmap", "Grad", "Jvp"))
 _is_enabled, _dtype_of = private("torch._C.is_autocast_enabled"), private("torch._C.get_autocast_dtype")
 _set_enabled, _set_dtype = private("torch._C.set_autocast_enabled"), private("torch._C.set_autocast_dtype")
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
@@ -158,15 +159,19 @@ def _as_each(firsts: Any, others: Any) -> Any:
 
 
 def is_taken_apart(rule: Rule, signature: Signature, values: tuple) -> bool:
-    """Return whether `torch.func.vmap` takes a product in low precision apart from what is added to it.
+    """Return whether torch.func takes a product in low precision apart from what is added to it.
 
-    There torch.autocast casts the product alone.
+    It does so before torch.autocast sees the op, which then casts the product alone. Under `vmap` every op is taken
+    apart that has an argument with the mapped dimension, under a derivative a `linear` whose input is no matrix.
     """
     if not signature.adds or rule not in LOW_RULES.values() or is_dynamo_compiling():
         return False
     layer = in_torch_func()
-    batched = layer is not None and any(isinstance(t, Tensor) and _is_batched(t) for t in values)
-    return batched and layer.key() == _VMAP
+    if layer is None:
+        return False
+    if layer.key() == _VMAP:
+        return any(isinstance(t, Tensor) and _is_batched(t) for t in values)
+    return layer.key() in (_GRAD, _JVP)
 
 
 def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
