@@ -1,17 +1,49 @@
-"""Decorators that tell torch.compile to trace a function of hmpx, to leave it to Python, or to take its result."""
+"""Calls back when a module is imported, and tells torch.compile, once Dynamo is, about functions of hmpx.
+
+Of a function it says whether to trace it, to leave it to Python, or to take its result for a constant.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
 
 import torch
 import wrapt
 
-from hmpx.base.awaited import when_imported
+from hmpx.base import process_state
 from hmpx.base.changes import Changes
 from hmpx.base.torch_private import COMPILED, COMPILED_STEPS
+
+
+def when_imported(name: str, function: Callable[[ModuleType], object], changes: Changes) -> None:
+    """Call `function(module)` as soon as a module is imported, before anybody else sees it, until `changes` are undone.
+
+    A module that is there already is handed over at once.
+    """
+    if (module := sys.modules.get(name)) is not None:
+        function(module)
+        return
+    if name not in process_state.awaited:  # import hooks cannot be removed: a module has one, which looks in here
+        process_state.awaited[name] = []
+        wrapt.register_post_import_hook(_imported, name)
+    waiting = process_state.awaited[name]
+    if function not in waiting:
+        changes.callback(_stop_waiting, name, function)
+        waiting.append(function)
+
+
+def _stop_waiting(name: str, function: Callable) -> None:
+    waiting = process_state.awaited.get(name, [])
+    if function in waiting:
+        waiting.remove(function)
+
+
+def _imported(module: ModuleType) -> None:
+    for function in process_state.awaited.pop(module.__name__, []):
+        function(module)
 
 
 def never_compile_alone(*functions: Callable) -> None:

@@ -83,7 +83,7 @@ script: list[str] = []
 # What the command line of `python -m hmpx` runs: "script", with its arguments, and "recipe", both in words.
 run: dict[str, str] = {}
 
-# What is to be called when a module is imported, by its name (hmpx.base.awaited).
+# What is to be called when a module is imported, by its name (base.compiling).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 
 # What conversions do at the first optimizer step inside them (ops.decision_log).

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
+from hmpx.base.compiling import when_imported
 
 _cat, _cpu = torch.cat, torch.default_generator  # torch's own: an observer asks for the state while ops are patched
 

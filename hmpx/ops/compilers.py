@@ -24,8 +24,8 @@ import torch
 from torch.compiler import config
 
 from hmpx.base import process_state, region_state, run_in_region
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
+from hmpx.base.compiling import when_imported
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
 from hmpx.ops.forwards import unwrapped
 from hmpx.ops.policies.policy import Rule

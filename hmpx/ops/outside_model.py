@@ -26,9 +26,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base import awaited, process_state, region_state, run_in_region
+from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
-from hmpx.base.compiling import with_dynamo
+from hmpx.base.compiling import when_imported, with_dynamo
 from hmpx.base.containers import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
 from hmpx.ops.captured_names.rebinding import Rebinding
@@ -98,7 +98,7 @@ class OutsideModel:
         self._changes, self._rebinding, self._told = changes, rebinding, told
         for module in self._places:
             if module not in sys.modules:
-                awaited.when_imported(module, self._take, changes)
+                when_imported(module, self._take, changes)
 
     def _take(self, module: ModuleType) -> None:
         """Patch a module that has just been imported; nobody can have captured a name of it yet."""

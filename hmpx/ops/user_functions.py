@@ -21,8 +21,8 @@ import wrapt
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state, run_in_region
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
+from hmpx.base.compiling import when_imported
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding

@@ -22,8 +22,8 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
+from hmpx.base.compiling import when_imported
 from hmpx.base.containers import modules_in, parameters_in, with_subclasses
 from hmpx.base.installation import Installation, current
 from hmpx.conversion import Conversion, install

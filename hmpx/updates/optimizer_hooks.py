@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from hmpx.base import awaited, region_state, run_in_region
+from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import when_imported
 from hmpx.base.torch_private import LOADS, TRIAL_STEPS
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.state_codes import code_of
@@ -174,7 +175,7 @@ def _watch_trial_steps(changes: Changes) -> None:
         attribute = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
         changes.put(attribute, _as_trial(module._init_optim_state))
 
-    awaited.when_imported(_MODULE, patch, changes)
+    when_imported(_MODULE, patch, changes)
 
 
 def _as_trial(init: Callable) -> Callable:
