@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base import region_state
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import base_of
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.forwards import overlay_that_casts

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hmpx.base import run_in_region
-from hmpx.base.containers import tensors_in
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import in_torch_func, private, tree_map_only
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.ranks.sharding import local

@@ -37,8 +37,8 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import never_compile, with_dynamo
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.interpreter import variables
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import AUTOCAST, REGISTERED, private
 from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule, rules_of

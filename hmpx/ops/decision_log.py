@@ -20,8 +20,8 @@ import torch
 
 from hmpx.base import interpreter, process_state
 from hmpx.base.changes import Changes, Flag
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import first_steps
+from hmpx.base.tensors import dtype_name
 from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen

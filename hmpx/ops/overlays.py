@@ -23,7 +23,7 @@ import torch
 
 from hmpx.base import process_state as state
 from hmpx.base.compiling import ask_once
-from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
+from hmpx.base.tensors import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, Places, did_you_mean, errors_at
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.base.compiling import when_imported
-from hmpx.base.containers import modules_in, parameters_in, with_subclasses
 from hmpx.base.installation import Installation, current
+from hmpx.base.tensors import modules_in, parameters_in, with_subclasses
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.ops.captured_names.rebinding import Rebinding

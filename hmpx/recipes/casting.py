@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.containers import modules_in, own_parameters
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name, modules_in, own_parameters
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import has_forward
 from hmpx.recipes.keys import DTYPES, dtype_of, dtypes_in_yaml

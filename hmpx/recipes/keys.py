@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from hmpx.base.dtype_names import dtype_name, dtype_named
+from hmpx.base.tensors import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, MORE, SIDES, shipped

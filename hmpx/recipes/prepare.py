@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.containers import parameters_in
+from hmpx.base.tensors import parameters_in
 from hmpx.conversion import Conversion, install, installed
 from hmpx.errors import HmpxError, kind_of
 from hmpx.ops.forwards import ListsRule, rules_of_lists

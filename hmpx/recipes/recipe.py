@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.overlays import Overlay, read_overlay

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hmpx.base.dtype_names import dtype_named
+from hmpx.base.tensors import dtype_named
 from hmpx.base.torch_private import RELEASED
 from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment

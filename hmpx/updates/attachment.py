@@ -12,7 +12,7 @@ import torch
 
 from hmpx.base import interpreter
 from hmpx.base.changes import MISSING, Attribute, take_back
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks

@@ -30,8 +30,8 @@ import torch
 from hmpx.base import interpreter, process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.compiling import never_compile
-from hmpx.base.containers import with_subclasses
 from hmpx.base.process_state import first_steps, open_caches
+from hmpx.base.tensors import with_subclasses
 from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
 from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.containers import tensors_in
+from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import LINES, private
 from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.checkpoints.opened import Checkpoint, Stored, matched, opened
 from hmpx.insight.checkpoints.tensors import FEWEST, Bar, FileTensor, seen

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.places import at_place, numberless, short_places
 from hmpx.insight.report import Bars, Field, Grid, Lines, Report, grouped, short_dtypes
 from hmpx.insight.tensors import LOW

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import Moves

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.capture.dispatch import Look, OpLook, in_autocast
 from hmpx.insight.capture.notes import Notes, OpCall, Spot
 from hmpx.insight.finding import Finding, Names, some

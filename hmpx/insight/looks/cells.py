@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.containers import tensors_in
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from hmpx.base import process_state, region_state
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import autograd_node, private, tree_leaves
 from hmpx.conversion import Conversion
 from hmpx.insight.capture.dispatch import Look

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.containers import tensors_in
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.files import write
+from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.report import plain

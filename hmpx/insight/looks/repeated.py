@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.containers import tensors_in
+from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import LINES, version_of
 from hmpx.insight.capture.notes import OpCall, own_frame
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, view_of

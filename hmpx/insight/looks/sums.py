@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.notes import Notes, OpCall
 from hmpx.insight.finding import Finding, Names, percent

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.containers import tensors_in
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of
 from hmpx.insight.capture.dispatch import Look, few
 from hmpx.insight.capture.notes import Notes, OpCall

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.capture.dispatch import Look
 from hmpx.insight.capture.notes import Notes
 from hmpx.insight.finding import Finding, Names, percent, some

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.insight.capture.dispatch import OpLook, few, is_of_hook
 from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
 from hmpx.insight.finding import Finding, Names, percent

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import base_of
 from hmpx.insight.recording.recorded import RoundTrip, Site
 from hmpx.insight.tensors import Tensor

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import interpreter, region_state
-from hmpx.base.dtype_names import dtype_name
 from hmpx.base.process_state import observers
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base import run_in_region
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import graph_task, in_torch_func, tree_leaves, tree_map_only
 from hmpx.conversion import installed
 from hmpx.insight.places import in_a_line, reason_of_call

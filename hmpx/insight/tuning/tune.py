@@ -13,7 +13,7 @@ import torch
 from torch.utils.benchmark import Measurement, Timer
 
 from hmpx.base import region_state
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight import observed

@@ -32,8 +32,7 @@ from typing import Any, Literal
 import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from hmpx.base.containers import with_items
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name, with_items
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernel import Kernel

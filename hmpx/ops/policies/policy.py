@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from hmpx.base.dtype_names import dtype_named
+from hmpx.base.tensors import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Op, canonical, catalog, is_op, may_be_user_function, retired, unknown_op

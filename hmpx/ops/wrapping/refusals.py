@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hmpx.base import region_state
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.wrapping.callers import pass_over

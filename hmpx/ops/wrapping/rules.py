@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.base.containers import ATOMS, leaves, with_items
+from hmpx.base.tensors import ATOMS, leaves, with_items
 from hmpx.base.torch_private import in_torch_func, private
 from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import LOW_RULES, Rule

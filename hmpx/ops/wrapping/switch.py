@@ -36,8 +36,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
-from hmpx.base.containers import modules_in, own_parameters, parameters_in, tensors_in
 from hmpx.base.run_in_region import Opener
+from hmpx.base.tensors import modules_in, own_parameters, parameters_in, tensors_in
 from hmpx.base.torch_private import autograd_node, graph_task, has, version_of
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.composition import accepts

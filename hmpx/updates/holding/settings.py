@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from hmpx.base.dtype_names import dtype_named
+from hmpx.base.tensors import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.held import Way, Weights

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from hmpx.base.dtype_names import dtype_name
+from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout, StateCode
