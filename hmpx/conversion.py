@@ -15,11 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmpx.base import installation, process_state, region_state
+from hmpx.base import process_state, region_state
 from hmpx.base.changes import Changes
-from hmpx.base.installation import Installation
 from hmpx.base.interpreter import none_collected
-from hmpx.base.process_state import casts_regions, place
+from hmpx.base.process_state import Installation, casts_regions, place
 from hmpx.errors import HmpxError, OpListError, did_you_mean, with_hints
 from hmpx.ops import compilers
 from hmpx.ops.autocast import AutocastRegions
@@ -243,7 +242,7 @@ def install(conversion: Conversion) -> Conversion:
 
 
 def installed() -> Conversion | None:
-    return installation.current(Conversion)
+    return process_state.in_force(Conversion)
 
 
 @with_hints
@@ -354,7 +353,7 @@ def restore(*optimizers: torch.optim.Optimizer) -> None:
     with process_state.lock:  # another thread may prepare a model meanwhile
         conversion = installed()
         if conversion is None or conversion.leave is None or not conversion.leave(optimizers):
-            installation.end_all()
+            process_state.end_all()
             process_state.prepared.clear()
     for optimizer in optimizers:
         detach(optimizer)

@@ -13,7 +13,7 @@ from hmpx.base import process_state
 PACKAGE = Path(hmpx.__file__).parent
 OP_ROAD = [
     *(PACKAGE / "ops").rglob("*.py"),
-    *(PACKAGE / f"{n}.py" for n in ("conversion", "base/installation", "regions")),
+    *(PACKAGE / f"{n}.py" for n in ("conversion", "regions")),
 ]
 
 

@@ -1,25 +1,28 @@
-"""Holds every variable of casts that belongs to the whole process and changes.
+"""Holds every variable of casts that belongs to the whole process and changes, and the handles in force.
 
 Other code reads and sets these as attributes of this module; a variable that is never replaced by another object may be
 imported by name. The regions that are open in one thread or task are in `region_state`. What belongs to one conversion
 is in its handle. What can be computed again, such as the catalogue of ops, stays in the file that computes it.
 
-`in_use` says how this process differs from one in which nothing is converted.
+`in_use` says how this process differs from one in which nothing is converted. `convert` and `activate` put an
+`Installation` in force.
 """
 
 from __future__ import annotations
 
+import abc
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from hmpx.base import interpreter
 from hmpx.base.changes import Attribute, Changes
+from hmpx.errors import HmpxError
 
-# What is in force (base.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
-# put in force or taken away.
+# What is in force: the handles of `convert` and `activate`, by class. `lock` is held while one is put in force or taken
+# away.
 installed: dict[type, Any] = {}
 lock = interpreter.lock()
 
@@ -124,3 +127,103 @@ def in_use() -> dict[str, Any]:
         "fp8_watchers": fp8_watchers,
     }
     return {name: value for name, value in states.items() if value}
+
+
+# Handles. A second call replaces the first. A ``with`` around the second takes it away at its end and puts the first in
+# force again, unless that has ended meanwhile
+
+_kinds: list[type[Installation]] = []
+Self = TypeVar("Self", bound="Installation")
+
+
+class Installation(abc.ABC):
+    """A handle; at most one of each class is in force. Subclasses implement `_change`."""
+
+    def __init_subclass__(cls) -> None:
+        _kinds.append(cls)
+
+    def __init__(self) -> None:
+        self._before: Installation | None = None  # what this one replaced
+        self._entered = self._ended = False
+        self._changes = Changes()
+
+    @abc.abstractmethod
+    def _change(self, changes: Changes) -> None:
+        """Make every change that puts this handle in force."""
+
+    def _apply(self) -> None:
+        """Put this handle in force. If that fails, nothing has changed."""
+        try:
+            self._change(self._changes)
+        except BaseException:
+            self._changes.close()
+            raise
+
+    def _install(self) -> None:
+        """Replace the handle in force by this one. If that fails, the old one is in force again."""
+        kind = type(self)
+        with lock:
+            before = in_force(kind)
+            _take_away(kind)
+            try:
+                self._apply()
+            except BaseException:
+                _give(kind, before)
+                raise
+            installed[kind], self._before = self, before
+            if before is not None and not before._entered:
+                before._before = None  # it was replaced for good, unless this one turns out to stand in a `with`
+
+    @property
+    def active(self) -> bool:
+        """Whether this handle is in force now."""
+        return in_force(type(self)) is self
+
+    def restore(self) -> None:
+        """End this handle; nothing happens if another one is in force."""
+        with lock:
+            self._ended = True
+            if self.active:
+                _take_away(type(self))
+                if self._entered:
+                    _give(type(self), self._before)
+
+    def __enter__(self: Self) -> Self:
+        with lock:
+            if not self.active:
+                raise HmpxError(f"{self!r} is not in force any more and cannot be entered: make a new one")
+            self._entered = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def in_force(kind: type[Self]) -> Self | None:
+    """The handle of this class that is in force."""
+    return installed.get(kind)
+
+
+def _take_away(kind: type[Installation]) -> None:
+    handle = installed.pop(kind, None)
+    if handle is not None:
+        handle._changes.close()
+
+
+def _give(kind: type[Installation], before: Installation | None) -> None:
+    """Put the nearest enclosing handle that has not ended in force again."""
+    while before is not None and before._ended:
+        before = before._before
+    if before is not None:
+        before._apply()
+        installed[kind] = before
+
+
+def end_all() -> None:
+    """End every handle of every class, the youngest class first, also those that a ``with`` would restore."""
+    with lock:
+        for kind in reversed(_kinds):
+            handle = in_force(kind)
+            _take_away(kind)
+            while handle is not None:
+                handle._ended, handle = True, handle._before

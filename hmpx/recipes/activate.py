@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.base.compiling import when_imported
-from hmpx.base.installation import Installation, current
+from hmpx.base.process_state import Installation, in_force
 from hmpx.base.tensors import modules_in, parameters_in, with_subclasses
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
@@ -228,8 +228,8 @@ def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Act
     Raises:
         HmpxError: another recipe or conversion is in force.
     """
-    before, said = current(Activation), ""
-    if before is None and current(Conversion) is not None:
+    before, said = in_force(Activation), ""
+    if before is None and in_force(Conversion) is not None:
         said = (
             " converts torch itself, and hmpx.convert (or hmpx.prepare) has done so already: call hmpx.restore(), or "
             "leave the plugin out"
