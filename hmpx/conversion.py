@@ -17,8 +17,8 @@ import torch
 
 from hmpx.base import process_state, region_state
 from hmpx.base.changes import Changes
-from hmpx.base.interpreter import none_collected
 from hmpx.base.process_state import Installation, casts_regions, place
+from hmpx.base.raw import none_collected
 from hmpx.errors import HmpxError, OpListError, did_you_mean, with_hints
 from hmpx.ops import compilers
 from hmpx.ops.autocast import AutocastRegions

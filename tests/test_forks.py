@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hmpx
-from hmpx.base import interpreter
+from hmpx.base import process_state
 from hmpx.insight.recording import record  # noqa: F401, which has a lock too
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
@@ -56,7 +56,7 @@ def beside():
         thread.join()
 
 
-@pytest.mark.parametrize("make", [interpreter.lock, lambda: interpreter.over_forks(threading.Lock())])
+@pytest.mark.parametrize("make", [process_state.new_lock, lambda: process_state.over_forks(threading.Lock())])
 def test_a_lock_that_another_thread_holds_is_free_in_a_child(make, beside):
     lock = make()
 
@@ -75,6 +75,6 @@ def test_no_file_makes_a_lock_that_forks_do_not_wait_for():
         path.name: line.strip()
         for path in Path(hmpx.__file__).parent.rglob("*.py")
         for line in path.read_text().splitlines()
-        if "Lock()" in line and "over_forks(" not in line and path.name != "interpreter.py"
+        if "Lock()" in line and "over_forks(" not in line and path.name != "process_state.py"
     }
     assert not made

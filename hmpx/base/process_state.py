@@ -11,20 +11,37 @@ is in its handle. What can be computed again, such as the catalogue of ops, stay
 from __future__ import annotations
 
 import abc
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from hmpx.base import interpreter
 from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
+
+
+def new_lock() -> Any:
+    """Return a new lock, which one thread may hold several times, and which a forked child finds free.
+
+    The child has none of its parent's other threads, one of which may hold it.
+    """
+    return over_forks(threading.RLock())
+
+
+def over_forks(held: Any) -> Any:
+    """Return a lock, which is free in children from here on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=held._at_fork_reinit)
+    return held
+
 
 # What is in force: the handles of `convert` and `activate`, by class. `lock` is held while one is put in force or taken
 # away.
 installed: dict[type, Any] = {}
-lock = interpreter.lock()
+lock = new_lock()
 
 # Where casts are on (base.region_state). `converted`: whether torch is converted. `enabled`, `everywhere`: the
 # arguments of `convert`. `off`: whether casts are off somewhere, and by which regions. The wrappers of a conversion

@@ -6,7 +6,7 @@ import re
 import sys
 from types import FrameType
 
-from hmpx.base.interpreter import variables
+from hmpx.base.raw import variables
 from hmpx.ops.wrapping.callers import frames
 
 _LIGHTNING = {

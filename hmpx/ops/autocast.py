@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import never_compile, with_dynamo
-from hmpx.base.interpreter import variables
+from hmpx.base.raw import variables
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import AUTOCAST, REGISTERED, private
 from hmpx.ops.decision_log import say_beats_island, say_once

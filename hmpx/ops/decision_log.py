@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hmpx.base import interpreter, process_state
+from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.base.process_state import first_steps
 from hmpx.base.tensors import dtype_name
@@ -29,7 +29,7 @@ from hmpx.ops.wrapping.switch import is_outside
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
-_lock = interpreter.lock()  # of what several threads count
+_lock = process_state.new_lock()  # of what several threads count
 
 
 class _Shown(logging.StreamHandler):

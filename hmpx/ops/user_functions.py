@@ -23,8 +23,8 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Changes
 from hmpx.base.compiling import when_imported
+from hmpx.base.raw import HEAP_TYPE
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
-from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.policies.lists import OpLists, is_shipped, shipped

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-from hmpx.base import interpreter, process_state
+from hmpx.base import process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
 from hmpx.insight.doctor.expected import read
@@ -139,7 +139,7 @@ class _Report:
         self._all_rows = all_rows
         self._outputs, self._terminal = outputs, terminal()
         self._watcher = Watcher(self._terminal) if is_first_rank() else None
-        self._lock = interpreter.over_forks(threading.Lock())
+        self._lock = process_state.over_forks(threading.Lock())
         self._status: int | None = None
         self.found, self.started = Diagnosis(), Counter[str]()
         self.examination: Examination | None = None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hmpx.base import interpreter
 from hmpx.base.changes import MISSING, Attribute, take_back
+from hmpx.base.process_state import new_lock
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError
@@ -39,7 +39,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 _QUEUE = private("torch.autograd.Variable._execution_engine.queue_callback")
-_lock = interpreter.lock()  # while parameters take a part of a step
+_lock = new_lock()  # while parameters take a part of a step
 _DOCTOR = "`python -m hmpx doctor train.py` finds the updates that are lost"
 _GONE = {"updates": _DOCTOR, "watched": _DOCTOR, "places": "DTensors know where they stand"}
 _GONE["kept_steps"] = "measure a step with `python examples/bench step`"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.base import interpreter
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.process_state import over_forks
 from hmpx.base.torch_private import FSDP_SUMS, JOINS, SWAPPED
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
@@ -32,7 +32,7 @@ from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 
-_lock = interpreter.over_forks(threading.Lock())
+_lock = over_forks(threading.Lock())
 _claimed: dict[int, _ClaimedParameter] = {}
 _ended: deque[tuple[Claim, Parameter]] = deque()
 _summed: set[Parameter] = set()  # sharded ones whose gradients accumulate in FP32

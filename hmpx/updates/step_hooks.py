@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from hmpx.base import interpreter, process_state, region_state, run_in_region
+from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.process_state import first_steps, open_caches
@@ -50,7 +50,7 @@ from hmpx.updates.stepping.step_count import StepCounts
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 
-_lock = interpreter.lock()
+_lock = process_state.new_lock()
 _is_installed = False
 _attached: WeakSet[Optimizer] = WeakSet()
 _changes = Changes()  # of torch.optim.Optimizer, while this is installed

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx.ops.captured_names import raw, sweep
+from hmpx.base import raw
+from hmpx.ops.captured_names import sweep
 
 X = torch.randn(4, 4)
 LINEAR = F.linear

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hmpx.base.changes import Attribute, Changes
-from hmpx.base.interpreter import variables
+from hmpx.base.raw import variables
 from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.capture.dispatch import ITERATION, Iterations, Look, OpWatch, aside, note_trouble
 from hmpx.insight.capture.notes import Notes

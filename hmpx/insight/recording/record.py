@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx.base import interpreter, region_state
-from hmpx.base.process_state import observers
+from hmpx.base import region_state
+from hmpx.base.process_state import new_lock, observers
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
@@ -40,7 +40,7 @@ from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
 
-_lock = interpreter.lock()  # of what several threads record
+_lock = new_lock()  # of what several threads record
 _unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.ops.captured_names import raw
+from hmpx.base import raw
 from hmpx.ops.captured_names.rewriting import CapturedName
 
 _BUNCH = 64  # things at once

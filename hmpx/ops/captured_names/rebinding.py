@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hmpx.base.changes import Changes
-from hmpx.ops.captured_names.raw import Access
+from hmpx.base.raw import Access
 from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.captured_names.sweep import Sweep
 

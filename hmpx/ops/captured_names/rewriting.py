@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hmpx.ops.captured_names import raw
-from hmpx.ops.captured_names.raw import MISSING, Access
+from hmpx.base import raw
+from hmpx.base.raw import MISSING, Access
 
 DEEPEST = 4  # containers within containers
 _BOUND: tuple[type, ...] = (types.MethodType, staticmethod, classmethod)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from hmpx.base.interpreter import none_collected, variables
-from hmpx.ops.captured_names import raw
+from hmpx.base import raw
+from hmpx.base.raw import none_collected, variables
 from hmpx.ops.captured_names.holders import Holders
 from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, CapturedName, PlaceWriter, Rewriting
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import torch.overrides
 
-from hmpx.base.interpreter import none_collected
+from hmpx.base.raw import none_collected
 from hmpx.base.torch_private import has, private
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies import op_facts

@@ -11,8 +11,8 @@ import torch
 import wrapt
 
 from hmpx import errors
-from hmpx.base.interpreter import variables
 from hmpx.base.process_state import rules
+from hmpx.base.raw import variables
 from hmpx.ops.policies.policy import Rule
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin

@@ -65,8 +65,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import region_state
+from hmpx.base.raw import GENERATED
 from hmpx.base.torch_private import in_torch_func
-from hmpx.ops.captured_names.raw import GENERATED
 from hmpx.ops.policies.policy import LOW_RULES, Rule
 from hmpx.ops.policies.signatures import Argument, Signature
 from hmpx.ops.wrapping.callers import WRITTEN, register

@@ -29,12 +29,11 @@ import torch
 import torch.overrides
 from torch.overrides import TorchFunctionMode
 
-from hmpx.base import region_state
+from hmpx.base import raw, region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import ask_once, never_compile, never_compile_alone
 from hmpx.base.tensors import ATOMS, leaves, with_subclasses
 from hmpx.base.torch_private import private
-from hmpx.ops.captured_names import raw
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 

@@ -33,9 +33,8 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from hmpx.base import interpreter
 from hmpx.base.changes import Attribute
-from hmpx.base.process_state import open_caches, watching_writes
+from hmpx.base.process_state import new_lock, open_caches, watching_writes
 from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import KEPT_CASTS, FakeTensor, dispatch_modes, in_torch_func, private, version_of
 from hmpx.rounding.devices import is_lazy
@@ -43,7 +42,7 @@ from hmpx.rounding.devices import is_lazy
 logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
-_lock = interpreter.lock()
+_lock = new_lock()
 storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
 
 

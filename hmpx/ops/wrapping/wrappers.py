@@ -19,11 +19,10 @@ from typing import Any
 
 import wrapt
 
-from hmpx.base import run_in_region
+from hmpx.base import raw, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import leave_to_python
 from hmpx.base.region_state import scope
-from hmpx.ops.captured_names import raw
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import Case, Rule

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.base.interpreter import variables
+from hmpx.base.raw import variables
 
 
 class Batch:

@@ -2,16 +2,22 @@
 
 A class can put code of its own behind every way to look at an object: `values()` of a dict, `__len__`, `__eq__`, a
 property called `__dict__`, the `__setattr__` of a metaclass. Here a dict is read by `dict.items`, a class by the
-descriptors of `type`, an object through the slot in which the interpreter keeps its `__dict__`.
+descriptors of `type`, an object through the slot in which the interpreter keeps its `__dict__`. Variables of a function
+that runs are read so that it does not keep them. Garbage collections can be put off: they run finalizers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import gc
+import inspect
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
@@ -220,3 +226,39 @@ CELL = Access(read_cell, lambda function, index, value: setattr(_cell(function, 
 DEFAULTS = Access(lambda f, _: f.__defaults__, lambda f, _, value: setattr(f, "__defaults__", value))
 FUNC = Access(lambda partial, _: func_of(partial), lambda p, _, func: _set_partial(p, func, args_of(p)))
 ARGS = Access(lambda partial, _: args_of(partial), lambda p, _, args: _set_partial(p, func_of(p), args))
+
+
+# Running functions, and collections of garbage
+
+_HOLDERS = 3  # of the dict of a frame's variables: the frame, a name for it here, an argument of getrefcount
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function that runs in this thread, by name.
+
+    Before Python 3.13, whoever asks a frame for its variables leaves a dict of them at the frame. What the function
+    drops later would then live until it returns: a batch, or a model on a GPU. That dict is emptied, if nobody else has
+    it (`locals()` returns the same one) and no debugger, which writes it back, is on.
+    """
+    kept: Any = frame.f_locals
+    found = dict(kept)
+    ours = type(kept) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED  # else a module's or class's own dict
+    if ours and sys.gettrace() is None and sys.getrefcount(kept) <= _HOLDERS:
+        kept.clear()
+    return found
+
+
+@contextlib.contextmanager
+def none_collected() -> Iterator[None]:
+    """Suspend automatic garbage collection.
+
+    A collection looks through everything that is alive, and takes longer than what hmpx does here; and it runs
+    finalizers, which are code of others.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
