@@ -35,11 +35,10 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from hmpx.base.tensors import dtype_name, with_items
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.callers import frames
-from hmpx.ops.wrapping.overriding import PLAIN, call, may_override, out_of_graph, stand_in
+from hmpx.ops.wrapping.overriding import PLAIN, Kernel, call, may_override, out_of_graph, stand_in
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, autocast_inside, cast, is_stated
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 

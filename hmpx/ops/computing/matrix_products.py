@@ -31,10 +31,9 @@ from hmpx.base.compiling import ask_once
 from hmpx.base.torch_private import FakeTensor, private
 from hmpx.ops.computing import fp8_gpu
 from hmpx.ops.computing.fp8_product import GroupedProduct, How, product, watching, why_not_grouped, wide_product
-from hmpx.ops.computing.kernel import Kernel
 from hmpx.ops.policies.composition import einsum_labels
 from hmpx.ops.policies.fp8_format import BLOCK, PRODUCTS, SMALL, Format
-from hmpx.ops.wrapping.overriding import PLAIN, call, may_override, stand_in
+from hmpx.ops.wrapping.overriding import PLAIN, Kernel, call, may_override, stand_in
 from hmpx.ops.wrapping.rules import cast, is_stated
 
 Tensor = torch.Tensor

@@ -23,6 +23,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,6 +104,22 @@ def stand_in(original: Callable, computes: bool = True) -> Callable[[Function], 
 def is_computing(frame: types.FrameType) -> bool:
     """Return whether a stand-in computes an op in `frame`."""
     return frame.f_code in _computing
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes an op in the place of torch's own function, by stand-ins; it prints in words.
+
+    backward: how the backward pass computes, in words. wrap: takes an op's name and torch's own function for it, and
+    returns the function that computes the op, with this kernel where it fits.
+    """
+
+    words: str
+    backward: str
+    wrap: Callable[[str, Callable], Callable] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.words
 
 
 def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
