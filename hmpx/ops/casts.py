@@ -21,8 +21,7 @@ from hmpx.ops.autocast import registered
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.compilers import Compilers, forget_compiled
-from hmpx.ops.computing.in_fp32 import in_fp32, parametrizations
-from hmpx.ops.computing.kernels import Kernels
+from hmpx.ops.computing.kernels import Kernels, in_fp32, parametrizations
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.outside_model import OutsideModel
 from hmpx.ops.overlays import Policies
