@@ -24,7 +24,6 @@ from hmpx.ops import compilers
 from hmpx.ops.autocast import AutocastRegions
 from hmpx.ops.casts import Casts, PatchTable, governs_autocast
 from hmpx.ops.computing.kernels import GAINING, KernelsAsked, choose
-from hmpx.ops.decision_log import FirstStep, VerboseLog, positions_in_words
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.forwards import replaced_forwards, wrap_forwards
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
@@ -34,7 +33,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.lists import SIDES, read_lists
 from hmpx.ops.policies.policy import WHERE, OptLevel, Policy, Unknown, Where, build_policy
 from hmpx.ops.user_functions import check_functions
-from hmpx.ops.wrapping.observing import Observer, Several
+from hmpx.ops.wrapping.observing import FirstStep, Observer, Several, VerboseLog, positions_in_words
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach

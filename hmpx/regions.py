@@ -17,11 +17,11 @@ from hmpx.base import region_state, run_in_region
 from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
-from hmpx.ops.decision_log import say_beats_island
 from hmpx.ops.overlays import overlay_by_hand, scope_inside
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.wrapping import weight_cache
 from hmpx.ops.wrapping.callers import runs_later
+from hmpx.ops.wrapping.observing import say_beats_island
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 

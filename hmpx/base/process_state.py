@@ -106,10 +106,10 @@ run: dict[str, str] = {}
 # What is to be called when a module is imported, by its name (base.compiling).
 awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 
-# What conversions do at the first optimizer step inside them (ops.decision_log).
+# What conversions do at the first optimizer step inside them (ops.wrapping.observing).
 first_steps: list[Callable[[], None]] = []
 
-# What the conversion in force has logged, of messages that it logs once (ops.decision_log).
+# What the conversion in force has logged, of messages that it logs once (ops.wrapping.observing).
 said: set[str] = set()
 
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,

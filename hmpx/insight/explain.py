@@ -24,11 +24,11 @@ from hmpx.insight.finding import some
 from hmpx.insight.places import reason
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
-from hmpx.ops.decision_log import positions_in_words
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, unknown_op
 from hmpx.ops.policies.lists import SIDES, shipped
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
+from hmpx.ops.wrapping.observing import positions_in_words
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe

@@ -40,11 +40,11 @@ from hmpx.base.compiling import never_compile, with_dynamo
 from hmpx.base.raw import variables
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import AUTOCAST, REGISTERED, private
-from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import lowering_rule, rules_of
 from hmpx.ops.overlays import Policies
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.callers import methods, modules, users_line
+from hmpx.ops.wrapping.observing import say_beats_island, say_once
 from hmpx.ops.wrapping.overriding import stand_in
 from hmpx.ops.wrapping.rules import autocast_inside, device_of
 from hmpx.ops.wrapping.switch import Switch, in_any_forward, in_forward, is_in_model, is_model

@@ -33,11 +33,11 @@ from hmpx.base.region_state import Region, innermost
 from hmpx.base.run_in_region import run_at, run_in
 from hmpx.errors import HmpxError
 from hmpx.ops.autocast import in_enabled_region
-from hmpx.ops.decision_log import say_beats_island, say_once
 from hmpx.ops.module_rules import RULES, ModuleRule, deciding, forward_class, has_forward, lowering_rule, rules_of
 from hmpx.ops.overlays import Overlay, lists_of, registered, scope_inside
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.callers import runs_later
+from hmpx.ops.wrapping.observing import say_beats_island, say_once
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module

@@ -17,10 +17,10 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hmpx
-from hmpx.ops import decision_log
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule, build_policy
+from hmpx.ops.wrapping import observing
 from hmpx.recipes.reading import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
@@ -224,7 +224,7 @@ def test_bf16_on_a_gpu_without_instructions_for_it_is_said_once(capable, said, l
         is_bf16_supported=lambda emulated: capable or emulated,
         get_device_name=lambda: "Tesla T4",
     )
-    monkeypatch.setattr(decision_log, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(observing, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     optimizer = optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with hmpx.convert(**lists(bf16="linear")):
         optimizer.step()
