@@ -34,9 +34,19 @@ from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.overriding import Modes
-from hmpx.ops.wrapping.refusals import build_explaining, build_refusing, build_telling
 from hmpx.ops.wrapping.switch import Switch
-from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched, named_like
+from hmpx.ops.wrapping.wrappers import (
+    Patch,
+    Patches,
+    Patching,
+    build_choice,
+    build_explaining,
+    build_refusing,
+    build_scoped,
+    build_telling,
+    build_untouched,
+    named_like,
+)
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope

@@ -36,10 +36,18 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.overriding import call, called_by_torch, stand_in
-from hmpx.ops.wrapping.refusals import build_explaining
 from hmpx.ops.wrapping.rules import call_cast, cast, is_explicit
 from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first
-from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
+from hmpx.ops.wrapping.wrappers import (
+    Patch,
+    Patches,
+    Patching,
+    build_explaining,
+    named_like,
+    patch_at,
+    patch_of,
+    uncast_inside,
+)
 
 _BACKWARD = "torch.autograd._engine_run_backward"  # `backward` and `grad` call it, even if others have patched them
 _BACKWARDS = (_BACKWARD,) if has(_BACKWARD) else ("torch.autograd.backward", "torch.autograd.grad")
