@@ -18,11 +18,10 @@ from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.ops import autocast
 from hmpx.ops.autocast import registered
-from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.ops.captured_names.rewriting import CapturedName
 from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.kernels import Kernels, in_fp32, parametrizations
 from hmpx.ops.dtype_map import DtypeMap
+from hmpx.ops.holders import CapturedName
 from hmpx.ops.outside_model import OutsideModel
 from hmpx.ops.overlays import Policies
 from hmpx.ops.policies import op_facts
@@ -31,6 +30,7 @@ from hmpx.ops.policies.composition import SPARSE_GRADIENTS
 from hmpx.ops.policies.lists import SIDES, is_shipped
 from hmpx.ops.policies.policy import Case, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.rebinding import Rebinding
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.overriding import Modes

@@ -31,10 +31,10 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import when_imported, with_dynamo
 from hmpx.base.tensors import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
-from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.rebinding import Rebinding
 from hmpx.ops.wrapping.overriding import call, called_by_torch, stand_in
 from hmpx.ops.wrapping.rules import call_cast, cast, is_explicit
 from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first

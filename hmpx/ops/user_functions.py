@@ -25,10 +25,10 @@ from hmpx.base.changes import Changes
 from hmpx.base.compiling import when_imported
 from hmpx.base.raw import HEAP_TYPE
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
-from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies.lists import OpLists, is_shipped, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.rebinding import Rebinding
 from hmpx.ops.wrapping.callers import runs_later
 from hmpx.ops.wrapping.observing import Point, Seen, observed, say_beats_island
 from hmpx.ops.wrapping.rules import cast_arguments

@@ -28,7 +28,7 @@ from hmpx.base.process_state import Installation, in_force
 from hmpx.base.tensors import modules_in, parameters_in, with_subclasses
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
-from hmpx.ops.captured_names.rebinding import Rebinding
+from hmpx.ops.rebinding import Rebinding
 from hmpx.recipes.casting import cast_models, tell_cast, tell_scripted
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, facts

@@ -19,7 +19,7 @@ from torch import matmul, nn
 from torch.nn.functional import linear
 
 import hmpx
-from hmpx.ops.captured_names import rebinding, rewriting
+from hmpx.ops import holders, rebinding
 from tests.support import python
 
 X = torch.randn(4, 4)
@@ -290,7 +290,7 @@ def test_a_device_that_is_asked_for_during_a_conversion_is_the_device(regions):
 
 
 def test_what_cannot_be_looked_through_is_reported_and_the_rest_is_rebound(monkeypatch):
-    module, plain = rewriting.Rewriting.module, types.ModuleType("unreadable")
+    module, plain = holders.Rewriting.module, types.ModuleType("unreadable")
     plain.linear = F.linear
 
     def look(self, each):
@@ -298,7 +298,7 @@ def test_what_cannot_be_looked_through_is_reported_and_the_rest_is_rebound(monke
             raise ValueError("no such page")
         module(self, each)
 
-    monkeypatch.setattr(rewriting.Rewriting, "module", look)
+    monkeypatch.setattr(holders.Rewriting, "module", look)
     with hmpx.convert() as handle:
         assert "a module holds a function of torch: it could not be looked through: no such page" in handle.escaped
         assert TABLE["linear"](X, X).dtype is torch.bfloat16 and plain.linear(X, X).dtype is torch.float32

@@ -17,7 +17,7 @@ import wrapt
 
 import hmpx
 from hmpx.base import raw
-from hmpx.ops.captured_names import sweep
+from hmpx.ops import sweep
 
 X = torch.randn(4, 4)
 LINEAR = F.linear

@@ -15,8 +15,8 @@ import torch
 
 import hmpx
 from hmpx import conversion
-from hmpx.ops.captured_names.sweep import Sweep
 from hmpx.ops.policies.lists import shipped
+from hmpx.ops.sweep import Sweep
 from hmpx.recipes.reading import read_recipe
 
 X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()

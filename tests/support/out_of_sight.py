@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Iterator
 
-from hmpx.ops.captured_names import sweep
+from hmpx.ops import sweep
 
 # They know no torch
 _LIBRARIES = {"_pytest", "dill", "matplotlib", "mpmath", "numpy", "pluggy", "pygments", "scipy", "setuptools", "sympy"}

@@ -22,8 +22,7 @@ import torch
 
 from hmpx.base import raw
 from hmpx.base.raw import none_collected, variables
-from hmpx.ops.captured_names.holders import Holders
-from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, CapturedName, PlaceWriter, Rewriting
+from hmpx.ops.holders import DEEPEST, HOLDERS, CapturedName, Holders, PlaceWriter, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 from hmpx.base.changes import Changes
 from hmpx.base.raw import Access
-from hmpx.ops.captured_names.rewriting import CapturedName
-from hmpx.ops.captured_names.sweep import Sweep
+from hmpx.ops.holders import CapturedName
+from hmpx.ops.sweep import Sweep
 
 logger = logging.getLogger("hmpx")
 _LATE = "it was put there after the search"
