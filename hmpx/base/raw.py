@@ -106,6 +106,15 @@ def _is_in_c(kind: type, name: str) -> bool:
     return True
 
 
+def with_subclasses(cls: type) -> list[type]:
+    """Return a class and every class that derives from it, each once, a class before those that derive from it."""
+    found = [cls]
+    for each in found:
+        derived: list[type] = type.__subclasses__(each)
+        found += [sub for sub in derived if sub not in found]
+    return found
+
+
 # Names for reports
 
 

@@ -88,15 +88,6 @@ def parameters_in(module: Module) -> list[torch.nn.Parameter]:
     return list({id(p): p for each in modules_in(module) for p in own_parameters(each).values()}.values())
 
 
-def with_subclasses(cls: type) -> list[type]:
-    """Return a class and every class that derives from it, each once, a class before those that derive from it."""
-    found = [cls]
-    for each in found:
-        derived: list[type] = each.__subclasses__()
-        found += [sub for sub in derived if sub not in found]
-    return found
-
-
 # Dtypes by name: "bf16", "bfloat16" and "torch.bfloat16" all mean `torch.bfloat16`
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

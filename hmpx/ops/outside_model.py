@@ -29,7 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import when_imported, with_dynamo
-from hmpx.base.tensors import with_subclasses
+from hmpx.base.raw import with_subclasses
 from hmpx.base.torch_private import CHECKPOINTING, HOOKS, RECURRENT, has, lacks, private
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import Rule

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.base.compiling import when_imported
 from hmpx.base.process_state import Installation, in_force
-from hmpx.base.tensors import modules_in, parameters_in, with_subclasses
+from hmpx.base.raw import with_subclasses
+from hmpx.base.tensors import modules_in, parameters_in
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError
 from hmpx.ops.rebinding import Rebinding

@@ -31,7 +31,7 @@ from hmpx.base import process_state, region_state, run_in_region
 from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.base.process_state import first_steps, open_caches
-from hmpx.base.tensors import with_subclasses
+from hmpx.base.raw import with_subclasses
 from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
 from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks

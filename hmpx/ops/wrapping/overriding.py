@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from hmpx.base import raw, region_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import ask_once, never_compile, never_compile_alone
-from hmpx.base.tensors import ATOMS, leaves, with_subclasses
+from hmpx.base.tensors import ATOMS, leaves
 from hmpx.base.torch_private import private
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
@@ -230,7 +230,7 @@ class Modes:
         self._changes = changes
         _kept.clear()
         changes.callback(_kept.clear)
-        for cls in with_subclasses(TorchFunctionMode):
+        for cls in raw.with_subclasses(TorchFunctionMode):
             self._wrap(cls)
 
         def each_new(cls: type[TorchFunctionMode], **kwargs: Any) -> None:
