@@ -31,7 +31,15 @@ from hmpx.base.torch_private import has, private
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.composition import COMPOSED, Composition
-from hmpx.ops.policies.signatures import Argument, Signature, all_schemas, is_tensor, read_signature, schemas
+from hmpx.ops.policies.signatures import (
+    Argument,
+    Signature,
+    all_schemas,
+    is_tensor,
+    read_signature,
+    refuses_mixed,
+    schemas,
+)
 
 Tensor = torch.Tensor
 
@@ -225,7 +233,7 @@ def catalog() -> dict[str, Op]:
             name,
             entries,
             follows,
-            refuses_mixed=op_facts.refuses_mixed(name),
+            refuses_mixed=refuses_mixed(name),
             computes=_computes(name, entries),
             view=_is_view(name),
             rows=COMPOSED.get(name, ()),

@@ -114,12 +114,6 @@ REFUSES_MIXED = frozenset(
     """.split()
 )
 
-
-def refuses_mixed(op: str) -> bool:
-    """Return whether an op refuses, or one with lists of tensors, as its own op does with each pair."""
-    return op.removeprefix("_foreach_") in REFUSES_MIXED
-
-
 # Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element.
 # So do those in NO_LOW_KERNEL.
 INDEX_BY_NUMBERS = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd quantile".split())

@@ -97,12 +97,17 @@ def read_signature(name: str, first: str) -> Signature:
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
         beside=beside,
-        refuses_mixed=op_facts.refuses_mixed(op),
+        refuses_mixed=refuses_mixed(op),
         takes_mixed=TAKES_MIXED.get(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
         in_lists=op.startswith("_foreach_"),
         adds=_addend(op, shared) if shared is not None and agreed else "",
     )
+
+
+def refuses_mixed(op: str) -> bool:
+    """Return whether an op refuses mixed dtypes; one with lists of tensors does so as its own op with each pair."""
+    return op.removeprefix("_foreach_") in op_facts.REFUSES_MIXED
 
 
 def _is_free(name: str) -> bool:
