@@ -20,18 +20,18 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight.comparing.compare import compare
-    from hmpx.insight.comparing.comparison import Comparison as Comparison
-    from hmpx.insight.comparing.comparison import Row as Row
     from hmpx.insight.doctor.doctor import Diagnosis as Diagnosis
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
     from hmpx.insight.finding import Finding as Finding
     from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
-    from hmpx.insight.tuning.tune import tune
-    from hmpx.insight.tuning.tuned import Choice as Choice
-    from hmpx.insight.tuning.tuned import Tuned as Tuned
+    from hmpx.insight.trials.compare import compare
+    from hmpx.insight.trials.comparison import Comparison as Comparison
+    from hmpx.insight.trials.comparison import Row as Row
+    from hmpx.insight.trials.tune import tune
+    from hmpx.insight.trials.tuned import Choice as Choice
+    from hmpx.insight.trials.tuned import Tuned as Tuned
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
     from hmpx.ops.policies.policy import Rule as Rule
     from hmpx.recipes.activate import Activation as Activation
@@ -76,11 +76,11 @@ _LATER = {
     "Recipe": "hmpx.recipes.recipe",
     "activate": "hmpx.recipes.activate",
     "prepare": "hmpx.recipes.prepare",
-    "compare": "hmpx.insight.comparing.compare",
+    "compare": "hmpx.insight.trials.compare",
     "doctor": "hmpx.insight.doctor.doctor",
     "explain": "hmpx.insight.explain",
     "record": "hmpx.insight.recording.record",
-    "tune": "hmpx.insight.tuning.tune",
+    "tune": "hmpx.insight.trials.tune",
     "Activation": "hmpx.recipes.activate",
     "Attachment": "hmpx.updates.attach",
     "Conversion": "hmpx.conversion",
@@ -89,13 +89,13 @@ _LATER = {
     "OptLevelError": "hmpx.errors",
     "Rule": "hmpx.ops.policies.policy",
     "UnknownOpError": "hmpx.errors",
-    "Choice": "hmpx.insight.tuning.tuned",
-    "Comparison": "hmpx.insight.comparing.comparison",
+    "Choice": "hmpx.insight.trials.tuned",
+    "Comparison": "hmpx.insight.trials.comparison",
     "Diagnosis": "hmpx.insight.doctor.doctor",
     "Log": "hmpx.insight.recording.log",
     "Finding": "hmpx.insight.finding",
-    "Row": "hmpx.insight.comparing.comparison",
-    "Tuned": "hmpx.insight.tuning.tuned",
+    "Row": "hmpx.insight.trials.comparison",
+    "Tuned": "hmpx.insight.trials.tuned",
 }
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing.comparison import Row
 from hmpx.insight.looks.nonfinite import Nonfinite
+from hmpx.insight.trials.comparison import Row
 from tests.support.planted import (
     WIDTH,
     Model,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing import compare
+from hmpx.insight.trials import compare
 from tests.support.planted import (
     PLANTED,
     WIDTH,

@@ -12,7 +12,7 @@ from torch.utils.benchmark import Measurement
 from torch.utils.benchmark.utils.common import TaskSpec
 
 import hmpx
-from hmpx.insight.tuning import tune as tuning
+from hmpx.insight.trials import tune as tuning
 from tests.support import planted
 from tests.support.planted import batches, loss_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import Search
-from hmpx.insight.tuning.worth import NameInModule, Worth, Worths
+from hmpx.insight.trials.worth import NameInModule, Worth, Worths
 
 NAMES = "abcdefghij"
 

@@ -1,1 +1,1 @@
-"""Runs of a model in which some ops have another precision: what `compare` and `tune` are made of."""
+"""`hmpx.compare` and `hmpx.tune`: runs of a model in which some ops have another precision."""

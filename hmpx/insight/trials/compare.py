@@ -21,12 +21,12 @@ import torch
 from hmpx.insight import observed
 from hmpx.insight.capture.dispatch import OpWatch
 from hmpx.insight.capture.notes import Notes
-from hmpx.insight.comparing.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.places import in_a_line
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly
+from hmpx.insight.trials.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
 from hmpx.insight.trials.search import PARTS, Search, largest
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant

@@ -22,8 +22,8 @@ from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly
 from hmpx.insight.trials.runs import Effect, Progress, Runs
 from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
-from hmpx.insight.tuning.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.tuning.worth import LOWS, Chosen, Low, Worths, words_of
+from hmpx.insight.trials.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
+from hmpx.insight.trials.worth import LOWS, Chosen, Low, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policies.fp8_format import FORMATS
