@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from hmpx.base import process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
-from hmpx.insight.doctor.expected import read
 from hmpx.insight.doctor.fix import Base
+from hmpx.insight.doctor.table import read_table
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
 from hmpx.shell.main import Parser
@@ -112,7 +112,7 @@ def _doctor(options: argparse.Namespace) -> int:
         base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
     process_state.script[:] = [*(["-m"] if options.as_module else []), options.script, *options.arguments]
     report = _Report(outputs, options.all_rows)
-    expected = read(options.expect) if options.expect else None
+    expected = read_table(options.expect) if options.expect else None
     status = 0
     try:
         with (

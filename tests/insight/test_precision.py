@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.doctor import examined
-from hmpx.insight.doctor.expected import read
-from hmpx.insight.doctor.table import PrecisionRow
+from hmpx.insight.doctor.table import PrecisionRow, read
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

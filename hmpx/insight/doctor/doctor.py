@@ -15,9 +15,8 @@ from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.capture.capture import Capture
 from hmpx.insight.capture.dispatch import aside
-from hmpx.insight.doctor.expected import differences
 from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
-from hmpx.insight.doctor.table import Precision, precision_of
+from hmpx.insight.doctor.table import Precision, differences, precision_of
 from hmpx.insight.finding import Finding, merged
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.cells import Cells
