@@ -20,8 +20,8 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight.doctor.doctor import Diagnosis as Diagnosis
-    from hmpx.insight.doctor.doctor import doctor
+    from hmpx.insight.doctor import Diagnosis as Diagnosis
+    from hmpx.insight.doctor import doctor
     from hmpx.insight.explain import explain
     from hmpx.insight.finding import Finding as Finding
     from hmpx.insight.recording.log import Log as Log
@@ -77,7 +77,7 @@ _LATER = {
     "activate": "hmpx.recipes.activate",
     "prepare": "hmpx.recipes.prepare",
     "compare": "hmpx.insight.trials.compare",
-    "doctor": "hmpx.insight.doctor.doctor",
+    "doctor": "hmpx.insight.doctor",
     "explain": "hmpx.insight.explain",
     "record": "hmpx.insight.recording.record",
     "tune": "hmpx.insight.trials.tune",
@@ -91,7 +91,7 @@ _LATER = {
     "UnknownOpError": "hmpx.errors",
     "Choice": "hmpx.insight.trials.tuned",
     "Comparison": "hmpx.insight.trials.comparison",
-    "Diagnosis": "hmpx.insight.doctor.doctor",
+    "Diagnosis": "hmpx.insight.doctor",
     "Log": "hmpx.insight.recording.log",
     "Finding": "hmpx.insight.finding",
     "Row": "hmpx.insight.trials.comparison",

@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 from hmpx.base import process_state
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.doctor import Diagnosis, Examination, examined
-from hmpx.insight.doctor.fix import Base
-from hmpx.insight.doctor.table import read_table
+from hmpx.insight.doctor import Diagnosis, Examination, examined
+from hmpx.insight.fix import Base
+from hmpx.insight.precision import read_table
 from hmpx.recipes.activate import VARIABLE
 from hmpx.shell import run_script
 from hmpx.shell.main import Parser

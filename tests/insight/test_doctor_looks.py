@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.capture.dispatch import Iterations, OpWatch
+from hmpx.insight.dispatch import Iterations, OpWatch
 from hmpx.insight.looks.updates import Updates
 from tests.support.examined import only, trained
 from tests.support.planted_trainings import mlp

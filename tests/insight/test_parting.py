@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hmpx.insight.capture.capture import Capture
+from hmpx.insight.capture import Capture
 from hmpx.insight.looks.hashes import _LANES, Hashes
 from hmpx.insight.recording.parting import parting
 from hmpx.shell.main import main

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.doctor import examined
-from hmpx.insight.doctor.table import PrecisionRow, read
+from hmpx.insight.doctor import examined
+from hmpx.insight.precision import PrecisionRow, read_table
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -362,7 +362,7 @@ def test_a_file_without_a_table_is_refused(tmp_path):
     ):
         (tmp_path / "old.json").write_text(text)
         with pytest.raises(HmpxError, match="--expect takes what doctor --json"):
-            read(tmp_path / "old.json")
+            read_table(tmp_path / "old.json")
 
 
 # Nothing has changed

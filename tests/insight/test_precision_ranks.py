@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.insight.doctor.doctor import examined
+from hmpx.insight.doctor import examined
 from tests.support import ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hmpx
-from hmpx.insight.doctor.table import Precision, PrecisionRow
+from hmpx.insight.precision import Precision, PrecisionRow
 from hmpx.insight.recording.recorded import RoundTrip, Site
 
 PARTS = {"Log": (Site, RoundTrip), "Diagnosis": (Precision, PrecisionRow)}  # what attributes and methods give

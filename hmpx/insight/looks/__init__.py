@@ -1,1 +1,1 @@
-"""What is looked for in a run: one file for each `hmpx.insight.capture.dispatch.Look`."""
+"""What is looked for in a run: one file for each `hmpx.insight.dispatch.Look`."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.dispatch import Look, OpLook, in_autocast
-from hmpx.insight.capture.notes import Notes, OpCall, Spot
+from hmpx.insight.dispatch import Look, OpLook, in_autocast
 from hmpx.insight.finding import Finding, Names, some
+from hmpx.insight.notes import Notes, OpCall, Spot
 from hmpx.insight.report import number
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.updates.stepping.names import parameters

@@ -16,9 +16,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name, tensors_in
-from hmpx.insight.capture.capture import Capture
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.capture import Capture
+from hmpx.insight.dispatch import Look
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import LOW, sample
 from hmpx.ops.computing.kernels import asked_of
 from hmpx.ops.wrapping.callers import modules

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base.torch_private import private
-from hmpx.insight.capture.dispatch import OpLook
-from hmpx.insight.capture.notes import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.dispatch import OpLook
 from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks import evidence
 from hmpx.insight.looks.products import MATMULS
+from hmpx.insight.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.places import MIXING, short_places
 from hmpx.insight.report import number
 from hmpx.ops.policies.catalog import canonical, catalog

@@ -14,7 +14,7 @@ from hmpx.base import process_state, region_state
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import autograd_node, private, tree_leaves
 from hmpx.conversion import Conversion
-from hmpx.insight.capture.dispatch import Look
+from hmpx.insight.dispatch import Look
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.policy import Policy, Rule

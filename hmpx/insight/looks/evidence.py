@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.notes import Notes, OpCall, Place
+from hmpx.insight.notes import Notes, OpCall, Place
 from hmpx.insight.places import unchosen as unchosen_dtype
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
 

@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.files import write
 from hmpx.base.tensors import dtype_name, tensors_in
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.dispatch import Look
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.report import plain
 from hmpx.insight.tensors import has_numbers, memory
 from hmpx.ops.wrapping.callers import frames, users_frame

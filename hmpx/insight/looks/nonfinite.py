@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.base.torch_private import norms_of
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes, OpCall, Spot
+from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, some
 from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.looks.repeated import Calls, RepeatableCall
+from hmpx.insight.notes import Notes, OpCall, Spot
 from hmpx.insight.tensors import LOW, Tensor, has_numbers, held_here, is_finite, is_masked
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.stepping.names import parameters

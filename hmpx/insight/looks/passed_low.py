@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes
+from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.updates import LIMIT
+from hmpx.insight.notes import Notes
 from hmpx.insight.report import number
 from hmpx.insight.tensors import has_numbers, low_dtype, sample
 from hmpx.updates.ranks.sharding import local

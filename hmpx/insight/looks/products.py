@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hmpx.insight.capture.dispatch import OpLook, in_autocast
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.dispatch import OpLook, in_autocast
 from hmpx.insight.finding import Finding, Names, percent, some
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.places import short_place
 from hmpx.insight.tensors import LOW
 

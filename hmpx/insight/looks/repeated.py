@@ -16,7 +16,7 @@ import torch
 
 from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import LINES, version_of
-from hmpx.insight.capture.notes import OpCall, own_frame
+from hmpx.insight.notes import OpCall, own_frame
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, view_of
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import callers

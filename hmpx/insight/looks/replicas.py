@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import AGREEMENT, private
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes
+from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, some
+from hmpx.insight.notes import Notes
 from hmpx.insight.tensors import has_numbers
 from hmpx.rounding.native import PLAIN
 from hmpx.updates.stepping.names import parameters

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.insight.capture.dispatch import FEW, Look, few
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.dispatch import FEW, Look, few
 from hmpx.insight.finding import Finding, Names, asked, percent
 from hmpx.insight.looks.checks import LIMIT
 from hmpx.insight.looks.evidence import OFF
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.twin import NotChecked, Twin
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import held_here, sample
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of

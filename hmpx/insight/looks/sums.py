@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.dispatch import Look, few
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.dispatch import Look, few
 from hmpx.insight.finding import Finding, Names, percent
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import Tensor
 from hmpx.updates.stepping.names import parameters
 

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of
-from hmpx.insight.capture.dispatch import Look, few
-from hmpx.insight.capture.notes import Notes, OpCall
+from hmpx.insight.dispatch import Look, few
 from hmpx.insight.finding import Finding, Names, percent
+from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
 
 _ENOUGH = 64  # neighbours that are as those of rounded positions by no accident

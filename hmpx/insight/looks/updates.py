@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.dispatch import Look
-from hmpx.insight.capture.notes import Notes
+from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total
+from hmpx.insight.notes import Notes
 from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW, memory
 from hmpx.recipes.recipe import Recipe

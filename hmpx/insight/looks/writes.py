@@ -12,10 +12,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.capture.dispatch import OpLook, few, is_of_hook
-from hmpx.insight.capture.notes import NORMS, Notes, OpCall, Place, Spot
+from hmpx.insight.dispatch import OpLook, few, is_of_hook
 from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.looks.updates import LIMIT
+from hmpx.insight.notes import NORMS, Notes, OpCall, Place, Spot
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, floating, memory, widened
 

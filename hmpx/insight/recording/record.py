@@ -17,13 +17,13 @@ from typing import NamedTuple
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import region_state
-from hmpx.base.process_state import new_lock, observers
+from hmpx.base.process_state import observers
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.about import about, device
-from hmpx.insight.capture.capture import Capture
+from hmpx.insight.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.observed import OF_STEPS, observing
 from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hmpx.insight import observed
-from hmpx.insight.capture.dispatch import OpWatch
-from hmpx.insight.capture.notes import Notes
+from hmpx.insight.dispatch import OpWatch
 from hmpx.insight.looks.nonfinite import Nonfinite
+from hmpx.insight.notes import Notes
 from hmpx.insight.places import in_a_line
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor

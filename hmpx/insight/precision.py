@@ -18,7 +18,7 @@ import torch
 
 from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.capture.capture import Capture
+from hmpx.insight.capture import Capture
 from hmpx.insight.finding import Finding, some
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import Moves
@@ -187,7 +187,7 @@ class Precision:
 
 def _told_by(names: Sequence[str], others: Sequence[str]) -> str:
     """Return a part that all of these names have and none of the others; else the first, and how many more."""
-    ours, theirs = ([{*numberless(each).split(".")} for each in some] for some in (names, others))
+    ours, theirs = ([{*numberless(each).split(".")} for each in its] for its in (names, others))
     own = set.intersection(*ours).difference(*theirs)
     if own:
         return next(part for part in names[0].split(".") if part in own)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.capture.capture import Capture
+from hmpx.insight.capture import Capture
 from hmpx.insight.finding import Finding
 from hmpx.insight.looks import products
 from hmpx.insight.looks.checks import LISTED

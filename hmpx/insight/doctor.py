@@ -13,11 +13,10 @@ from typing import Any, ClassVar, NoReturn
 from hmpx.base import process_state
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
-from hmpx.insight.capture.capture import Capture
-from hmpx.insight.capture.dispatch import aside
-from hmpx.insight.doctor.fix import Base, Script, legal, recipe_for
-from hmpx.insight.doctor.table import Precision, differences, precision_of
+from hmpx.insight.capture import Capture
+from hmpx.insight.dispatch import aside
 from hmpx.insight.finding import Finding, merged
+from hmpx.insight.fix import Base, Script, legal, recipe_for
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.nonfinite import Nonfinite
@@ -28,6 +27,7 @@ from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
 from hmpx.insight.looks.tables import PositionTables
 from hmpx.insight.looks.updates import Updates
+from hmpx.insight.precision import Precision, differences, precision_of
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
 from hmpx.insight.trainers import in_words

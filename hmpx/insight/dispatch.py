@@ -19,8 +19,8 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_map_only
-from hmpx.insight.capture.notes import Notes, OpCall, Schema, own_frame
 from hmpx.insight.finding import Finding, Names
+from hmpx.insight.notes import Notes, OpCall, Schema, own_frame
 from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.ops.wrapping.overriding import PLAIN

@@ -1,1 +1,0 @@
-"""One look at a run: `Capture` sees steps, backward passes and ops, and hands them to `Look`s."""
