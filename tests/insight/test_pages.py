@@ -14,9 +14,8 @@ import torch
 
 import hmpx
 from hmpx.base import process_state
-from hmpx.insight.about import about
 from hmpx.insight.recording.log import Log
-from hmpx.insight.report import amount
+from hmpx.insight.report import about, amount
 from hmpx.insight.trials.comparison import Row
 from tests.support import browser
 from tests.support.recorded import log_of, site

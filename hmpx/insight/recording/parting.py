@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.about import of_files
 from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.places import at_place, short_places
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
-from hmpx.insight.report import Field, Grid, Report, number, short_dtypes
+from hmpx.insight.report import Field, Grid, Report, about_files, number, short_dtypes
 
 _DIGITS = {True: 2, False: 32}  # in low precision, and otherwise: another order of sums may differ by so many eps
 _SITES = 5  # a terminal shows so many rows
@@ -60,7 +59,7 @@ class Parting(Report):
         return bool(self.parts or self.gradients or self.steps or self.losses or self.is_another)
 
     def _about(self) -> dict[str, str]:
-        return of_files()
+        return about_files()
 
     def _lines(self) -> Iterator[str]:
         if not self:

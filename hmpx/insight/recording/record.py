@@ -22,7 +22,6 @@ from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
-from hmpx.insight.about import about, device
 from hmpx.insight.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.observed import OF_STEPS, observing
@@ -31,6 +30,7 @@ from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Site
+from hmpx.insight.report import about, device
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, rounded_positions
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards

@@ -9,9 +9,19 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from hmpx.insight.about import of_files
 from hmpx.insight.places import at_place, numberless
-from hmpx.insight.report import Field, Grid, Report, dtype_steps, grouped, number, short_dtypes, size, times
+from hmpx.insight.report import (
+    Field,
+    Grid,
+    Report,
+    about_files,
+    dtype_steps,
+    grouped,
+    number,
+    short_dtypes,
+    size,
+    times,
+)
 
 T = TypeVar("T")
 SHAPES = 8  # how many different ones are kept of one site
@@ -214,7 +224,7 @@ class LogDiff(Report):
         return bool(self.new or self.gone or self.changed)
 
     def _about(self) -> dict[str, str]:
-        return of_files()
+        return about_files()
 
     def _lines(self) -> Iterator[str]:
         yield f"{number(self.same, 'site')} with the same rule and dtypes"
