@@ -25,8 +25,8 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.raw import variables
 from hmpx.base.torch_private import graph_task, private
 from hmpx.insight.dispatch import ITERATION, Iterations, Look, OpWatch, aside, note_trouble
+from hmpx.insight.finding import words_of_trainer
 from hmpx.insight.notes import Notes
-from hmpx.insight.trainers import words_of_trainer
 from hmpx.ops.wrapping.callers import frames
 from hmpx.updates.stepping.names import inside_zero, names_in, parameters
 from hmpx.updates.stepping.step_call import StepCall

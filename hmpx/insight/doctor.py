@@ -15,7 +15,7 @@ from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
 from hmpx.insight.dispatch import aside
-from hmpx.insight.finding import Finding, merged
+from hmpx.insight.finding import Finding, in_words, merged
 from hmpx.insight.fix import Base, Script, legal, recipe_for
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.cells import Cells
@@ -30,7 +30,6 @@ from hmpx.insight.looks.updates import Updates
 from hmpx.insight.precision import Precision, differences, precision_of
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
-from hmpx.insight.trainers import in_words
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.stepping.names import parameters
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.insight.finding import _TRAINERS, in_words
 from hmpx.insight.looks.steps import Moves
 from hmpx.insight.notes import Notes
 from hmpx.insight.tensors import ulp
-from hmpx.insight.trainers import _TRAINERS, in_words
 from hmpx.recipes.activate import recipe_of_trainer
 from hmpx.updates.stepping.names import parameters
 
