@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hmpx import rounding, updates
 from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import LINES, private
-from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, memory, view_of
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 
 BACKWARD = "backward"
+# The folders of the code that computes an optimizer's step.
+OF_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 _BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _SEEN = ("swa_utils.py", "lr_scheduler.py")  # averages and rates, which are written as a program writes them
 _OF_LIBRARY = "the line is a library's, so change what you call it with"

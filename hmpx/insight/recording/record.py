@@ -17,14 +17,14 @@ from typing import NamedTuple
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import region_state
-from hmpx.base.process_state import observers
+from hmpx.base.process_state import lock, new_lock, observers
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
 from hmpx.insight.looks.escaped import Escaped
-from hmpx.insight.observed import OF_STEPS, observing
+from hmpx.insight.notes import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched
@@ -36,7 +36,7 @@ from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_read
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames
-from hmpx.ops.wrapping.observing import Point, Run, Seen
+from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
 
@@ -84,6 +84,26 @@ def record() -> Iterator[Log]:
         recorder.finish()
         log.about["device"] = device()  # a GPU, if the script has used one
         log.escaped += (*(line for line in replaced if line not in log.escaped), *escaped.sentences())
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let an observer see the calls of ops, under the conversion that is in force and those to come."""
+    try:
+        with lock:
+            observers.append(observer)
+            _put_in_force_again()
+        yield
+    finally:
+        with lock:
+            observers.remove(observer)
+            _put_in_force_again()
+
+
+def _put_in_force_again() -> None:
+    conversion = installed()
+    if conversion is not None:
+        conversion.put_in_force_again()
 
 
 class _Tensors(NamedTuple):

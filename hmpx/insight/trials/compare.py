@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from hmpx.insight import observed
 from hmpx.insight.dispatch import OpWatch
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.notes import Notes
@@ -27,7 +26,7 @@ from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.comparison import FELT, Comparison, Row, row_of, worst_first
-from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs
+from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs, observed
 from hmpx.insight.trials.search import PARTS, Search, largest
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
 from hmpx.ops.policies.catalog import canonical
@@ -90,7 +89,7 @@ def compare(
     subject = Subject(model, batches, loss, recipe)
     with subject.opened(), Progress("compare", progress) as counted:
         runs = Runs(subject, counted, loss_counts=False)
-        with observed.observed(policy, kernels, runs, rules_meant(lists, recipe, model)):
+        with observed(policy, kernels, runs, rules_meant(lists, recipe, model)):
             return _Comparing(runs, counted, str(policy), scores).run()
 
 

@@ -14,23 +14,29 @@ own size. So each parameter is judged, too: by its error beside the size of its 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
+from hmpx.base.process_state import lock, observers
+from hmpx.conversion import Conversion, install
 from hmpx.insight import run_state
 from hmpx.insight.places import CallPlaces, in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
 from hmpx.insight.trials.subject import Subject
-from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
+from hmpx.ops.computing.kernels import KernelsAsked
+from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen, unobserved
 
 _ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
 _LEAST = 1e-5  # of the size of all: smaller gradients are rounding, such as of a bias before a norm, which has none
@@ -219,6 +225,22 @@ class Runs:
             if changes.so_far > enough:
                 break
         return changes.effect()
+
+
+@contextlib.contextmanager
+def observed(
+    policy: Policy, kernels: KernelsAsked, observer: Observer, rules: Sequence[ModuleRule] = ()
+) -> Iterator[Conversion]:
+    """Put a conversion with one observer in force, and the previous one again at the end."""
+    with lock:
+        others = observers[:]
+        observers[:] = [observer]
+        try:
+            conversion = install(Conversion(policy, kernels=kernels, rules=rules))
+        finally:
+            observers[:] = others
+    with conversion:
+        yield conversion
 
 
 class Difference:

@@ -16,10 +16,9 @@ from hmpx.base import region_state
 from hmpx.base.tensors import dtype_name
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.insight import observed
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
-from hmpx.insight.trials.runs import Effect, Progress, Runs
+from hmpx.insight.trials.runs import Effect, Progress, Runs, observed
 from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.trials.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
@@ -229,7 +228,7 @@ class Tuning:
         policy = Policy(bf16=(*names, *low), fp32=wide)
         if self.low == "fp8":
             policy = Policy(low, wide, fp8=names, fp8_format=self.base.fp8_format)
-        return observed.observed(policy, self.kernels, self._runs)
+        return observed(policy, self.kernels, self._runs)
 
     def _not_finite(self, number: int) -> str:
         """Return the words for a batch of which the loss or a gradient is not finite in FP32."""
@@ -275,7 +274,7 @@ class Tuning:
             policy = policy_of(self.base, self.low, low, wide)
             recipe = recipe_of(self.recipe, policy, modules)
             rules = rules_for([self.subject.model], recipe)
-            with observed.observed(policy, self.kernels, self._runs, rules):
+            with observed(policy, self.kernels, self._runs, rules):
                 effect = self._runs.effect(Asked.plainly, self._held_out, "verifying")
             self._verified[chosen] = Measured(policy, recipe, effect)
         return self._verified[chosen]
