@@ -23,11 +23,10 @@ from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.looks.escaped import Escaped
 from hmpx.insight.notes import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
-from hmpx.insight.recording.findings import RoundTrips, unmatched
+from hmpx.insight.recording.findings import Escaped, RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Site
 from hmpx.insight.report import about, device
