@@ -16,8 +16,8 @@ import torch
 
 import hmpx
 from hmpx.insight.places import short_places
-from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.record import DeviceSide
 from hmpx.insight.recording.recorded import RoundTrip
 from hmpx.insight.report import Field, table
 from tests.support import browser, python

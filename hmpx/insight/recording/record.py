@@ -10,13 +10,15 @@ import contextlib
 import math
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx.base import region_state
+from hmpx.base import region_state, run_in_region
 from hmpx.base.process_state import lock, new_lock, observers
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
@@ -25,10 +27,9 @@ from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
 from hmpx.insight.notes import OF_STEPS
 from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen
-from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import Escaped, RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.recorded import SHAPES, Site
+from hmpx.insight.recording.recorded import SHAPES, Fp8Casts, Site, watched
 from hmpx.insight.report import about, device
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, rounded_positions
@@ -36,8 +37,10 @@ from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen
+from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
+from hmpx.rounding.devices import lacks_data
 
 _lock = new_lock()  # of what several threads record
 _unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype
@@ -258,3 +261,67 @@ class Recorder:
             self._log.policy = str(last.policy)
             self._log.unmatched, self._log.unmatched_of_hmpx = unmatched(last.policy, self._used)
             self._log.escaped = last.escaped
+
+
+# What an accelerator knows: nothing waits for it before the end
+
+_NEVER = 2**62
+_SHIFT = 31  # a call's number among all, and beneath it the one among those of its site, in one integer
+
+
+class DeviceSide:
+    """Keeps the first call of each site whose result was not finite on its device, and times calls on CUDA.
+
+    An accelerator runs behind the program, so that only events on the device know how long an op takes there. They
+    measure the op together with its casts.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, torch.device], tuple[Site, Tensor]] = {}
+        self._running: deque[tuple[Site, Any, Any]] = deque()
+
+    def begin(self, args: tuple) -> Any:
+        """Return an event on the device that a call is about to run on; None where the program itself runs the op."""
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_cuda or lacks_data(args[0]):
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, site: Site, began: Any) -> None:
+        """End the call that began with this event, and add up the times that the device knows by now."""
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        self._running.append((site, began, ended))
+        while self._running and self._running[0][2].query():
+            self._add_first()
+
+    def look(self, site: Site, tensor: Tensor, number: int) -> None:
+        """Note on its device whether the result of a call is finite; a few small ops, and no wait.
+
+        number: of the call among those of all sites.
+        """
+        if type(tensor) not in PLAIN or tensor.device.type in ("cpu", "meta") or tensor.layout is not torch.strided:
+            return
+        with torch.no_grad(), run_in_region.region(False):
+            key = id(site), tensor.device
+            if key not in self._first:
+                self._first[key] = site, torch.full((), _NEVER, dtype=torch.int64, device=tensor.device)
+            finite = torch.isfinite(tensor).all()
+            first = self._first[key][1]
+            first.copy_(torch.minimum(first, torch.where(finite, _NEVER, number << _SHIFT | site.calls)))
+
+    def finish(self) -> None:
+        """Write the figures into the sites, which waits for the devices."""
+        for site, first in self._first.values():
+            number, call = divmod(int(first), 1 << _SHIFT)
+            if int(first) < _NEVER and (site.nonfinite_at is None or number < site.nonfinite_at):
+                site.nonfinite, site.nonfinite_at = call, number
+        self._first.clear()
+        while self._running:
+            self._running[0][2].synchronize()
+            self._add_first()
+
+    def _add_first(self) -> None:
+        site, began, ended = self._running.popleft()
+        site.op_seconds += began.elapsed_time(ended) / 1000

@@ -1,14 +1,19 @@
-"""What a record holds: call sites and round trips, as plain values; and the difference between two records."""
+"""What a record holds: call sites with the figures of casts to FP8, round trips; and how two records differ."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
+from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.places import at_place, numberless
 from hmpx.insight.report import (
     Field,
@@ -22,7 +27,10 @@ from hmpx.insight.report import (
     size,
     times,
 )
+from hmpx.ops.computing.fp8_casts import spills_of
 
+Tensor = torch.Tensor
+aten = torch.ops.aten
 T = TypeVar("T")
 SHAPES = 8  # how many different ones are kept of one site
 SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
@@ -95,6 +103,77 @@ class Site:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+# The figures of casts to FP8: how large the numbers are, and how many of them the format does not hold
+
+_FIGURES = (
+    *("largest", "elements", "underflowed", "saturated"),
+    *("blocks", "blocks_underflowed", "blocks_saturated"),
+)
+
+
+class Fp8Casts:
+    """The casts to FP8 of one call, which go on in its backward pass, or of a site."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}  # on the device, until the end
+        self.in_low: Counter[str] = Counter()
+        self._rest: Fp8Casts | None = None  # of the site, once it is known
+
+    def note(self, why_not: str) -> None:
+        """Note that a call that is listed for FP8 is computed in FP8, or in low precision for this reason."""
+        if why_not:
+            self.in_low[why_not] += 1
+
+    def seen(
+        self, role: str, x: Tensor, codes: Tensor, scale: Tensor, name: str, largest: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Note an operand, the codes that it was cast to, and the scale that decodes them.
+
+        largest: finds the largest number among those that share a scale.
+        """
+        if not role:
+            return
+        magnitude = aten.abs(aten.to.dtype(x.detach(), torch.float32))
+        magnitude = aten.where(aten.isfinite(magnitude), magnitude, 0.0)
+        made = aten.abs(aten.to.dtype(codes, torch.float32))
+        zero = aten.bitwise_and(aten.eq(made, 0), aten.gt(magnitude, 0))
+        beyond = aten.gt(aten.div(magnitude, scale), spills_of(name))
+        lost = aten.bitwise_and(aten.eq(largest(made), 0), aten.gt(largest(magnitude), 0))
+        clipped = aten.gt(largest(aten.to.dtype(beyond, torch.float32)), 0)
+        every = aten.ones_like(zero), zero, beyond, aten.ones_like(lost), lost, clipped
+        counts = [aten.to.dtype(aten.sum(each), torch.float64) for each in every]
+        found = aten.stack([aten.to.dtype(aten.amax(magnitude), torch.float64), *counts])
+        (self._rest or self)._add(role, found)
+
+    def _add(self, role: str, found: Tensor) -> None:
+        before = self._totals.get(role)
+        if before is not None:
+            found = aten.cat([aten.maximum(found[:1], before[:1]), aten.add(found[1:], before[1:])])
+        self._totals[role] = found
+
+    def into(self, site: Site) -> None:
+        """Write the figures into a site, which waits for the device."""
+        site.in_low = dict(self.in_low)
+        site.fp8 = {role: dict(zip(_FIGURES, each.tolist(), strict=True)) for role, each in self._totals.items()}
+
+    def take(self, casts: Fp8Casts) -> None:
+        """Take over the casts that a call has seen, and those that it will see."""
+        self.in_low.update(casts.in_low)
+        for role, found in casts._totals.items():
+            self._add(role, found)
+        casts._rest = self
+
+
+@contextlib.contextmanager
+def watched(casts: Fp8Casts) -> Iterator[None]:
+    """Let `casts` see this thread's casts to FP8 in a region, and those of their gradients whenever they come."""
+    fp8_watchers[get_ident()] = casts
+    try:
+        yield
+    finally:
+        del fp8_watchers[get_ident()]
 
 
 @dataclass

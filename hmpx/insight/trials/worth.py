@@ -14,7 +14,7 @@ from hmpx.base import run_in_region
 from hmpx.base.torch_private import tree_map
 from hmpx.insight import run_state
 from hmpx.insight.places import in_a_line
-from hmpx.insight.recording.device import Fp8Casts, watched
+from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, in_fp32, is_recomputing, is_transformed
 from hmpx.insight.trials.search import SLACK
