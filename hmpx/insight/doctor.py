@@ -20,13 +20,12 @@ from hmpx.insight.fix import Base, Script, legal, recipe_for
 from hmpx.insight.looks import casts, checks, products, writes
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.nonfinite import Nonfinite
-from hmpx.insight.looks.passed_low import PassedLow
 from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.scaling import Scale
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.sums import Sums
 from hmpx.insight.looks.tables import PositionTables
-from hmpx.insight.looks.updates import Updates
+from hmpx.insight.looks.updates import PassedLow, Updates
 from hmpx.insight.precision import Precision, differences, precision_of
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers
