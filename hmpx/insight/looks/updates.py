@@ -311,16 +311,15 @@ def _bytes(seen: Sequence[SteppedOptimizer], recipe: Recipe) -> str:
     return ""
 
 
-Parameter = torch.nn.Parameter
-# Whether FP32 weights pass through low precision between two steps: a checkpoint that is loaded, a sum over workers. All
-# numbers of a weight are then suddenly those of BF16 or FP16, and what the steps since the last such time have moved is
-# rounded to these. *kept* is how far the weights have come of that way, as for steps.
+# Whether FP32 weights pass through low precision between two steps: a checkpoint that is loaded, a sum over workers.
+# All numbers of a weight are then suddenly those of BF16 or FP16, and what the steps since the last such time have
+# moved is rounded to these. *kept* is how far the weights have come of that way, as for steps.
 
 _MOST, _ENOUGH = 4, 16  # parameters of an optimizer that are looked at, the largest; and how many numbers tell
 
 
 @dataclass
-class _Weights:
+class _WideWeights:
     """Some weights of one optimizer. last: samples of what a step has left. base: of what they were rounded to."""
 
     params: list[Parameter]
@@ -345,13 +344,13 @@ class PassedLow(Look):
     """Looks at some FP32 weights as a step begins and as it ends. On a device it does so in windows of steps alone."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Weights] = {}
+        self._seen: dict[int, _WideWeights] = {}
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         wide = [p for p in parameters(optimizer) if p.dtype is torch.float32 and p.requires_grad and has_numbers(p)]
         wide = [p for p in wide if local(p).numel() >= _ENOUGH and local(p).layout is torch.strided]
         if wide:
-            self._seen[id(optimizer)] = _Weights(sorted(wide, key=lambda p: -p.numel())[:_MOST], where)
+            self._seen[id(optimizer)] = _WideWeights(sorted(wide, key=lambda p: -p.numel())[:_MOST], where)
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         seen = self._seen.get(id(optimizer))
