@@ -17,13 +17,12 @@ from hmpx.insight.capture import Capture
 from hmpx.insight.dispatch import aside
 from hmpx.insight.finding import Finding, in_words, merged
 from hmpx.insight.fix import Base, Script, legal, recipe_for
-from hmpx.insight.looks import casts, checks, products, writes
+from hmpx.insight.looks import checks, dtypes, writes
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.gradients import Scale, Sums
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.steps import window_of
-from hmpx.insight.looks.tables import PositionTables
 from hmpx.insight.looks.updates import PassedLow, Updates
 from hmpx.insight.precision import Precision, differences, precision_of
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
@@ -164,12 +163,12 @@ class Examination(Capture):
         self._enough, self._at, self._base = steps and max(steps, *at, 0), at, base
         self._cells, self._replicas = Cells(self), Replicas()
         self._updates = Updates()
-        looks = [checks.OPS, Nonfinite(), casts.CASTS, casts.EarlyUpcasts(), writes.WRITES, PositionTables()]
+        looks = [checks.OPS, Nonfinite(), dtypes.CASTS, dtypes.EarlyUpcasts(), writes.WRITES, dtypes.PositionTables()]
         around = {
             each for step in at for each in (step - 1, step) if each
         }  # of a loss that is NaN, the gradient before
         super().__init__(
-            [*looks, products.PRODUCTS, Scale(), PassedLow(), Sums(), self._cells, self._updates, self._replicas],
+            [*looks, dtypes.PRODUCTS, Scale(), PassedLow(), Sums(), self._cells, self._updates, self._replicas],
             around,
         )
 

@@ -13,7 +13,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
 from hmpx.insight.finding import Finding
-from hmpx.insight.looks import products
+from hmpx.insight.looks import dtypes
 from hmpx.insight.looks.checks import LISTED
 from hmpx.insight.places import numberless, short_places
 from hmpx.ops.policies.catalog import catalog
@@ -45,8 +45,8 @@ class Script:
         self.trained, self.names = capture.trained, capture.names
         models = dict.fromkeys(model for several in capture.models.values() for model in several)
         self.modules = {model: {*module_names(model)} for model in models}
-        self.in_low = products.are_low_by_hand(capture.notes)
-        self.autocast = products.autocast_dtype(capture.notes)
+        self.in_low = dtypes.are_low_by_hand(capture.notes)
+        self.autocast = dtypes.autocast_dtype(capture.notes)
 
     def is_plain(self, name: str) -> bool:
         """Whether a rule for a module of this name is for that one alone, and legal where each optimizer is made."""

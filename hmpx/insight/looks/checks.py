@@ -1,4 +1,8 @@
-"""The table of what may be wrong with a single op: what shows it, what is said of it, and which recipe mends it."""
+"""What may be wrong with a single op: what shows it, the table, what is said of it, and which recipe mends it.
+
+A word is said of numbers. Where a fault is more than the rounding of a result, the op is repeated in FP32 with the
+inputs that it had, and its error decides.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,156 @@ import torch
 from hmpx.base.torch_private import private
 from hmpx.insight.dispatch import OpLook
 from hmpx.insight.finding import Finding, Names, percent, some
-from hmpx.insight.looks import evidence
-from hmpx.insight.looks.products import MATMULS
+from hmpx.insight.looks.dtypes import MATMULS, OFF, SAMPLED, hand_on
+from hmpx.insight.looks.nonfinite import CONSTANTS, overflow
 from hmpx.insight.notes import BACKWARD, Notes, OpCall, Spot
 from hmpx.insight.places import MIXING, short_places
+from hmpx.insight.places import unchosen as unchosen_dtype
 from hmpx.insight.report import number
+from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import rule_of, users_frame
+
+# What one op shows of a fault: in words, and how far its result is off; None where it shows nothing
+
+Shown = tuple[str, float] | None
+_MANY = 64  # so many integers are not all even by accident
+_ROWS = 4096  # of angles that are looked at, at most
+
+
+def low(op: OpCall, notes: Notes) -> Shown:
+    return ("", measured(op, notes)) if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
+
+
+def loss(op: OpCall, notes: Notes) -> Shown:
+    """A loss function in low precision; `Notes.loss` sees the backward passes that begin with one."""
+    return low(op, notes) if op.trains else None
+
+
+def cumulative(op: OpCall, notes: Notes) -> Shown:
+    length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
+    is_long = length > EXACT_UP_TO.get(op.out.dtype, math.inf)
+    return (f"over {length} elements", measured(op, notes)) if is_long else None
+
+
+def statistic(op: OpCall, notes: Notes) -> Shown:
+    """A statistic of each row; the norm of a whole tensor is no part of a model's norm."""
+    return low(op, notes) if op.out.dim() else None
+
+
+def difference(op: OpCall, notes: Notes) -> Shown:
+    facts = [notes.facts(each) for each in op.args[:2]]
+    if op.out.dtype not in LOW or [each.get("moment") for each in facts] != ["mean of square", "square of mean"]:
+        return None
+    return "", measured(op, notes) if all(
+        "exact" in each and each["exact"]() is not None for each in facts
+    ) else math.nan
+
+
+def measured(op: OpCall, notes: Notes) -> float:
+    """Return how far the result of an op is from that of FP32, as a share of this, for a sample of the inputs it had.
+
+    NaN where it cannot be told: an op in place, or one of so large inputs that it is not to be repeated.
+    """
+    if op.name.endswith("_") or not op.given:
+        return math.nan
+    rows = None
+    if max(each.numel() for each in op.given) > SAMPLED:  # then the first rows stand for all
+        last = [each for each in op.args if isinstance(each, int) and not isinstance(each, bool)][:1]
+        if op.out.dim() < 2 or op.out.shape != op.args[0].shape or last not in ([], [-1], [op.out.dim() - 1]):
+            return math.nan
+        rows = max(SAMPLED * len(op.out) // op.out.numel(), 1)
+
+    def wide(tensor: Tensor) -> Tensor:
+        made = notes.exact(tensor) if tensor.dtype in LOW else tensor.detach()
+        return made[:rows] if rows and made.shape == op.out.shape else made
+
+    made = called_in_fp32(op.func, op.args, op.kwargs, wide)
+    exact = (made[0] if isinstance(made, tuple | list) else made).double()
+    off = (op.out.detach()[:rows] if rows else op.out.detach()).double() - exact
+    return float(off.norm() / exact.norm()) if bool(exact.isfinite().all() and off.isfinite().all()) else math.nan
+
+
+def distances(op: OpCall, notes: Notes) -> Shown:
+    """Squared distances as a^2 + b^2 - 2ab: the product's last digit beside those to the nearest neighbours."""
+    known = notes.facts(op.out).get("product")
+    if known is None or known[0] != 2 or op.out.dim() < 2 or op.out.shape[-1] < 3:
+        return None
+    rows = op.out.detach().reshape(-1, op.out.shape[-1])[:64].float().abs().sort(-1).values
+    near = float(rows[:, 1 : 1 + max(rows.shape[1] // 10, 1)].median())
+    off = 0.25 * known[1]  # as much as rounding the product is off by, in the mean
+    said = f"they are off by {off:.1g}, the nearest are {near:.1g} apart"
+    return (said, off / max(near, 1e-30)) if off > 0.1 * near else None
+
+
+def probabilities(op: OpCall, notes: Notes) -> Shown:
+    """Rounded probabilities: what the gradient of their logits, p - target, loses; all of it at 0 and 1."""
+    before = notes.facts(op.given[0]).get("cast")
+    was_cast = before is not None and before[0] in LOW
+    dtype = before[0] if before is not None and was_cast else op.given[0].dtype
+    if dtype not in LOW:
+        return None
+    p, target = sample(op.given[0]).float(), sample(op.given[1]).float()
+    off = torch.where((p == 1) | (p == 0), (p - target).abs(), OFF * ulp(p, dtype)).norm() / (p - target).norm()
+    return "of what was cast up to float32 before" if was_cast else "", min(float(off), 1.0)
+
+
+def positions(op: OpCall, notes: Notes) -> Shown:
+    """Numbers that count up by one, as far as low precision can: behind that, neighbours are the same."""
+    out = op.out
+    if out.dtype not in LOW or out.numel() <= EXACT_UP_TO[out.dtype]:
+        return None
+    row = (out.reshape(-1, out.shape[-1])[0] if out.shape[-1] > 1 else out.reshape(-1)).double()
+    steps, least = row.diff(), EXACT_UP_TO[out.dtype]
+    exact = row[1:] < least
+    if not exact.any() or bool((steps[exact] != 1).any()) or bool((steps < 0).any()) or not bool((steps == 0).any()):
+        return None
+    return f"{int((steps == 0).sum())} of {row.numel()} up to {float(row[-1]):.0f} are the same as the one before", 1.0
+
+
+def angles(op: OpCall, notes: Notes) -> Shown:
+    """Angles so large that the next number of their dtype is more than a radian away.
+
+    Whole numbers that the dtype can hold are not rounded: a column of these may be positions themselves.
+    """
+    angles = op.given[0]
+    if angles.dtype not in LOW or angles.numel() < 2:
+        return None
+    rows = angles.detach().reshape(-1, angles.shape[-1] if angles.dim() > 1 else 1).float()
+    rows = rows[:: max(len(rows) // _ROWS, 1)]
+    rounded = ((rows != rows.round()) | (rows.abs() > EXACT_UP_TO[angles.dtype])).any(0)
+    if not bool(rounded.any()) or not bool(rows.isfinite().all()):
+        return None
+    rows = rows[:, rounded]
+    column = rows[:, rows.abs().amax(0).argmax()]
+    largest, off = float(column.abs().max()), OFF * ulp(column, angles.dtype).square().mean().sqrt() / 0.5**0.5
+    apart = largest * torch.finfo(angles.dtype).eps
+    said = f"up to {largest:.0f}, where its numbers are {apart:.1g} apart"
+    return (said, min(float(off), 1.0)) if apart > (0.5 if largest > 256 else 1) else None
+
+
+def indices(op: OpCall, notes: Notes) -> Shown:
+    """Integers made of numbers in low precision: above 256, every other one never occurs in BF16."""
+    given = op.given[0]
+    if given.numel() < 2:
+        return None
+    above = given[given.abs() > EXACT_UP_TO.get(given.dtype, EXACT_UP_TO[torch.bfloat16])]
+    if given.dtype not in LOW and (above.numel() < _MANY or bool((above != 2 * (above / 2).round()).any())):
+        return None
+    said = "up to {:.0f}, of which every other one or more never occurs"
+    return (said.format(float(above.abs().max())), 1.0) if above.numel() else None
+
+
+def unchosen(op: OpCall, notes: Notes) -> Shown:
+    """A dtype that nobody chose, in the words of `record`, if a parameter or a buffer is the cause."""
+    if op.out.dtype is not torch.float32 or len(op.given) < 2:
+        return None
+    said = unchosen_dtype(notes.names, op.frame, op.given, op.results)
+    is_held = "parameter " in said or "buffer " in said  # others may be FP32 on purpose: angles, scores
+    return (said, 0.0) if is_held else None
+
+
+# The table
 
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
 # A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
@@ -48,7 +195,7 @@ class Check(NamedTuple):
     do: str
     weight: float
     ops: Collection[str]
-    evidence: Callable[[OpCall, Notes], evidence.Shown]
+    evidence: Callable[[OpCall, Notes], Shown]
     mended: str = ""
     also: tuple[str, ...] = ()
 
@@ -59,61 +206,61 @@ _MOMENTS = ("mean", "mul", "pow", "square", "sub")
 CHECKS = [
     Check(
         "loss", True, "the loss is computed in low precision, with 3 significant digits or less",
-        _IN_FP32, 0.6, _LOSSES.split(), evidence.loss, "list", ("cross_entropy",),
+        _IN_FP32, 0.6, _LOSSES.split(), loss, "list", ("cross_entropy",),
     ),
     Check(
         "log", True, "logarithms in low precision, with 3 significant digits or less",
-        _IN_FP32, 0.35, ("log", "log2", "log10", "log1p", "logsumexp"), evidence.low, "list",
+        _IN_FP32, 0.35, ("log", "log2", "log10", "log1p", "logsumexp"), low, "list",
     ),
-    Check("softmax", False, "softmax of inputs in low precision", _IN_FP32, 0.1, ("_softmax",), evidence.low, "list"),
+    Check("softmax", False, "softmax of inputs in low precision", _IN_FP32, 0.1, ("_softmax",), low, "list"),
     Check(
         "cumulative sum", True, "a cumulative sum in low precision",
-        _IN_FP32, 0.5, ("cumsum", "cumprod", "logcumsumexp"), evidence.cumulative, "list",
+        _IN_FP32, 0.5, ("cumsum", "cumprod", "logcumsumexp"), cumulative, "list",
     ),
     Check(
         "norm statistics", False, "a norm's statistics in low precision",
-        _IN_FP32, 0.15, ("rsqrt", "var", "std", "var_mean", "std_mean"), evidence.statistic, "module",
+        _IN_FP32, 0.15, ("rsqrt", "var", "std", "var_mean", "std_mean"), statistic, "module",
     ),
     Check(
         "variance by difference", True,
         "a variance is the difference of a mean of squares and a squared mean in low precision",
-        "x.float().var()", 0.55, ("sub",), evidence.difference, "module", _MOMENTS,
+        "x.float().var()", 0.55, ("sub",), difference, "module", _MOMENTS,
     ),
     Check(
         "distances", True, "distances are differences of large numbers, and the product was in low precision",
         "take the squares and the product in float32 (x.float()), outside of autocast", 0.5,
-        ("add", "sub", "rsub", "add_", "sub_", "baddbmm"), evidence.distances,
+        ("add", "sub", "rsub", "add_", "sub_", "baddbmm"), distances,
     ),
     Check(
         "BCE", True,
         "binary_cross_entropy takes probabilities that were rounded to low precision",
-        "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), evidence.probabilities,
+        "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), probabilities,
         "list", ("sigmoid",),
     ),
     Check(
         "integers", True, "positions or indices in low precision",
         "keep positions in an integer dtype or float32, outside of autocast, until they are embedded",
-        0.65, (*_CASTS, "range", "linspace", "lift_fresh", "copy_"), evidence.positions, "place",
+        0.65, (*_CASTS, "range", "linspace", "lift_fresh", "copy_"), positions, "place",
     ),
     Check(
         "angles", True, "sine or cosine of angles in low precision",
         "multiply positions and frequencies in float32, and cast the result of sin and cos", 0.66, ("sin", "cos"),
-        evidence.angles,
+        angles,
     ),
     Check(
         "indices", True, "integers are made of numbers in low precision",
         "draw and multiply them in float32 or as integers: torch.randint, x.float()", 0.66, ("_to_copy",),
-        evidence.indices,
+        indices,
     ),
     Check(
         "mask", True, "a finite mask value becomes -inf in low precision, and a wholly masked row becomes NaN",
-        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, evidence.CONSTANTS,
-        evidence.overflow, "place",
+        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, CONSTANTS,
+        overflow, "place",
     ),
     Check(
         "dtype", False, "an op runs in a dtype that nobody chose",
         "cast the parameter or buffer where it is used, or keep it in the dtype that it meets",
-        0.2, MIXING, evidence.unchosen,
+        0.2, MIXING, unchosen,
     ),
 ]  # fmt: skip
 
@@ -133,7 +280,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
     if op.before is not None or not (op.results or is_index):
         notes.follow(op, found)
         return
-    evidence.hand_on(op, notes)
+    hand_on(op, notes)
     if op.results and any(notes.facts(each).get("mended") for each in op.given):
         notes.add(op.out, mended=True)
         if op.name in MATMULS:
@@ -141,7 +288,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
     for check in _CHECKS_OF.get(op.name, ()):
         is_table = check.kind in _OF_SETUP  # what reads one that the first iteration makes, `PositionTables` sees
         is_due = is_table if op.stage == "set up" else not (is_table and notes.iteration == 1)
-        if is_index != (check.evidence is evidence.indices) or not is_due:
+        if is_index != (check.evidence is indices) or not is_due:
             continue
         shown = check.evidence(op, notes)
         if shown is not None and not op.is_beside:
@@ -170,7 +317,7 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     """
     if check.mended == "module" and spot.place.is_inside:
         return "module"
-    if check.evidence is evidence.probabilities and notes.facts(op.given[0]).get("cast") is not None:
+    if check.evidence is probabilities and notes.facts(op.given[0]).get("cast") is not None:
         return ""  # the program itself has rounded the probabilities
     if any(frame.f_globals.get("__name__") == _OpOverload.__module__ for frame in op.inner_frames()):
         return ""  # torch.ops, which no list reaches

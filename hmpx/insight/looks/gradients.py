@@ -17,7 +17,7 @@ from hmpx.base.tensors import dtype_name
 from hmpx.insight.dispatch import FEW, Look, few
 from hmpx.insight.finding import Finding, Names, asked, percent
 from hmpx.insight.looks.checks import LIMIT
-from hmpx.insight.looks.evidence import OFF
+from hmpx.insight.looks.dtypes import OFF
 from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.twin import NotChecked, Twin
 from hmpx.insight.notes import Notes, OpCall

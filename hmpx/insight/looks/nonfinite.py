@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.base.tensors import tensors_in
+from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, some
-from hmpx.insight.looks.evidence import overflow
 from hmpx.insight.notes import Notes, OpCall, Spot, own_frame
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, has_numbers, held_here, is_finite, is_masked, view_of
 from hmpx.ops.policies.catalog import canonical, catalog
@@ -30,9 +29,27 @@ from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 
+CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow")  # a NaN in these is no mask that the program writes
 _FEW = 8  # weights that are looked at after each step, the smallest; all are at the end
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
+
+
+def overflow(op: OpCall, notes: Notes) -> tuple[str, float] | None:
+    """A constant that hides what it is written to: it is finite as it is written, and -inf in low precision.
+
+    A product or a sum that becomes too large is none: its numbers differ, or are finite by themselves.
+    """
+    if op.name not in CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None:
+        return None
+    numbers = [*op.scalars, *(float(least) for each in op.given if each.numel() for least in each.aminmax())]
+    if not all(map(math.isfinite, numbers)) or not bool((op.out[~op.out.isfinite()] == -math.inf).all()):
+        return None
+    least, bound = min(numbers), -torch.finfo(op.out.dtype).max
+    alone = [each for each in op.given if each.numel() == 1 or op.name in ("_to_copy", "where")]
+    of_one = any(bool((each[each <= bound] == least).all()) for each in alone if float(each.min()) == least)
+    is_constant = (min([0.0, *op.scalars]) == least or of_one) and least <= bound
+    return (f"{least:.4g} in {dtype_name(op.out.dtype)}", 1.0) if is_constant else None
 
 
 class _Path(NamedTuple):
