@@ -110,7 +110,7 @@ class OpWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile to compile while this mode is open."""
+        """Tell torch.compile to compile while this mode is open. Otherwise fullgraph=True raises."""
         return True
 
     def look_at(self, most: float, setting_up: bool = False) -> None:
@@ -175,6 +175,7 @@ class OpWatch(TorchDispatchMode):
             schema = self._schemas[func] = Schema(func)
         before, graphed, frame = None, torch.is_grad_enabled(), sys._getframe(1)
         node = autograd_node()
+        # What an optimizer's step writes, such as a denominator or a moment, is no average of weights.
         if schema.updates and not self.setting_up and not self.stepping:
             with aside(self._trouble):
                 before = self._before(schema, args, kwargs, None if is_of_hook(frame) else node)

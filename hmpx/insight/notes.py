@@ -383,7 +383,10 @@ class Notes:
         return spot
 
     def loss(self, losses: Sequence[Tensor], frame: python_types.FrameType) -> None:
-        """Note a backward pass that begins with these losses, if one is in low precision. Each has a gradient of 1."""
+        """Note a backward pass that begins with these losses, if one is in low precision. Each has a gradient of 1.
+
+        Nothing is measured of it, so by itself it is no WRONG: a loss in BF16 costs nothing that training shows.
+        """
         low = [each for each in losses if each.dtype in LOW]
         if low:
             made, _ = self.forward_of(low[0].grad_fn)

@@ -165,7 +165,7 @@ class Twin:
                 q.grad = None
                 continue
             grad = self._samples("its gradient", grads) if self.is_sampled else grads[0].detach()
-            q.grad = grad.to(q.dtype, copy=True)
+            q.grad = grad.to(q.dtype, copy=True)  # some optimizers compute in their gradients
             if factor != 1.0 or scale is not None:
                 q.grad *= factor if scale is None else factor / scale
         try:

@@ -118,7 +118,7 @@ def lowly(asked: Asked) -> Seen:
         return asked.plainly()
     with unobserved():
         args, kwargs = _in_dtypes(asked, saw)
-        if asked.point.in_place:
+        if asked.point.in_place:  # in low precision it writes to a copy, and the result is copied back in FP32
             args = (args[0].clone(), *args[1:])
     with run_in_region.region(True):
         result = asked.run(*args, **kwargs).result

@@ -88,6 +88,7 @@ def compare(
     policy, recipe, kernels = lists_meant(lists)
     subject = Subject(model, batches, loss, recipe)
     with subject.opened(), Progress("compare", progress) as counted:
+        # An op that computes the loss changes the loss, and hardly a gradient: both are shown, and gradients decide.
         runs = Runs(subject, counted, loss_counts=False)
         with observed(policy, kernels, runs, rules_meant(lists, recipe, model)):
             return _Comparing(runs, counted, str(policy), scores).run()
@@ -292,5 +293,8 @@ class _Comparing:
 
 
 def _low_in(unit: Unit) -> Compute:
-    """Return what computes these sites in low precision and all else in FP32."""
+    """Return what computes these sites in low precision and all else in FP32.
+
+    An unlisted op runs in BF16 behind one in BF16. Its errors would be blamed on that one.
+    """
     return by_site(lambda site: lowly if site in unit else exactly)

@@ -124,6 +124,7 @@ class Search:
             by_batch = self.effect(chosen).by_batch
             self._batches.sort(key=lambda number: -by_batch.get(number, 0.0))
             if not self.holds(chosen):
+                # Beginnings of the ranking are tried, not one op more or less: some NaN are cured by two ops together.
                 chosen = self._swapped(self._filled(self._ranked(self.order)))
         return self._with_harmless(chosen, names)
 
@@ -132,7 +133,7 @@ class Search:
             self.measured[chosen] = self._measure(chosen, self._batches, enough)
         return self.measured[chosen]
 
-    def holds(self, chosen: frozenset) -> bool:
+    def holds(self, chosen: frozenset) -> bool:  # in all batches: by the worst alone, too many units are to blame
         return self.effect(chosen, self._tolerance).size <= self._tolerance
 
     def dropped(self, chosen: frozenset, size_of: Callable[[frozenset], float]) -> frozenset:
@@ -155,7 +156,10 @@ class Search:
         return frozenset().union(*self.order)
 
     def _harm(self, unit: frozenset) -> float:
-        """Return the square of the error of a unit alone in the first batch."""
+        """Return the square of the error of a unit alone in the first batch.
+
+        That is an error of gradients. How far the unit's own result is off ranks ops badly.
+        """
         if unit not in self.alone:
             self.alone[unit] = self._measure(unit, self._batches[:1])
         return self.alone[unit].size ** 2
