@@ -199,44 +199,74 @@ def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     }
 
 
+class _Lost:
+    """Which updates windows show as lost, and whether that harms the training.
+
+    worst: the window in which most of the weights are half dead, and `first` its first step. group: the parameters that
+    tell most, of the window `within`: in all steps (is_slow), or in the worst window. share: of the weights, that of
+    the group. still: those that are half dead in all steps. are_many: whether these are more than a few. kept: of the
+    weights as a whole, in all steps (is_behind), or in the worst window. falls_behind: whether they fall behind.
+    """
+
+    def __init__(self, windows: Mapping[int, _Window]) -> None:
+        self.every = every = windows[0]
+        self.first = max(reversed([*windows]), key=lambda window: (windows[window].share, -windows[window].whole.kept))
+        self.worst = worst = windows[self.first]
+        slow = every.below(_OF_WINDOW)
+        self.is_slow = every.share_of(slow) > worst.share
+        self.group, self.within = (slow, every) if self.is_slow else (worst.half_dead, worst)
+        self.share = self.within.share_of(self.group)
+        self.is_behind = every.whole.is_below(LIMIT)
+        self.falls_behind = self.is_behind or any(each.whole.is_below(_OF_WINDOW) for each in windows.values())
+        whole = every if self.is_behind else worst
+        self.kept = whole.kept_by(whole.rows)
+        self.is_any = bool(self.falls_behind or slow or worst.half_dead)
+        self.still = every.half_dead
+        self.are_many = len(self.still) > max(
+            1, _SHARE * len(every.rows)
+        )  # as norms are, which hold few of the weights
+        losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
+        self.wrong = self.share > _SHARE or self.are_many or (self.falls_behind and losing > _SHARE)
+
+    @property
+    def weight(self) -> float:
+        if not self.wrong:
+            return 0.2 * self.share
+        return 0.5 + 0.45 * max(1 - self.kept, self.share, len(self.still) / len(self.every.rows))
+
+    def said(self, dtype: str, steps: str, names: Names) -> str:
+        """Say how far which weights move. steps: the steps of the worst window, in words."""
+        rows, as_far = self.every.rows, "as far as "
+        as_far += "float32 weights would" if dtype != "float32" else "with state in float32"
+        if self.share in (0, 1) or (self.wrong and self.falls_behind and (self.kept <= _HALF or self.share <= _SHARE)):
+            return f"{dtype} weights move {percent(self.kept)} {as_far}{'' if self.is_behind else steps}"
+        if self.are_many and self.share <= _SHARE:
+            how = _at_most_half(self.still, rows, as_far)
+            which = some(tuple(names[p] for p in self.still))
+            return f"{len(self.still)} of {len(rows)} parameters in {dtype} ({which}) {how}"
+        how = f"move {percent(self.within.kept_by(self.group))} {as_far}"
+        if not self.is_slow:
+            how = _at_most_half(self.group, self.worst.rows, as_far) + steps
+        return f"{percent(self.share)} of the {dtype} weights ({some(tuple(names[p] for p in self.group))}) {how}"
+
+
+def _at_most_half(params: Sequence[Parameter], rows: Mapping[Parameter, Moves], as_far: str) -> str:
+    are_dead = all(rows[p].kept < _DEAD for p in params)
+    return "do not move" if are_dead else f"move less than half {as_far}"
+
+
 def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, recipe: Any) -> Finding | None:
     windows = _windows(seen)
-    if not windows:
+    if not windows or not (lost := _Lost(windows)).is_any:
         return None
-    every, params = windows[0], windows[0].rows
-    first = max(reversed(windows), key=lambda window: (windows[window].share, -windows[window].whole.kept))
-    worst, slow = windows[first], every.below(_OF_WINDOW)
-    is_behind = every.whole.is_below(LIMIT)  # the weights as a whole, in all steps; below, in one window
-    falls_behind = is_behind or any(each.whole.is_below(_OF_WINDOW) for each in windows.values())
-    if not (falls_behind or slow or worst.half_dead):
-        return None
-    is_slow = every.share_of(slow) > worst.share
-    group, within = (slow, every) if is_slow else (worst.half_dead, worst)
-    share, kept = within.share_of(group), (every if is_behind else worst).kept_by(params if is_behind else worst.rows)
-    losing = max(each.share_of(p for p in each.rows if each.rows[p].kept < LIMIT) for each in windows.values())
-    still = every.half_dead
-    are_many = len(still) > max(1, _SHARE * len(params))  # as norms are, which hold few of the weights
-    wrong = share > _SHARE or are_many or (falls_behind and losing > _SHARE)
-    dtype = dtype_name(next(iter(params)).dtype)
+    rows, worst, first = lost.every.rows, lost.worst, lost.first
     steps = f" in steps {first} to {first + LENGTH - 1}" if first and len(windows) > 2 else ""
-    as_far = f"as far as {'float32 weights would' if dtype != 'float32' else 'with state in float32'}"
-    if share in (0, 1) or (wrong and falls_behind and (kept <= _HALF or share <= _SHARE)):
-        said = f"{dtype} weights move {percent(kept)} {as_far}{'' if is_behind else steps}"
-    elif are_many and share <= _SHARE:
-        how = "do not move" if all(params[p].kept < _DEAD for p in still) else f"move less than half {as_far}"
-        said = f"{len(still)} of {len(params)} parameters in {dtype} ({some(tuple(names[p] for p in still))}) {how}"
-    else:
-        how = f"move {percent(within.kept_by(group))} {as_far}"
-        if not is_slow:
-            dead = all(worst.rows[p].kept < _DEAD for p in group)
-            how = f"{'do not move' if dead else f'move less than half {as_far}'}{steps}"
-        said = f"{percent(share)} of the {dtype} weights ({some(tuple(names[p] for p in group))}) {how}"
-    meant = [p for p in params if params[p].kept < LIMIT or p in {*worst.half_dead}] or [*params]
-    told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, params[p]).kept))
-    of_all = is_slow or is_behind
-    figures = tuple(_figures(every if of_all else worst, "" if of_all else steps, seen, names))
-    weight = 0.5 + 0.45 * max(1 - kept, share, len(still) / len(params)) if wrong else 0.2 * share
-    return Finding("lost updates", wrong, said, do, where, told, (), weight, recipe, (), figures)
+    said = lost.said(dtype_name(next(iter(rows)).dtype), steps, names)
+    meant = [p for p in rows if rows[p].kept < LIMIT or p in {*worst.half_dead}] or [*rows]
+    told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, rows[p]).kept))
+    of_all = lost.is_slow or lost.is_behind
+    figures = tuple(_figures(lost.every if of_all else worst, "" if of_all else steps, seen, names))
+    return Finding("lost updates", lost.wrong, said, do, where, told, (), lost.weight, recipe, (), figures)
 
 
 def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[str]:
