@@ -195,7 +195,6 @@ class Cells(Look):
             dtypes[dtype_name(asked or taken)] = None
 
     def _copied(self, op: OpCall) -> None:
-        """Note that a tensor is a cast or a copy of another one."""
         to, source = (op.args[0], op.args[1]) if op.name.endswith("copy_") else (op.out, op.given[0])
         pairs = zip(to, source, strict=False) if op.name == "_foreach_copy_" else [(to, source)]
         for to, source in pairs:

@@ -158,7 +158,6 @@ def _widened(value: Any) -> Any:
 
 
 def _in_dtypes(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> tuple[tuple, dict]:
-    """Return the arguments with their floating tensors in these dtypes, one after another."""
     rest = iter(dtypes)
 
     def cast(tensor: Tensor) -> Tensor:

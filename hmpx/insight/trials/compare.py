@@ -274,7 +274,7 @@ class _Comparing:
         return self._measure(unit, self._numbers[:1])
 
     def _row(self, sites: list[CallSite], is_op: bool, runs: bool) -> Row:
-        """Return the row of sites. runs: whether to measure what they do alone."""
+        """runs: whether to measure what the sites do alone."""
         row = row_of(sites, is_op)
         if not runs:
             return row

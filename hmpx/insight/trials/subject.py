@@ -185,7 +185,6 @@ def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
 
 
 def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss, asked: str) -> None:
-    """Check that the loss can be called with the model and a batch."""
     try:
         inspect.signature(loss).bind(model, *batch)
     except TypeError as error:

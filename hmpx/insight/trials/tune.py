@@ -109,7 +109,6 @@ def tune(
 
 
 def _check_in_fp32(model: torch.nn.Module) -> None:
-    """Check that a model has no parameters in low precision or FP64."""
     for name, p in model.named_parameters():
         if p.dtype in LOW or p.dtype is torch.float64:
             raise HmpxError(
