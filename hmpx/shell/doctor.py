@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import multiprocessing
 import os
 import shlex
@@ -223,21 +224,6 @@ class _Report:
 _GRACE = 10  # seconds in which the threads of a script may end by themselves
 _PATIENCE = 60  # seconds in which its `finally` blocks may
 _WAITING = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "_base.py", "connection.py", "popen_fork.py")
-_WATCHER = """
-import os, select, sys
-parent, text = os.getppid(), b""
-while os.getppid() == parent:
-    if select.select([0], [], [], 1)[0]:
-        more = os.read(0, 65536)
-        if not more:
-            break
-        text += more
-        if text.endswith(b"\\0\\0"):
-            break
-told = text.split(b"\\0")[-2:-1]
-if told and told[0]:
-    sys.stderr.write("\\nhmpx: the script was killed; by then doctor had found:\\n" + told[0].decode() + "\\n")
-"""
 
 
 def terminal() -> TextIO:
@@ -261,6 +247,29 @@ def put_bars_away() -> None:
             setattr(sys, name, None)
 
 
+def _watch() -> None:
+    """Print the last text that came through standard input, if this process's parent ends before "\\0\\0" came.
+
+    It runs alone, in an interpreter without hmpx, torch and `site`, so it imports what it needs.
+    """
+    import os
+    import select
+    import sys
+
+    parent, text = os.getppid(), b""
+    while os.getppid() == parent:
+        if select.select([0], [], [], 1)[0]:
+            more = os.read(0, 65536)
+            if not more:
+                break
+            text += more
+            if text.endswith(b"\0\0"):
+                break
+    told = text.split(b"\0")[-2:-1]
+    if told and told[0]:
+        sys.stderr.write("\nhmpx: the script was killed; by then doctor had found:\n" + told[0].decode() + "\n")
+
+
 class Watcher:
     """A process that prints the last text it was given, unless this process ends with `done`."""
 
@@ -268,7 +277,7 @@ class Watcher:
         self._process: Any = None
         with contextlib.suppress(OSError, ValueError):
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _WATCHER],
+                [sys.executable, "-I", "-S", "-c", f"{inspect.getsource(_watch)}\n_watch()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=to,
