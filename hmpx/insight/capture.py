@@ -106,8 +106,8 @@ class Capture:
             changes.put(backward, self._backward(torch.autograd.backward))
             if not self._only_at:
                 for name, wrapped in (("step", self._scaled), ("unscale_", self._divided)):
-                    place = Attribute(torch.amp.GradScaler, name, f"torch.amp.GradScaler.{name}")
-                    changes.put(place, wrapped(getattr(torch.amp.GradScaler, name)))
+                    method = Attribute(torch.amp.GradScaler, name, f"torch.amp.GradScaler.{name}")
+                    changes.put(method, wrapped(getattr(torch.amp.GradScaler, name)))
             if self._only_at and self.iterations.is_due:
                 self.iterations.is_due = False
                 self._watch.look_at(self._most)

@@ -27,7 +27,7 @@ from hmpx.ops.wrapping.callers import frames, modules, users_frame
 BACKWARD = "backward"
 # The folders of the code that computes an optimizer's step.
 OF_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
-_BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
+_OUTSIDE_MODEL = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _SEEN = ("swa_utils.py", "lr_scheduler.py")  # averages and rates, which are written as a program writes them
 _OF_LIBRARY = "the line is a library's, so change what you call it with"
 _OpOverload = private("torch._ops.OpOverload")
@@ -191,10 +191,10 @@ class OpCall:
         return itertools.takewhile(lambda each: each is not user, frames(self.frame))
 
     @cached_property
-    def is_beside(self) -> bool:
+    def is_outside_model(self) -> bool:
         """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
         files = [frame.f_code.co_filename for frame in self.inner_frames()]
-        return any(file.startswith(_BESIDE) and not file.endswith(_SEEN) for file in files)
+        return any(file.startswith(_OUTSIDE_MODEL) and not file.endswith(_SEEN) for file in files)
 
     @property
     def is_of_model(self) -> bool:
@@ -392,9 +392,9 @@ class Notes:
             made, _ = self.forward_of(low[0].grad_fn)
             self.note_line("loss", BACKWARD, frame, place=made, is_of_forward=made is not None)
 
-    def are_weights(self, places: set[int]) -> bool:
-        """Whether the memory that begins at one of these places holds weights."""
-        return any(places & known for known in self.leaves.values())
+    def are_weights(self, addresses: set[int]) -> bool:
+        """Whether the memory that begins at one of these addresses holds weights."""
+        return any(addresses & known for known in self.leaves.values())
 
     @property
     def are_steps(self) -> bool:

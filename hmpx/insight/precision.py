@@ -91,13 +91,13 @@ class PrecisionRow:
         return ", ".join(f"{key.removeprefix('exp_')} {each}" for key, each in self.state.items()) or NONE
 
     @property
-    def _moves(self) -> str:
+    def _movement(self) -> str:
         return NONE if self.gradient == "frozen" else {None: UNSEEN, True: "yes", False: "no"}[self.moved]
 
     @property
     def cells(self) -> tuple[str, ...]:
         """What the parameters of one row of the table have in common."""
-        moves = "lost" if self.lost else "" if self.kept is not None else self._moves
+        moves = "lost" if self.lost else "" if self.kept is not None else self._movement
         return self.stored, self.computed, self.gradient, self._sums, self._states, self.master, moves
 
 
@@ -110,10 +110,10 @@ class _Group:
     rows: Sequence[PrecisionRow]
 
     @property
-    def moves(self) -> str:
+    def movement(self) -> str:
         sizes = [(row.count, min(max(row.kept, 0), 1)) for row in self.rows if row.kept is not None]
         weights = sum(count for count, _ in sizes)
-        return f"{sum(count * kept for count, kept in sizes) / weights:.2f}" if weights else self.rows[0]._moves
+        return f"{sum(count * kept for count, kept in sizes) / weights:.2f}" if weights else self.rows[0]._movement
 
 
 def _cell(i: int) -> Any:
@@ -131,7 +131,7 @@ _FIELDS = (
     Field("summed", _cell(3), kind="dtypes", least=12),
     Field("state", _cell(4), kind="dtypes", least=10),
     Field("master", _cell(5), kind="dtypes"),
-    Field("moves", lambda group: group.moves, right=True),
+    Field("moves", lambda group: group.movement, right=True),
 )
 
 
@@ -265,7 +265,7 @@ class _Rows:
         its = self.moves.get(p)
         if its is not None and p.dtype in LOW and its.size:
             row.kept, row.lost = its.kept, its.is_known and its.is_below(0.5)
-        row.moved = self.cells.moves(held)
+        row.moved = self.cells.has_moved(held)
         return row
 
     def _gradient(self, p: Parameter) -> str:

@@ -83,7 +83,7 @@ def attached(weights, model):
 )
 def test_weights_are_behind_beyond_the_accidents_of_rounding(kept, deviation, is_below):
     """BF16 rounded to nearest keeps .87 of the way of Muon and AdamW, with a gap of 5 % after 60 steps of GPT-2."""
-    moves = Moves(kept, 1.0, deviation**2, moves=1000.0, moved=1000.0, updates=1000.0)
+    moves = Moves(kept, 1.0, deviation**2, due=1000.0, moved=1000.0, updates=1000.0)
     assert moves.is_below(0.9) == is_below
 
 

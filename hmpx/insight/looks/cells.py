@@ -110,17 +110,17 @@ class Cells(Look):
             each.clear()
         self.whole()
         for p in dict.fromkeys((*self._capture.names, *self._capture.trained)):
-            self._place(p, p)
+            self._register(p, p)
         for model in self.roots:
             for p in model.parameters():
-                self._place(p, self._whole[id(p)][1] if id(p) in self._whole else p)
+                self._register(p, self._whole[id(p)][1] if id(p) in self._whole else p)
         for whole, p in self._whole.values():
-            self._place(whole, p)
+            self._register(whole, p)
 
     def over(self) -> None:
         self._is_looking = False
 
-    def _place(self, tensor: Tensor, p: Parameter) -> None:
+    def _register(self, tensor: Tensor, p: Parameter) -> None:
         part, at = local(tensor), _storage(tensor)
         self._coded = self._coded or not tensor.is_floating_point()
         if at is not None and not any(each is p for *_, each in self._at.setdefault(at, [])):
@@ -139,8 +139,8 @@ class Cells(Look):
                 self._meet(tensor, op)
                 there = self._at.get(at, ())
         if len(there) > 1:
-            place = _address(local(tensor))
-            there = [each for each in there if each[0] <= place < each[1]]
+            address = _address(local(tensor))
+            there = [each for each in there if each[0] <= address < each[1]]
         return there[0][2] if there else None
 
     def _meet(self, p: Parameter, op: OpCall) -> None:
@@ -151,7 +151,7 @@ class Cells(Look):
             self._note_copies(root)
         for each in (*(one for root in around[-1:] for one in root.parameters()), p):
             shards = self._whole[id(each)][1] if id(each) in self._whole else each
-            self._place(each, shards)
+            self._register(each, shards)
             if (filled := self._filled.get(_storage(each))) is not None and shards not in self.masters:
                 self.seen[shards].master, master = filled
                 self._capture.notes.weight(each).is_filled = True
@@ -265,7 +265,7 @@ class Cells(Look):
                 if at in self._added:
                     seen.summed["add"][self._added[at]] = None
 
-    def moves(self, p: Parameter) -> bool | None:
+    def has_moved(self, p: Parameter) -> bool | None:
         """Return whether a parameter has moved since its first step; None where that is not known."""
         first = self.seen[p].first
         with torch.no_grad():

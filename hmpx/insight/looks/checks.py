@@ -291,7 +291,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         if is_index != (check.evidence is indices) or not is_due:
             continue
         shown = check.evidence(op, notes)
-        if shown is not None and not op.is_beside:
+        if shown is not None and not op.is_outside_model:
             spot = notes.note(check.kind, op, shown[0])
             spot.off = max((each for each in (shown[1], spot.off) if each >= 0), default=math.nan)
             found |= {spot} if check.wrong and shown[1] >= LIMIT else set()

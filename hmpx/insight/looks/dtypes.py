@@ -252,9 +252,9 @@ class PositionTables(Look):
         at = memory(table)
         if at in self._made or _is_known(self._asked, table):
             return
-        places = [int(t.max()) for t in tensors_in(op.args) if t.dtype in (torch.int64, torch.int32) and t.numel()]
+        rows_read = [int(t.max()) for t in tensors_in(op.args) if t.dtype in (torch.int64, torch.int32) and t.numel()]
         end = read.storage_offset() + sum((n - 1) * step for n, step in zip(read.shape, read.stride(), strict=True))
-        last = max(places) if places else end * count // table.numel()  # the last row that is read
+        last = max(rows_read) if rows_read else end * count // table.numel()  # the last row that is read
         for dtype in LOW:
             exact = EXACT_UP_TO[dtype]
             if count <= exact + _ENOUGH or last <= exact:

@@ -101,7 +101,7 @@ class Nonfinite(Look):
         if bad is None and self._written != notes.iteration:
             return
         is_computed = op.name.strip("_") in _ARITHMETIC and any(map(math.isnan, op.scalars))
-        if (not all(map(math.isfinite, op.scalars)) and not is_computed) or op.is_beside:
+        if (not all(map(math.isfinite, op.scalars)) and not is_computed) or op.is_outside_model:
             self._written = notes.iteration if bad is not None else self._written
             return
         hidden = self._written == notes.iteration and any(notes.facts(each).get("of_nan") for each in op.given)

@@ -151,5 +151,5 @@ def _sum(p: Parameter) -> str:
     if type(p) not in PLAIN or p.layout is not torch.strided or not p.numel() or not has_numbers(p):
         return ""
     bits = p.detach().contiguous().view(-1).view(torch.uint8)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int32)
-    return str(int((bits.int() * (places % 65521)).sum()))
+    positions = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int32)
+    return str(int((bits.int() * (positions % 65521)).sum()))

@@ -50,14 +50,14 @@ class Moves(NamedTuple):
 
     Attributes:
         dot, size: <weights, copies> and <copies, copies>. noise: the variance of `dot`, if weights were rounded
-        stochastically. moves: of the elements that would then have stayed more likely than not, the number that would
+        stochastically. due: of the elements that would then have stayed more likely than not, the number that would
         have moved. moved: those that did. updates: of copies. lost: those of them that left the weight as it was.
     """
 
     dot: float = 0.0
     size: float = 0.0
     noise: float = 0.0
-    moves: float = 0.0
+    due: float = 0.0
     moved: float = 0.0
     updates: float = 0.0
     lost: float = 0.0
@@ -76,8 +76,8 @@ class Moves(NamedTuple):
 
         Or it is below, and fewer elements have moved than that share of those that should have, by three deviations.
         """
-        due = limit * self.moves
-        if self.kept < limit and (self.moved < due - 3 * due**0.5 or (not self.moved and self.moves > 8)):  # e^-8
+        least = limit * self.due
+        if self.kept < limit and (self.moved < least - 3 * least**0.5 or (not self.moved and self.due > 8)):  # e^-8
             return True
         surely = self.kept + 3 * self.error < limit
         return surely or (self.kept + self.error < limit and 3 * self.error < 1 - limit)
@@ -85,7 +85,7 @@ class Moves(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Whether it can be told at all: copies have moved, and by more than the accidents of rounding."""
-        return self.size > 0 and (3 * self.error < 0.5 or self.moves > 8)
+        return self.size > 0 and (3 * self.error < 0.5 or self.due > 8)
 
     def times(self, factor: float) -> Moves:
         """Return the same way, each step of it so many times as long."""
@@ -113,7 +113,7 @@ class _Beside:
 
     def restart(self) -> None:
         """Begin another window with the state that the twin has by now."""
-        self._real, self._ideal, self._noise, self._moves, self._updates, self._lost = torch.zeros_like(
+        self._real, self._ideal, self._noise, self._chances, self._updates, self._lost = torch.zeros_like(
             self._update.expand(6, -1)
         )
         self.medians: list[float] = []
@@ -155,7 +155,7 @@ class _Beside:
         self._real += moved
         self._ideal += update
         self._noise += torch.minimum(self.ulp * update.abs(), self.ulp.square() / 4)
-        self._moves += (update.abs() / self.ulp).clamp(max=1)
+        self._chances += (update.abs() / self.ulp).clamp(max=1)
         is_update = (update != 0) & torch.isfinite(update)
         self._updates += is_update
         self._lost += is_update & (moved == 0)
@@ -168,7 +168,7 @@ class _Beside:
             return {}
         if float(real @ ideal) < 0.9 * float(ideal @ ideal):
             real, ideal = self._with_hidden(real, ideal)
-        likely = 1 - (-self._moves).exp()  # that an element would have moved
+        likely = 1 - (-self._chances).exp()  # that an element would have moved
         unsure = likely < 0.5  # what moves anyway tells nothing
         counts = [likely * unsure, (real != 0) & unsure, self._updates, self._lost]
         rows = [real * ideal, ideal * ideal, ideal.square() * self._noise, *counts]

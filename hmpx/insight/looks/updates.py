@@ -229,7 +229,7 @@ class _Lost:
         self.wrong = self.share > _SHARE or self.are_many or (self.falls_behind and losing > _SHARE)
 
     @property
-    def weight(self) -> float:
+    def harm(self) -> float:
         if not self.wrong:
             return 0.2 * self.share
         return 0.5 + 0.45 * max(1 - self.kept, self.share, len(self.still) / len(self.every.rows))
@@ -266,7 +266,7 @@ def _lost(where: str, seen: Sequence[SteppedOptimizer], names: Names, do: str, r
     told = tuple(names[p] for p in sorted(meant, key=lambda p: worst.rows.get(p, rows[p]).kept))
     of_all = lost.is_slow or lost.is_behind
     figures = tuple(_figures(lost.every if of_all else worst, "" if of_all else steps, seen, names))
-    return Finding("lost updates", lost.wrong, said, do, where, told, (), lost.weight, recipe, (), figures)
+    return Finding("lost updates", lost.wrong, said, do, where, told, (), lost.harm, recipe, (), figures)
 
 
 def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iterator[str]:
@@ -315,7 +315,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
 def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
     """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
     moved = {memory(p) for p in names}
-    moved |= {place for spot in notes.spots("write") for place in spot.memories}
+    moved |= {address for spot in notes.spots("write") for address in spot.memories}
     left = []
     for p, seen in notes.weights:
         if not p.requires_grad or p in names or memory(p) in moved or not seen.has_gradient:

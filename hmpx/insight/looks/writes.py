@@ -34,7 +34,7 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
     if op.stage == "backward" and (op.before is None or not is_of_hook(op.frame)):
         return
     _weights_replaced_before(notes, op)
-    if op.is_beside or not op.args or not op.given:
+    if op.is_outside_model or not op.args or not op.given:
         return
     if not op.is_of_model or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
         for row in _rows(op):
@@ -219,7 +219,7 @@ def _numbers(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor,
         return {}
     dot = float((real * ideal).sum()) / float(ideal.square().sum())
     numbers = {"dot": dot * notes.span, "elements": target.numel() * notes.span, "tensors": notes.span}
-    numbers["moves"] = int((ideal != 0).sum())
+    numbers["moving"] = int((ideal != 0).sum())
     return numbers | {"by_torch": op.is_called_from("swa_utils.py")}
 
 
@@ -279,8 +279,9 @@ def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Finding]:
         said = f"{spot.name} moves weights in {spot.said}, which {whose}, {_way(spot)}{spot.place.within}"
         do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
         do += "torch.optim.Optimizer, with hmpx.attach(optimizer)"
-        weight = 0.5 + 0.45 * (1 - max(kept, 0))
-        yield Finding("lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), weight)
+        yield Finding(
+            "lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), 0.5 + 0.45 * (1 - max(kept, 0))
+        )
 
 
 def _of_average(spot: Spot) -> Iterator[Finding]:
@@ -296,7 +297,7 @@ def _of_average(spot: Spot) -> Iterator[Finding]:
         do = spot.advice("keep it in a Python float, or in float32")
         said += f"{'stands still' if kept < _LOST else 'falls behind'}{spot.place.within}"
         yield Finding("running value", True, said, do, spot.where, (), ops, 0.4)
-    elif kept < _LATE and (numbers["moves"] >= 8 or not numbers["dot"]):
+    elif kept < _LATE and (numbers["moving"] >= 8 or not numbers["dot"]):
         of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
         said = f"{spot.name} moves a tensor{what} in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
         said += f"{'stands still' if kept < _LOST else 'follows late'}{spot.place.within}"

@@ -27,7 +27,7 @@ from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly
 from hmpx.insight.trials.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs, observed
-from hmpx.insight.trials.search import PARTS, Search, largest
+from hmpx.insight.trials.search import PIECES, Search, largest
 from hmpx.insight.trials.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.policies.composition import callers
@@ -265,9 +265,9 @@ class _Comparing:
         units = grouped(in_order, lambda site: (site.op, site.module))
         rows = []
         for i, sites in enumerate(units.values()):
-            if 1 < len(sites) <= PARTS and not self._is_spent:  # the worst line stands for all
+            if 1 < len(sites) <= PIECES and not self._is_spent:  # the worst line stands for all
                 sites.sort(key=lambda site: -self._alone(Unit([site])).felt)
-            rows.append(self._row(sites, False, i < PARTS))
+            rows.append(self._row(sites, False, i < PIECES))
         return sorted(rows, key=worst_first)
 
     def _alone(self, unit: Unit) -> Effect:

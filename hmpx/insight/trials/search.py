@@ -21,7 +21,7 @@ from hmpx.insight.report import grouped
 from hmpx.insight.trials.runs import Effect
 
 T = TypeVar("T")
-PARTS = 8  # into which something is divided at once
+PIECES = 8  # into which something is divided at once
 SLACK = 0.02  # of what low precision saves in all: less than that is no reason for an error
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
 _SWAPS = 3  # units that were left out and are tried again
@@ -69,7 +69,7 @@ def longest(many: int, holds: Callable[[int], bool], guess: int) -> int:
     return few
 
 
-def parts_of(unit: Collection[T], module_of: Callable[[T], str]) -> list[frozenset[T]]:
+def pieces_of(unit: Collection[T], module_of: Callable[[T], str]) -> list[frozenset[T]]:
     """Divide by the outermost blocks in which modules differ; many blocks stay together by neighbours.
 
     What has one module has one part.
@@ -81,7 +81,7 @@ def parts_of(unit: Collection[T], module_of: Callable[[T], str]) -> list[frozens
         if len(blocks) > 1:
             break
     groups = [*blocks.values()]
-    size = math.ceil(len(groups) / PARTS)
+    size = math.ceil(len(groups) / PIECES)
     return [frozenset(itertools.chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
 
 
@@ -169,11 +169,11 @@ class Search:
         found, rest = [], [*units]
         while rest:
             unit = rest.pop()
-            parts = parts_of(unit, lambda place: place.module)
-            if len(parts) == 1 or self._harm(unit) <= _LARGE * self._tolerance**2:
+            pieces = pieces_of(unit, lambda place: place.module)
+            if len(pieces) == 1 or self._harm(unit) <= _LARGE * self._tolerance**2:
                 found.append(unit)
             else:
-                rest += parts
+                rest += pieces
         key = {unit: self._harm(unit) / max(self._gain(unit), 1e-30) for unit in found}
         return sorted(found, key=lambda unit: (key[unit], self._harm(unit), sorted(map(str, unit))))
 
