@@ -11,8 +11,8 @@ from pathlib import Path
 from hmpx.base import process_state
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.looks.hashes import Hashes
 from hmpx.insight.recording.hashed_runs import is_hashes
+from hmpx.insight.recording.hashes import Hashes
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.parting import parting
 from hmpx.insight.recording.record import record

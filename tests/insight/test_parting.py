@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hmpx.insight.capture import Capture
-from hmpx.insight.looks.hashes import _LANES, Hashes
+from hmpx.insight.recording.hashes import _LANES, Hashes
 from hmpx.insight.recording.parting import parting
 from hmpx.shell.main import main
 from tests.support import python, ranks

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hmpx.errors import HmpxError
-from hmpx.insight.looks.hashes import SCHEMA, HashedCall
+from hmpx.insight.recording.hashes import SCHEMA, HashedCall
 from hmpx.insight.recording.recorded import paired
 
 OPS = ("forward", "backward")

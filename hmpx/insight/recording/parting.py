@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.looks.hashes import HashedCall
 from hmpx.insight.places import at_place, short_places
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read
+from hmpx.insight.recording.hashes import HashedCall
 from hmpx.insight.recording.recorded import LogDiff, Site, difference
 from hmpx.insight.report import Field, Grid, Report, about_files, number, short_dtypes
 
