@@ -1,1 +1,1 @@
-"""What is looked for in a run: one file for each `hmpx.insight.dispatch.Look`."""
+"""What is looked for in a run, by `hmpx.insight.dispatch.Look`s."""
