@@ -376,12 +376,8 @@ class OpLook(Look):
         see: Callable[[Notes, OpCall], None],
         findings: Callable[[Notes, Names], Iterable[Finding]],
         *stages: str,
-        unchecked: Callable[[Notes], Iterable[str]] = lambda notes: (),
     ) -> None:
-        self._see, self._findings, self._unchecked, self.stages = see, findings, unchecked, stages
-
-    def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
-        return self._unchecked(notes)
+        self._see, self._findings, self.stages = see, findings, stages
 
     def see(self, notes: Notes, op: OpCall) -> None:
         self._see(notes, op)
