@@ -351,7 +351,7 @@ class Notes:
 
     def exact(self, tensor: Tensor) -> Tensor:
         """Return a tensor in FP32: as FP32 would have made it, if that is known."""
-        known = self.facts(tensor).get("exact", _nothing)()
+        known = self.facts(tensor).get("exact", lambda: None)()
         return (tensor.detach() if known is None else known).float()
 
     def forward_of(self, node: Any) -> tuple[Place | None, str]:
@@ -428,7 +428,3 @@ class Notes:
         self.rewritten.clear()
         self.last_cast = None
         self.born.clear()
-
-
-def _nothing() -> None:
-    return None

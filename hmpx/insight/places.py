@@ -128,7 +128,7 @@ class CallPlaces:
             where, editable = (f"{each.f_code.co_filename}:{each.f_lineno}" if each else "" for each in (user, script))
             name = self.names.of_module(module, frame)
             place = Place(where, editable, name, name not in ("", type(module).__name__))
-            known = place, code, weakref.ref(module) if module is not None else _nothing
+            known = place, code, weakref.ref(module) if module is not None else lambda: None
             self._known[id(code), line, id(module)] = known
         return known[0]
 
@@ -143,10 +143,6 @@ class CallPlaces:
                 renamed[place] = now
                 self._known[key] = now, code, held
         return renamed
-
-
-def _nothing() -> None:
-    return None
 
 
 def _is_of_library(file: str) -> bool:

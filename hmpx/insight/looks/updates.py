@@ -285,10 +285,6 @@ def _figures(within: _Window, steps: str, seen: Sequence[SteppedOptimizer], name
     )
 
 
-def _weights(params: Iterable[Tensor]) -> int:
-    return sum(p.numel() for p in params)
-
-
 def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     """Say for each optimizer why its updates of weights in low precision could not be judged, if they could not."""
     reasons: dict[str, None] = {}
@@ -325,7 +321,8 @@ def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
         if isinstance(p, Parameter) or (len(seen.iterations) > 1 and seen.keeps_gradient):  # it outlives an iteration
             left.append(p)
     if left:
-        which = f"{_weights(left):,} weights in {dtype_name(left[0].dtype)}, one of shape {tuple(left[0].shape)}"
+        count, first = sum(p.numel() for p in left), left[0]
+        which = f"{count:,} weights in {dtype_name(first.dtype)}, one of shape {tuple(first.shape)}"
         yield f"updates of {which}: they get gradients, and no step and no write that was looked at moves them"
 
 
