@@ -28,7 +28,7 @@ from hmpx.recipes.reading import read_recipe, recipe_names
 from hmpx.recipes.recipe import KEYS
 
 
-class Found(NamedTuple):
+class Remark(NamedTuple):
     """What is said of a file. is_fault: False for what only an import, which runs code, could decide."""
 
     text: str
@@ -38,7 +38,7 @@ class Found(NamedTuple):
         return self.text
 
 
-def check_files(paths: Sequence[str]) -> Iterator[Found]:
+def check_files(paths: Sequence[str]) -> Iterator[Remark]:
     """Yield the faults of each list in text, the first fault of other files, and what is not decided.
 
     A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
@@ -60,7 +60,7 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
                 yield from _of_user_functions(names)
                 continue
             if not Path(path).suffix and not Path(path).exists():
-                yield Found(f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}")
+                yield Remark(f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}")
                 continue
             side = side_of(path)
             if Path(path).suffix.lower() in (".yaml", ".yml", ".json"):
@@ -71,14 +71,14 @@ def check_files(paths: Sequence[str]) -> Iterator[Found]:
                 together[side] = lists if side not in together else OpLists()
             yield from _of_user_functions([each for listed in lists.sides.values() for each in listed])
         except HmpxError as error:
-            yield Found(str(error))
+            yield Remark(str(error))
     both = OpLists()
     for lists in together.values():
         both = lists.over(both)
     try:
         resolve_sides(both)
     except OpListError as error:
-        yield Found(str(error))
+        yield Remark(str(error))
 
 
 def side_of(path: str) -> str:
@@ -86,9 +86,9 @@ def side_of(path: str) -> str:
     return next((side for side in SIDES if side in Path(path).name), "bf16")
 
 
-def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:
+def _of_text(path: str, side: str) -> Generator[Remark, None, OpLists]:
     """Yield what each line of a list says wrong, or in vain, and return the names of the others."""
-    lines, found = text_of_list(path).splitlines(), dict[int, Found]()
+    lines, found = text_of_list(path).splitlines(), dict[int, Remark]()
     lists = None
     while lists is None:
         try:
@@ -97,20 +97,20 @@ def _of_text(path: str, side: str) -> Generator[Found, None, OpLists]:
             line = error.place.line if isinstance(error.place, Origin) else 0
             if not line:
                 raise
-            found[line], lines[line - 1] = Found(str(error)), ""
+            found[line], lines[line - 1] = Remark(str(error)), ""
     good, first = list[Listed](), dict[str, int]()
     for each in lists.sides[side]:
         line, op = each.place.line if isinstance(each.place, Origin) else 0, canonical(each.name)
         try:
             resolve_sides(replace(OpLists(), **{side: (each,)}))  # type: ignore[arg-type]
         except OpListError as error:
-            found[line] = Found(str(error))
+            found[line] = Remark(str(error))
             continue
         good.append(each)
         if retired(op):
-            found[line] = Found(f"{each.where}: {unknown_op(each.name)}", is_fault=False)
+            found[line] = Remark(f"{each.where}: {unknown_op(each.name)}", is_fault=False)
         elif op in first:
-            found[line] = Found(f"{each.where}: {each.name!r} is the op of line {first[op]} again", is_fault=False)
+            found[line] = Remark(f"{each.where}: {each.name!r} is the op of line {first[op]} again", is_fault=False)
         first.setdefault(op, line)
     yield from (found[line] for line in sorted(found))
     return replace(lists, **{side: tuple(good)})  # type: ignore[arg-type]
@@ -140,37 +140,37 @@ def is_recipe(path: str) -> bool:
     )
 
 
-def _of_user_functions(names: Sequence[Listed]) -> Iterator[Found]:
+def _of_user_functions(names: Sequence[Listed]) -> Iterator[Remark]:
     dotted = {name for name, _ in names if "." in name and not is_op(canonical(name))}
-    said = {name: found for name in dotted if (found := of_user_function(name))}
+    said = {name: remark for name in dotted if (remark := of_user_function(name))}
     for name, place in names:
-        if found := said.pop(name, None):
-            yield found._replace(text=f"{place}: {found}")
-            if found.is_fault:
+        if remark := said.pop(name, None):
+            yield remark._replace(text=f"{place}: {remark}")
+            if remark.is_fault:
                 return
 
 
-def of_user_function(name: str) -> Found | None:
+def of_user_function(name: str) -> Remark | None:
     """Return what is wrong with a dotted name outside torch, as far as imported modules tell."""
     prefix = name.rpartition(".")[0]
     while prefix and sys.modules.get(prefix) is None:
         prefix = prefix.rpartition(".")[0]
-    found: Any = sys.modules.get(prefix)
+    value: Any = sys.modules.get(prefix)
     for part in name.removeprefix(f"{prefix}.").split(".") if prefix else ():
         try:
-            found = inspect.getattr_static(found, part)  # a plain look would run `__getattr__`, which may import
+            value = inspect.getattr_static(value, part)  # a plain look would run `__getattr__`, which may import
         except AttributeError:
-            own = vars(found) if isinstance(found, ModuleType | type) else {}
-            may_come = {"__path__", "__getattr__"} & {*own, *dir(type(found))}  # by an import
-            if not isinstance(found, ModuleType) or not may_come:
-                return Found(f"{prefix} has no {part!r}{did_you_mean(part, own)}")
-            found = None
+            own = vars(value) if isinstance(value, ModuleType | type) else {}
+            may_come = {"__path__", "__getattr__"} & {*own, *dir(type(value))}  # by an import
+            if not isinstance(value, ModuleType) or not may_come:
+                return Remark(f"{prefix} has no {part!r}{did_you_mean(part, own)}")
+            value = None
             break
-    if found is None:
+    if value is None:
         said = f"not decided: {name} is in no module that is imported; it is cast once the program has imported it"
-        return None if name in shipped_names() else Found(said, is_fault=False)
-    if isinstance(found, type):
-        return Found(f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant")
-    if callable(getattr(found, "__func__", found)):
+        return None if name in shipped_names() else Remark(said, is_fault=False)
+    if isinstance(value, type):
+        return Remark(f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant")
+    if callable(getattr(value, "__func__", value)):
         return None
-    return Found(f"{name!r} is no function but {type(found).__name__}")
+    return Remark(f"{name!r} is no function but {type(value).__name__}")

@@ -81,18 +81,18 @@ class Asked(NamedTuple):
 Compute = Callable[[Asked], Seen]  # computes a call in the precision that a run gives it
 
 
-def exactly(asked: Asked) -> Seen:
+def compute_in_fp32(asked: Asked) -> Seen:
     with unobserved():
         return asked.answer(in_fp32(asked))
 
 
-def in_its_inputs_dtype(asked: Asked) -> Seen:
+def compute_uncast(asked: Asked) -> Seen:
     """Compute a call as torch does, without casts."""
     with unobserved():
         return asked.answer(call(asked.point.original, asked.args, asked.kwargs))
 
 
-def as_listed(asked: Asked) -> Seen:
+def compute_as_listed(asked: Asked) -> Seen:
     """Compute a call as the lists say; in FP32 where that raises and FP32 does not, which its site notes."""
     try:
         return asked.plainly()
@@ -100,7 +100,7 @@ def as_listed(asked: Asked) -> Seen:
         if is_recomputing() and not asked.site.raised:  # a checkpoint that has what it wants says so by an error
             raise
         try:
-            seen = exactly(asked)
+            seen = compute_in_fp32(asked)
         except Exception:  # it is not the lists that make it raise
             raise error from None
         if not asked.site.raised:
@@ -111,7 +111,7 @@ def as_listed(asked: Asked) -> Seen:
         return seen
 
 
-def lowly(asked: Asked) -> Seen:
+def compute_in_low(asked: Asked) -> Seen:
     """Compute a call on inputs of the dtypes that its op saw under the lists, while other ops run in FP32."""
     saw = asked.site.saw.get(asked.number or (-1, -1)) or next(iter(asked.site.saw.values()), ())
     if len(saw) != len(floating((asked.args, asked.kwargs))):
@@ -200,7 +200,7 @@ class BothWays:
         self._order = 0
 
     def exact(self, asked: Asked) -> Seen:
-        seen = exactly(asked)
+        seen = compute_in_fp32(asked)
         if asked.number is not None:
             with unobserved():
                 results = _readable(seen.result)
@@ -213,7 +213,7 @@ class BothWays:
     def listed(self, asked: Asked) -> Seen:
         """Compute a call as the lists say, or in FP32 where it raises."""
         raised = asked.site.raised
-        seen = as_listed(asked)
+        seen = compute_as_listed(asked)
         if asked.number is not None:
             with unobserved():
                 if asked.site.raised and not raised:

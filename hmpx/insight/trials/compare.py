@@ -24,7 +24,16 @@ from hmpx.insight.notes import Notes
 from hmpx.insight.places import in_a_line
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.trials.calls import Asked, BothWays, CallSite, Compute, as_listed, by_site, exactly, lowly
+from hmpx.insight.trials.calls import (
+    Asked,
+    BothWays,
+    CallSite,
+    Compute,
+    by_site,
+    compute_as_listed,
+    compute_in_fp32,
+    compute_in_low,
+)
 from hmpx.insight.trials.comparison import FELT, Comparison, Row, row_of, worst_first
 from hmpx.insight.trials.runs import Difference, Effect, Progress, Runs, observed
 from hmpx.insight.trials.search import PIECES, Search, largest
@@ -183,7 +192,7 @@ class _Comparing:
         said = f"FP32 itself is not finite: {what} has inf or NaN"
         if bad := subject.not_finite(subject.batches[number]):
             return f"{said}, and so {bad}. No list mends that"
-        first, phase = self._first_nonfinite(number, exactly, subject.wide)
+        first, phase = self._first_nonfinite(number, compute_in_fp32, subject.wide)
         if first is None:
             return f"{said}, {phase or 'made by no op that hmpx sees'}. No list mends that"
         return f"{said}, first in the {phase} pass of {first}. No list mends that"
@@ -220,7 +229,7 @@ class _Comparing:
             return min(wrong, key=lambda each: each[0])[1], "forward"
         for number, error in whole.by_batch.items():
             if math.isfinite(self._low_losses[number]) and error == math.inf:
-                return self._first_nonfinite(number, as_listed, self._runs.subject.low)
+                return self._first_nonfinite(number, compute_as_listed, self._runs.subject.low)
         return None, ""
 
     def _measure(self, unit: Unit, batches: Sequence[int], enough: float = math.inf) -> Effect:
@@ -233,7 +242,7 @@ class _Comparing:
     def _effect_without(self, wide: Unit) -> Effect:
         """Return the effect of the lists if these sites, and all sites that raise under the lists, are in FP32."""
         if wide not in self._without:
-            compute = by_site(lambda site: exactly if site in wide or site.raised else Asked.plainly)
+            compute = by_site(lambda site: compute_in_fp32 if site in wide or site.raised else Asked.plainly)
             self._without[wide] = self._runs.effect(compute, self._numbers, "searching", FELT)
         return self._without[wide]
 
@@ -297,4 +306,4 @@ def _low_in(unit: Unit) -> Compute:
 
     An unlisted op runs in BF16 behind one in BF16. Its errors would be blamed on that one.
     """
-    return by_site(lambda site: lowly if site in unit else exactly)
+    return by_site(lambda site: compute_in_low if site in unit else compute_in_fp32)

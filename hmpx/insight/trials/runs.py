@@ -31,7 +31,7 @@ from hmpx.conversion import Conversion, install
 from hmpx.insight import run_state
 from hmpx.insight.places import CallPlaces, in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, is_recomputing
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, is_recomputing
 from hmpx.insight.trials.subject import Subject
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
@@ -182,7 +182,7 @@ class Runs:
             self._now = None
             self._progress.step(words)
 
-    def exact(self, number: int, compute: Compute = exactly) -> bool:
+    def exact(self, number: int, compute: Compute = compute_in_fp32) -> bool:
         """Run a batch in FP32, and keep what others are compared with; return whether loss and gradients are finite."""
         self._is_exact = True
         try:
@@ -205,7 +205,7 @@ class Runs:
         self.loss_noise = (statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0) or math.inf
 
     def check_repeats(self) -> None:
-        again, _ = self.run(exactly, self.subject.wide, 0, "FP32", False)
+        again, _ = self.run(compute_in_fp32, self.subject.wide, 0, "FP32", False)
         self.subject.check_repeats(self.losses[0], again)
 
     def effect(

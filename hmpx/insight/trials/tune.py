@@ -17,7 +17,7 @@ from hmpx.base.tensors import dtype_name
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.tensors import LOW
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, exactly, in_its_inputs_dtype
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, compute_in_fp32, compute_uncast
 from hmpx.insight.trials.runs import Effect, Progress, Runs, observed
 from hmpx.insight.trials.search import Search
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
@@ -171,7 +171,7 @@ class Tuning:
         worths, runs = self._worths, self._runs
         with self._everything():
             for number in (*self._searched, *self._held_out):
-                if not runs.exact(number, worths.weighing(number) if number < self.tuning else exactly):
+                if not runs.exact(number, worths.weighing(number) if number < self.tuning else compute_in_fp32):
                     raise HmpxError(f"tune: {self._not_finite(number)}")
             runs.find_noise()
             if not worths.of_place:
@@ -261,8 +261,8 @@ class Tuning:
         def compute_of(site: CallSite) -> Compute:
             place = worths.place_of(site)
             if place not in worths.of_place:
-                return in_its_inputs_dtype
-            return Asked.plainly if place in chosen else exactly
+                return compute_uncast
+            return Asked.plainly if place in chosen else compute_in_fp32
 
         return self._runs.effect(by_site(compute_of), batches, "searching", enough)
 

@@ -16,7 +16,7 @@ from hmpx.insight import run_state
 from hmpx.insight.places import in_a_line
 from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, exactly, in_fp32, is_recomputing, is_transformed
+from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, in_fp32, is_recomputing, is_transformed
 from hmpx.insight.trials.search import SLACK
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
@@ -80,7 +80,7 @@ class Worths:
             if asked.point.op in self.names and not asked.point.in_place and not is_recomputing():
                 with unobserved():
                     self._count(asked, batch)
-            return exactly(asked)
+            return compute_in_fp32(asked)
 
         return compute
 
