@@ -6,14 +6,14 @@ that most of a model's memory is never touched.
 
 These names of hmpx are replaced, and no others. Where one has moved, `mock` raises, so that nothing is measured wrong:
 
-=======================  ==========================================================================
-``native.can_read``      no: a tensor is on no CPU
-``triton.can_read``      as it is, but for tensors on a CPU
-``plan.room_size``       that of an accelerator
-``batching._memory``     that of a GPU of 80 GiB
-``Waiting.ELEMENTS``     that of an accelerator
-``own_code._PUBLISHERS``  with this package: what stands in torch's place here is taken for torch's
-=======================  ==========================================================================
+=================================  ==========================================================================
+``native.can_read``                no: a tensor is on no CPU
+``triton.can_read``                as it is, but for tensors on a CPU
+``plan.room_size``                 that of an accelerator
+``batching._memory``               that of a GPU of 80 GiB
+``Waiting.ELEMENTS``               that of an accelerator
+``optimizer_classes._PUBLISHERS``  with this package: what stands in torch's place here is taken for torch's
+=================================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import batching, own_code, plan, released
+from hmpx.updates.stepping import batching, optimizer_classes, plan, released
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -128,7 +128,7 @@ def no_gpu() -> Iterator[Counter[str]]:
         (torch, "_foreach_add_", foreach_add_),
         (torch, "_fused_adamw_", _TorchsStep(torch._fused_adamw_)),
         (torch, "_fused_adam_", _TorchsStep(torch._fused_adam_)),
-        (own_code, "_PUBLISHERS", own_code._PUBLISHERS | {"bench"}),
+        (optimizer_classes, "_PUBLISHERS", optimizer_classes._PUBLISHERS | {"bench"}),
         (torch, "zeros_like", torch.empty_like),  # state, of which no page is ever touched
     ]
     with contextlib.ExitStack() as patches:

@@ -22,8 +22,16 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.names import parameters as parameters_of
-from hmpx.updates.stepping.optimizer_classes import FUSED, SCOPES, formula_of, scope_of
-from hmpx.updates.stepping.own_code import cell_of, is_own, is_watched, replaced_step
+from hmpx.updates.stepping.optimizer_classes import (
+    FUSED,
+    SCOPES,
+    cell_of,
+    formula_of,
+    is_own,
+    is_watched,
+    replaced_step,
+    scope_of,
+)
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import refuse_graphs
 

@@ -36,7 +36,7 @@ from hmpx.updates.holding.weights_in_state import find_again, weight_keys
 from hmpx.updates.ranks.ddp import watch_wrapping
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
-from hmpx.updates.stepping.own_code import replaced_step
+from hmpx.updates.stepping.optimizer_classes import replaced_step
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import STEP_KEY
 

@@ -42,7 +42,7 @@ from hmpx.updates.ranks.checks import several_ranks
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
-from hmpx.updates.stepping.own_code import HOOK, cell_of, is_watched, own_step
+from hmpx.updates.stepping.optimizer_classes import HOOK, cell_of, is_watched, own_step
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import StepCounts

@@ -24,8 +24,7 @@ from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping.names import parameters
-from hmpx.updates.stepping.optimizer_classes import scope_of
-from hmpx.updates.stepping.own_code import own_step
+from hmpx.updates.stepping.optimizer_classes import own_step, scope_of
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
