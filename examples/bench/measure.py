@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from hmpx.base.files import write
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import capability
-from hmpx.rounding import native_library
+from hmpx.rounding import native
 from hmpx.version import __version__
 
 COUNTS = "launches", "us", "torch us"  # columns of whole numbers
@@ -147,7 +147,7 @@ def where(device: torch.device) -> str:
     threads = torch.get_num_threads()
     if device.type != "cpu":
         return device.type
-    built = native_library.architecture()
+    built = native.architecture()
     imitated = "" if built == "native" else f", C kernels for {built}"
     return f"cpu ({capability()}{imitated}), {threads} thread{'s' if threads > 1 else ''}"
 

@@ -1,4 +1,4 @@
-/* The C kernels for CPUs, compiled by native_library.py: what the files at the end have. No contraction into fused
+/* The C kernels for CPUs, compiled by native.py: what the files at the end have. No contraction into fused
    multiply-adds (-ffp-contract=off), so that every CPU gives the same bits. */
 
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)

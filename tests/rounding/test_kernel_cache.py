@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
-from hmpx.rounding import native_library
+from hmpx.rounding import native
 
-pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 SOMEBODY = 65534
 PLANTED = """
@@ -26,8 +26,8 @@ __attribute__((constructor)) static void leave_a_mark(void) { fclose(fopen("%s",
 # numbers stay?
 STRICT = """
 import torch, hmpx
-from hmpx.rounding import native, native_library
-is_there, bits = native_library.library() is not None, []
+from hmpx.rounding import native, native
+is_there, bits = native.library() is not None, []
 for _ in range(2):
     numbers = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter((torch.randn(256, 256, generator=numbers) * 0.1).bfloat16())
@@ -44,7 +44,7 @@ print(is_there, all(map(torch.equal, *bits)), (torch.tensor([1e-42]) * 1).item()
 
 def _compile(path, text):
     source = path.with_suffix(".c")
-    source.write_text(text + "".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
+    source.write_text(text + "".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     source.unlink()
     path.chmod(0o755)
@@ -54,8 +54,8 @@ def _compile(path, text):
 def folder(tmp_path, monkeypatch):
     """A cache to be, and kernels that are compiled in no time."""
     source = tmp_path / "native.c"
-    source.write_text("".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
-    monkeypatch.setattr(native_library, "_SOURCES", [source])
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
+    monkeypatch.setattr(native, "_SOURCES", [source])
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -63,7 +63,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def planted(folder):
     """A cache with a library that leaves a mark when it is loaded, under the right name; and the mark."""
-    native_library._build()
+    native._build()
     (name,) = os.listdir(folder)
     (folder / name).unlink()
     mark, built = folder.parent / "mark", folder.parent / "planted.so"
@@ -75,7 +75,7 @@ def planted(folder):
 def test_a_planted_library_of_the_right_owner_and_mode_would_be_loaded(planted):
     """So the others below are refused for what they are refused for."""
     library, mark = planted
-    assert native_library._build()._name == str(library) and mark.exists()
+    assert native._build()._name == str(library) and mark.exists()
 
 
 def _given_away(path):
@@ -99,7 +99,7 @@ def test_what_somebody_else_may_have_written_is_not_loaded_and_that_is_said(how,
     FOREIGN[how](library)
     before = os.lstat(library).st_ino
     for _ in range(2):
-        assert native_library._build()._name != str(library) and not mark.exists()  # the kernels run, from elsewhere
+        assert native._build()._name != str(library) and not mark.exists()  # the kernels run, from elsewhere
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "each process compiles the C kernels for itself" in said[0]
     assert said[0].startswith(f"hmpx: {library.parent if how.startswith('folder') else library}: ")
@@ -110,7 +110,7 @@ def test_what_somebody_else_may_have_written_is_not_loaded_and_that_is_said(how,
 def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(mask, folder):
     before = os.umask(mask)
     try:
-        native_library._build()
+        native._build()
     finally:
         os.umask(before)
     (library,) = folder.iterdir()
@@ -128,13 +128,13 @@ DAMAGED = {
 def test_a_damaged_library_is_compiled_anew_and_kept(how, folder, caplog):
     """As a power failure may leave one: to load it could end the process."""
     caplog.set_level("INFO", "hmpx")
-    native_library._build()
+    native._build()
     (library,) = folder.iterdir()
     content = library.read_bytes()
     library.write_bytes(DAMAGED[how](content))
-    assert native_library._build()._name != str(library)
+    assert native._build()._name != str(library)
     assert "is not as it was written; the C kernels are compiled anew" in caplog.text
-    assert native_library._build()._name == str(library) and os.listdir(folder) == [library.name]
+    assert native._build()._name == str(library) and os.listdir(folder) == [library.name]
     assert library.read_bytes() == content
 
 
@@ -142,8 +142,8 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
         told = functools.partial(lambda name, function, *args: (done.append(name), function(*args)), name)
-        monkeypatch.setattr(native_library.os, name, functools.partial(told, getattr(os, name)))
-    native_library._build()
+        monkeypatch.setattr(native.os, name, functools.partial(told, getattr(os, name)))
+    native._build()
     assert done == ["fsync", "replace"]
 
 
@@ -178,21 +178,21 @@ def test_kernels_that_cannot_be_kept_are_compiled_each_time_and_that_is_said(how
         def replace(*paths):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(native_library.os, "replace", replace)
+        monkeypatch.setattr(native.os, "replace", replace)
     elif how == "no folder":
         folder.write_text("a file")
     else:
         monkeypatch.delenv("HMPX_CACHE_DIR")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(native_library.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+        monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     for number in (1, 2):
-        assert native_library._build().move_list and len(caplog.records) == number
+        assert native._build().move_list and len(caplog.records) == number
     assert {"full": "No space left", "no folder": "File exists", "no home": "no home"}[how] in caplog.text
     assert how == "no folder" or not folder.exists() or not os.listdir(folder)
 
 
 def test_a_failing_compiler_is_said(folder, caplog, monkeypatch):
-    monkeypatch.setattr(native_library, "_SOURCES", [folder.with_suffix(".c")])
+    monkeypatch.setattr(native, "_SOURCES", [folder.with_suffix(".c")])
     folder.with_suffix(".c").write_text("no C at all")
-    assert native_library.library.__wrapped__() is None
+    assert native.library.__wrapped__() is None
     assert "no C kernels: " in caplog.text and "rounding runs in eager torch" in caplog.text

@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import calls, eager, halves, native, native_library
+from hmpx.rounding import calls, eager, halves, native
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.table import Table, run_all
 from tests.support import python
@@ -208,13 +208,13 @@ def test_without_kernels_the_first_large_step_warns_once_and_names_the_cure(envi
 
 
 def test_a_step_below_the_bound_does_not_even_look_for_kernels(monkeypatch):
-    monkeypatch.setattr(native_library, "library", lambda: None)
-    native_library._warn_of_slow_steps.cache_clear()
-    native_library.expect_kernels(1_000_000)
+    monkeypatch.setattr(native, "library", lambda: None)
+    native._warn_of_slow_steps.cache_clear()
+    native.expect_kernels(1_000_000)
     with pytest.warns(UserWarning, match="no C kernels here"):
-        native_library.expect_kernels(1_000_001)
-    native_library.expect_kernels(1_000_001)
-    native_library._warn_of_slow_steps.cache_clear()
+        native.expect_kernels(1_000_001)
+    native.expect_kernels(1_000_001)
+    native._warn_of_slow_steps.cache_clear()
 
 
 @needs_compiler

@@ -142,7 +142,7 @@ def step_copies(kernel: str, stepped: list[native.StepArguments]) -> None:
 
 @functools.cache
 def _warn_of_slow_steps(device: str) -> None:
-    """Warn, once for each kind of device that has no kernels; `native_library` warns of a CPU without them."""
+    """Warn, once for each kind of device that has no kernels; `native` warns of a CPU without them."""
     logger.warning(
         "hmpx: there is no kernel for steps on %s (Triton is not installed, or does not know the device): torch's "
         "operators take them, with the same bits, and go through memory about 20 times where a kernel does so once; "

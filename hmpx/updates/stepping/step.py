@@ -14,7 +14,7 @@ import torch
 from hmpx.base.run_in_region import giving_back
 from hmpx.base.torch_private import set_grad_enabled
 from hmpx.errors import HmpxError
-from hmpx.rounding.native_library import expect_kernels
+from hmpx.rounding.native import expect_kernels
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.held import USUAL, RoundingKey, Segment
 from hmpx.updates.holding.settings import Settings
