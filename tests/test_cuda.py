@@ -12,7 +12,7 @@ from torch import nn
 import hmpx
 from hmpx.ops.computing import matrix_products
 from hmpx.recipes.reading import read_recipe
-from hmpx.rounding import calls, eager, triton
+from hmpx.rounding import eager, table, triton
 from hmpx.rounding.native import StepArguments
 from hmpx.updates.holding.stores import WAYS
 from tests.support.kernel_steps import STEPS, stepped
@@ -74,7 +74,7 @@ def test_the_twin_of_the_kernels_has_their_bits(kernel, scalars):
             for one in each
         ]
     by_kernel, by_torch = on_gpu
-    calls.step_list(triton, kernel, by_kernel, 7)
+    table.step_list(triton, kernel, by_kernel, 7)
     columns = zip(*(one.states for one in by_torch), strict=True)
     states = [None if column[0] is None else [held.tensor for held in column] for column in columns]
     weights, grads = [one.weight.tensor for one in by_torch], [one.grad.tensor for one in by_torch]

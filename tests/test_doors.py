@@ -16,7 +16,7 @@ from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
-from hmpx.rounding import calls, eager, kinds
+from hmpx.rounding import eager, kinds, table
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
 from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
@@ -87,7 +87,7 @@ def test_a_kind_of_tensor_has_one_number_everywhere():
     (in_triton,) = re.findall(r"^(ABSENT[\w, ]+) = ", text("triton_kernels.py"), re.MULTILINE)
     assert in_triton.split(", ") == names, "rounding/triton_kernels.py: kinds"
     coded = {code.kind for code in STATE_CODES.values()}
-    assert {*kinds.CODES} == coded and coded <= {*calls._DRAWN}, "rounding/kinds.py: CODES"
+    assert {*kinds.CODES} == coded and coded <= {*table._DRAWN}, "rounding/kinds.py: CODES"
     for name in ("native_stored.c", "triton_kernels.py"):  # C and Triton ask so whether a kind is of codes
         assert re.search(r"(?i)kind == CODED\W+kind >= FP8", text(name)), name
     assert coded == {kinds.CODED, *range(kinds.FP8, len(names))}, "rounding/native_stored.c: is_coded"

@@ -13,7 +13,7 @@ from torch import nn
 from bench import measure
 from bench.models import LISTS
 from hmpx.base.torch_private import copy_all
-from hmpx.rounding import calls, eager, native, triton
+from hmpx.rounding import eager, native, table, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
@@ -29,9 +29,9 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     out = torch.empty(elements, dtype=torch.bfloat16, device=device)
     candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
     if device.type == "cpu" and native.library() is not None:
-        candidates["hmpx C kernel"] = lambda: calls.launch_once(native, [calls.row_of_rounding(out, x, _KEY, 0)])
+        candidates["hmpx C kernel"] = lambda: table.launch_once(native, [table.row_of_rounding(out, x, _KEY, 0)])
     if device.type == "cuda" and triton.available():
-        candidates["hmpx Triton kernel"] = lambda: calls.launch_once(triton, [calls.row_of_rounding(out, x, _KEY, 0)])
+        candidates["hmpx Triton kernel"] = lambda: table.launch_once(triton, [table.row_of_rounding(out, x, _KEY, 0)])
     candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, _KEY, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
     notes = []

@@ -16,12 +16,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hmpx.rounding.calls import launch_once
 from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
 from hmpx.rounding.keys import Keys, Span, derive_key
 from hmpx.rounding.native import FP32, StoredTensor, is_plain
 from hmpx.rounding.stochastic import random_numbers
-from hmpx.rounding.table import Lain, TableRow
+from hmpx.rounding.table import Lain, TableRow, launch_once
 
 Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]

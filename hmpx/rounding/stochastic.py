@@ -34,10 +34,9 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager
-from hmpx.rounding.calls import launch_once, row_of_rounding
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key
-from hmpx.rounding.table import TableRow
+from hmpx.rounding.table import TableRow, launch_once, row_of_rounding
 
 Tensor = torch.Tensor
 

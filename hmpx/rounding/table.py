@@ -3,6 +3,9 @@
 A table is made once for all launches of a step on one device, and is kept from one step to the next. Before a step, the
 changed words are filled in, one kind at a time: addresses of gradients, keys, scalars, the address of a room. To a GPU,
 one copy sends all words. So the host makes the same few calls for any number of tensors.
+
+A row is work for a kernel: a rounding, a move to FP32 or back, the step of a parameter. `kernels` is the module whose
+kernels do it, `native` or `triton`; both give the same bits.
 """
 
 from __future__ import annotations
@@ -17,13 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.kinds import CODES
-from hmpx.rounding.native import StoredTensor
+from hmpx.rounding.kinds import ABSENT, BF16, CODES, FP32, KERNELS, SPLIT8
+from hmpx.rounding.native import StepArguments, StoredTensor
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
-_ABSENT = 0
 _HEAD, _STORED, _KEY = 7, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words for the scalars of a row, two in each
@@ -83,7 +85,7 @@ class TableRow(NamedTuple):
 
     def alike(self) -> tuple[int, ...]:
         """Return what Triton compiles a kernel for: the kinds of the tensors, and how their elements lie."""
-        kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
+        kinds = tuple([ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
         lain, is_coded = self.lain, any(held.kind in CODES for held in there)
         lie = EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
@@ -96,7 +98,7 @@ class TableRow(NamedTuple):
         words = [first, *where]
         for held, key in zip(self.tensors, self.keys, strict=True):
             if held is None:
-                words += 0, 0, 0, _ABSENT
+                words += 0, 0, 0, ABSENT
             else:
                 beside = 0 if held.beside is None else held.beside.data_ptr()
                 words += held.tensor.data_ptr(), 0 if self.by_name or key is None else key, beside, held.kind
@@ -105,6 +107,56 @@ class TableRow(NamedTuple):
 
 def _addresses(held: StoredTensor) -> list[int]:
     return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside)]
+
+
+def row_of_rounding(
+    out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0
+) -> TableRow:
+    """Return the row that does what `eager.round_` does."""
+    width = width or x.numel()
+    lain = Lain(x.numel(), offset, width, stride, min(width, x.numel()))
+    return TableRow(lain, (StoredTensor(x, FP32), StoredTensor(out, BF16)), (None, key))
+
+
+def row_of_move(
+    held: StoredTensor,
+    x: torch.Tensor,
+    first: int = 0,
+    *,
+    is_read: bool,
+    grad: int | None = None,
+    room: int | None = None,
+) -> TableRow:
+    """Return the row that reads a held tensor into FP32 `x`, or writes it from `x` by its step's key.
+
+    Args:
+        first: the index in the whole parameter of the first element of `held`, if `held` is a part of it.
+        grad: the index of `held` among all gradients, if it is one: each step has its gradients at other addresses.
+        room: where in a room `x` begins, in bytes, if `x` lies in one.
+    """
+    size, own = x.numel(), StoredTensor(x, FP32)
+    lain = Lain(size, first, size, 0, held.row or size)
+    in_room = None if room is None else (int(is_read), room)
+    if not is_read:
+        return TableRow(lain, (own, held), (None, _drawn(held)), by_name=True, room=in_room)
+    of_grad = None if grad is None else (0, grad)
+    return TableRow(lain, (held, own), (None, None), grad=of_grad, room=in_room)
+
+
+def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
+    """Return the row that steps a parameter; `grad`: the index of its gradient, if each step has another one."""
+    size, held = one.weight.tensor.numel(), one.tensors()
+    lain = Lain(size, one.first, size, 0, one.row)
+    drawn = tuple(map(_drawn, held))
+    return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad))
+
+
+_DRAWN = BF16, SPLIT8, *CODES  # kinds whose writes need random numbers
+
+
+def _drawn(held: StoredTensor | None) -> int | None:
+    """Return the name from which a tensor's random numbers come; None if writing it needs none."""
+    return held.name if held is not None and held.kind in _DRAWN else None
 
 
 class _Places:
@@ -316,3 +368,31 @@ def _send(host: torch.Tensor, sent: torch.Tensor) -> None:
         sent.copy_(host.pin_memory(), non_blocking=not torch.cuda.is_current_stream_capturing())
     else:
         sent.copy_(host)
+
+
+def launch_once(
+    kernels: ModuleType,
+    rows: Sequence[TableRow],
+    kernel: str = "move_list",
+    step_key: int | None = None,
+    *constants: int,
+) -> None:
+    """Launch a kernel on rows of one device that are needed only once."""
+    if kernels is native and kernel == "move_list":
+        words = array("Q")
+        for row in rows:
+            words.extend(row.words(0, row.lain.words(EVEN)) if row.lain.size else ())
+        native.start("move_list", words.buffer_info()[0], len(words) // WORDS_OF_A_MOVE)
+        return
+    device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)
+    if device is not None:
+        table = Table(device, kernels)
+        launches = table.add(kernel, rows, *constants)
+        if launches:
+            table.send(step_key)
+        run_all(launches)
+
+
+def step_list(kernels: ModuleType, kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
+    """Step all of these parameters, which are on one device, in place by one of `KERNELS`."""
+    launch_once(kernels, list(map(row_of_step, stepped)), "step_list", step_key, KERNELS.index(kernel))

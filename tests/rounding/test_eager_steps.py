@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hmpx.rounding import calls, eager, native
+from hmpx.rounding import eager, native, table
 from hmpx.rounding.native import StepArguments, StoredTensor
 from tests.support.kernel_steps import STATES, STEPS, same, stepped
 from tests.support.numbers import special_values
@@ -36,7 +36,7 @@ def test_three_steps_have_the_bits_of_c(kernel, scalars):
     one, other = (stepped(kernel, scalars, FP32, FP32, FP32, sizes) for _ in range(2))
     before = one[0].weight.tensor.clone()
     for _ in range(3):
-        calls.step_list(native, kernel, one, 7)
+        table.step_list(native, kernel, one, 7)
         by_twin(kernel, other)
     assert_same(one, other)
     assert not torch.equal(one[0].weight.tensor, before)
@@ -59,7 +59,7 @@ def test_special_values_in_each_place(kernel, scalars):
                 None if had is None else StoredTensor.of(x) for had, x in zip(shown.states, found[1:], strict=True)
             )
             both.append([StepArguments(StoredTensor.of(found[0]), StoredTensor.of(grads.clone()), states, scalars)])
-        calls.step_list(native, kernel, both[0], 7)
+        table.step_list(native, kernel, both[0], 7)
         by_twin(kernel, both[1])
         assert_same(*both)
 

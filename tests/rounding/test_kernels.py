@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import calls, eager, halves, native
+from hmpx.rounding import eager, halves, native, table
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.table import Table, run_all
 from tests.support import python
@@ -36,7 +36,7 @@ def numbers(count):
 def rounded(kernel, x, *place):
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     if kernel is native:
-        calls.launch_once(native, [calls.row_of_rounding(out, x, KEY, *place)])
+        table.launch_once(native, [table.row_of_rounding(out, x, KEY, *place)])
     else:
         kernel.round_(out, x, KEY, *place)
     return out.view(torch.int16)
@@ -78,8 +78,8 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
     pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
     outs = [torch.empty_like(x, dtype=torch.bfloat16) for x, *_ in pieces]
     pairs = zip(outs, pieces, strict=True)
-    rows = [calls.row_of_rounding(out, x, derive_key(5, 9, name), *place) for out, (x, name, *place) in pairs]
-    calls.launch_once(native, rows)
+    rows = [table.row_of_rounding(out, x, derive_key(5, 9, name), *place) for out, (x, name, *place) in pairs]
+    table.launch_once(native, rows)
     for (x, name, *place), out in zip(pieces, outs, strict=True):
         alone = torch.empty_like(x, dtype=torch.bfloat16)
         if x.numel():
@@ -109,10 +109,10 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, ker
     for scalars in STEPS[kernel]:
         drawn = stepped(kernel, scalars, bf16, bf16, bf16, (1, 300, 70_001 if kernel == "adam" else 513, 2, 256))
         exact = of_dtypes(drawn, fp32, fp32, fp32)
-        calls.step_list(native, kernel, exact, step_key(5, 9))
+        table.step_list(native, kernel, exact, step_key(5, 9))
         for dtypes in itertools.product((bf16, fp32), repeat=3):
             steps = of_dtypes(drawn, *dtypes)
-            calls.step_list(native, kernel, steps, step_key(5, 9))
+            table.step_list(native, kernel, steps, step_key(5, 9))
             for step, want, old in zip(steps, exact, drawn, strict=True):
                 assert not torch.equal(want.weight.tensor, old.weight.tensor.float())
                 for got, expected in zip((step.weight, *step.states), (want.weight, *want.states), strict=True):
@@ -137,7 +137,7 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatc
         monkeypatch.setattr(eager, "is_on_host", lambda tensor: False)
     with torch.device("meta"):  # where whatever is made without a device would lie
         if kernel is native:
-            calls.launch_once(native, [calls.row_of_rounding(out, rows, KEY, offset, 60, 101)])
+            table.launch_once(native, [table.row_of_rounding(out, rows, KEY, offset, 60, 101)])
         else:
             eager.round_(out, rows, KEY, offset, 60, 101)
     assert torch.equal(out.view(torch.int16), expected)
@@ -269,15 +269,15 @@ def test_halves_are_exact_on_all_bit_patterns():
 
 def read(held):
     out = torch.empty_like(held.tensor, dtype=torch.float32)
-    calls.launch_once(native, [calls.row_of_move(held, out, is_read=True)])
+    table.launch_once(native, [table.row_of_move(held, out, is_read=True)])
     return out
 
 
 def written_in_c(x, held):
     """Write `x` to a tensor that is held in this way, and return what C reads from there."""
-    table = Table(x.device, native)
-    launches = table.add("move_list", [calls.row_of_move(held, x, is_read=False)])
-    table.send(step_key(*STEP))
+    words = Table(x.device, native)
+    launches = words.add("move_list", [table.row_of_move(held, x, is_read=False)])
+    words.send(step_key(*STEP))
     run_all(launches)
     return read(held)
 

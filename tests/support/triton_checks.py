@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import hmpx
-from hmpx.rounding import calls, eager, halves, native, triton
+from hmpx.rounding import eager, halves, native, table, triton
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
@@ -50,7 +50,7 @@ def check_a_list_of_tensors():
         x[: min(size, 25)] = special_values()[: min(size, 25)]
         roundings.append((out, x, derive_key(5, 9, name, span[0] >> 32), span[0] % 2**32, *span[1:]))
     roundings += [(torch.empty_like(out), x.clone(), *more) for out, x, *more in roundings]
-    calls.launch_once(triton, [calls.row_of_rounding(*each) for each in roundings])
+    table.launch_once(triton, [table.row_of_rounding(*each) for each in roundings])
     for out, x, key, offset, width, stride in roundings:
         alone = torch.empty_like(out)
         if x.numel():
@@ -131,7 +131,7 @@ def check_steps_are_those_in_c():
                 results = []
                 for module in (native, triton):
                     results.append(stepped(kernel, scalars, weight, state, grad))
-                    calls.step_list(module, kernel, results[-1], 2**63 + 5)
+                    table.step_list(module, kernel, results[-1], 2**63 + 5)
                 for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
                     for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
                         assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
@@ -186,7 +186,7 @@ def step_as_specified(size, row, kind):
             EIGHT_BITS.decode(states[-1], each)
     wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
-        calls.step_list(triton, "adam", [each], step_key(*KEY))
+        table.step_list(triton, "adam", [each], step_key(*KEY))
     with kernels("eager"):
         expected = written_by_the_specification(x, held)
         for state, name in zip(states, ("w.m", "w.v"), strict=True):
@@ -203,9 +203,9 @@ def check_a_shard_takes_the_numbers_of_its_elements():
         for row in (128, 75, 300):
             whole = made(6 * row, row, kind)
             parts = [[shard_of(whole, row * a, row * b) for a, b in ((0, 1), (1, 3), (3, 6), (6, 6))] for _ in range(2)]
-            calls.step_list(native, "adam", [whole], 7)
+            table.step_list(native, "adam", [whole], 7)
             for module, of_it in zip((native, triton), parts, strict=True):
-                calls.step_list(module, "adam", of_it, 7)
+                table.step_list(module, "adam", of_it, 7)
                 for number, expected in enumerate(tensors(whole)):
                     found = torch.cat([tensors(part)[number] for part in of_it])
                     assert same(found, expected), (module.__name__, kind, row, number)
@@ -216,7 +216,7 @@ def check_the_largest_numbers_of_24_bits():
     weights, lower = torch.full((256,), math.inf, dtype=torch.bfloat16), torch.full((256,), -1, dtype=torch.int8)
     held = StoredTensor(weights, SPLIT8, name_id("w"), lower)
     grads = StoredTensor.of(torch.arange(256) * -(2.0**104))  # in units of the last place
-    calls.step_list(triton, "sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
+    table.step_list(triton, "sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
     x = torch.arange(0x7F7FFF00, 0x7F800000, dtype=torch.int32).view(torch.float32)
     with kernels("eager"):
         assert all(map(same, (weights, lower), written_by_the_specification(x, held)))
@@ -228,7 +228,7 @@ def check_a_list_of_all_ways_at_once():
     for together in (False, True):
         lists.append([made(size, row, kind) for kind in KINDS for size, row in ((384, 128), (90, 30))])
         for each in [lists[-1]] if together else [[one] for one in lists[-1]]:
-            calls.step_list(triton, "adam", each, 7)
+            table.step_list(triton, "adam", each, 7)
     for one, other in zip(*lists, strict=True):
         assert all(map(same, tensors(one), tensors(other)))
 
@@ -240,7 +240,7 @@ def check_a_read_of_codes():
             out = torch.empty(size)
             EIGHT_BITS.decode(out, held)
         found = torch.empty(size)
-        calls.launch_once(triton, [calls.row_of_move(held, found, is_read=True)])
+        table.launch_once(triton, [table.row_of_move(held, found, is_read=True)])
         assert same(found, out)
 
 
@@ -249,7 +249,7 @@ def check_a_part_is_written_with_the_numbers_of_its_elements():
     x, held = torch.randn(2000), torch.zeros(1500, dtype=torch.bfloat16)
     stored, part = StoredTensor(held, BF16, name_id("w")), x[500:].clone()
     written = Table(held.device, triton)
-    launches = written.add("move_list", [calls.row_of_move(stored, part, 500, is_read=False)])
+    launches = written.add("move_list", [table.row_of_move(stored, part, 500, is_read=False)])
     written.send(step_key(5, 9))
     for launch in launches:
         launch.run()

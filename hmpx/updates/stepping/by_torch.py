@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.rounding import calls, eager, native
+from hmpx.rounding import eager, native, table
 from hmpx.rounding.devices import is_lazy, kernels_for
 from hmpx.rounding.native import StoredTensor
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
@@ -127,7 +127,7 @@ def step_copies(kernel: str, stepped: list[native.StepArguments]) -> None:
     modules = {kernels_for(each) if each.numel() < 2**32 else None for each in tensors}
     module = modules.pop() if len(modules) == 1 else None
     if module is not None:
-        calls.step_list(module, kernel, stepped, 0)
+        table.step_list(module, kernel, stepped, 0)
         torch.autograd.graph.increment_version(tensors)
         return
     if not (tensors[0].is_cpu or is_lazy(tensors[0])):

@@ -28,12 +28,11 @@ from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.calls import row_of_step
 from hmpx.rounding.devices import kernels_for, lacks_data
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
-from hmpx.rounding.table import Tables, run_all
+from hmpx.rounding.table import Tables, row_of_step, run_all
 from hmpx.updates.holding.held import RoundingKey, Segment
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, by_own_keys, held_states

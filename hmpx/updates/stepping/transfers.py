@@ -13,10 +13,9 @@ import torch
 
 from hmpx.base.torch_private import copy_all
 from hmpx.rounding import native
-from hmpx.rounding.calls import row_of_move
 from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.table import Table, TableRow, run_all
+from hmpx.rounding.table import Table, TableRow, row_of_move, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
