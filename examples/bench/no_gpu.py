@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import batching, optimizer_classes, plan, released
+from hmpx.updates.stepping import optimizer_classes, plan, released
+from hmpx.updates.stepping import transfers
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -104,7 +105,7 @@ def no_gpu() -> Iterator[Counter[str]]:
     own_step, add = _adam._fused_adam, add_to_all
 
     def room_size(elements: int, device: object = None, **options: bool) -> int:
-        return batching.room_size(elements, torch.device("cuda"), **options)
+        return transfers.room_size(elements, torch.device("cuda"), **options)
 
     def fused_adam(*args: Any, **kwargs: Any) -> None:
         inside[0] = True

@@ -9,7 +9,7 @@ import torch
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.stepping.batching import room_size
+from hmpx.updates.stepping.transfers import room_size
 from hmpx.updates.stepping.released import Waiting
 
 # Ways to distribute a model, each with the tensors that are divided among the ranks.
@@ -42,7 +42,7 @@ class Footprint:
             enough (`hmpx.updates.stepping.released`).
         copies: in a step, for each element that is stepped at once: FP32 weight and gradient, FP32 state that is not
             held so, and two temporaries of torch's own. These are the elements of the largest parameter, or of as many
-            as `hmpx.updates.stepping.batching` says, if that is more. 0 where hmpx's kernels step. A class that hmpx
+            as `hmpx.updates.stepping.transfers` says, if that is more. 0 where hmpx's kernels step. A class that hmpx
             does not know sees all at once; on a CPU, up to 128 MiB of that stay.
         stepped_by: who takes the steps, and by whose choice.
         codes: of a weight in FP8, from its forward to its backward, on a GPU; sharded models have those of whole

@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from hmpx.updates import step_hooks
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from hmpx.updates.stepping.released import Waiting
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses

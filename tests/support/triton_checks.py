@@ -18,7 +18,7 @@ from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Ste
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import Table
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from tests.support.fresh_python import print_checks
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, shard_of, stepped, tensors
 from tests.support.numbers import special_values, spread

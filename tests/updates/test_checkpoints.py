@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from tests.support.same import same
 from tests.support.training import (
     Net,

@@ -13,7 +13,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping import batching, by_torch
+from hmpx.updates.stepping import by_torch
+from hmpx.updates.stepping import transfers
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.kernel_steps import same
 

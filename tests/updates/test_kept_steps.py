@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.updates.stepping import batching, optimizer_classes
+from hmpx.updates.stepping import optimizer_classes
+from hmpx.updates.stepping import transfers
 from tests.support.bench import memory
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made
 from tests.support.numbers import nearly_equal

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from hmpx.updates.stepping.optimizer_classes import SCOPES, formula_of
 from tests.support.bench import memory
 from tests.support.training import needs_grad_dtype

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from tests.support.numbers import away
 from tests.support.training import needs_grad_dtype
 

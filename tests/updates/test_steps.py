@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from hmpx.updates.stepping.shadow import ShownState
 from tests.support.optimizers import UnlistedAdamW
 from tests.support.training import parameters, set_gradients

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from hmpx.updates.stepping import batching
+from hmpx.updates.stepping import transfers
 from tests.support.training import parameter, parameters, set_gradients, step_by, train
 
 BF16 = torch.bfloat16

@@ -26,20 +26,23 @@ from hmpx.updates.holding.state_dtypes import is_moment
 from hmpx.updates.holding.state_tensors import by_own_keys
 from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 from hmpx.updates.ranks.sharding import is_sharded, local
-from hmpx.updates.stepping.batching import together
+from hmpx.updates.stepping.transfers import together
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory, scope_of
 from hmpx.updates.stepping.shadow import Shadow, ShownState, Sight
-from hmpx.updates.stepping.shown_lists import (
+from hmpx.updates.stepping.step_call import (
     ShownParameters,
+    StepCall,
+    StepContext,
+    WriteBack,
     all_lists,
     are_same,
     groups_of,
+    hides_writes,
     lists_of,
     nested,
     values_of,
 )
-from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators
 
 Tensor = torch.Tensor

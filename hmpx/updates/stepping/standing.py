@@ -37,9 +37,8 @@ from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import is_scaled
 from hmpx.updates.stepping.plan import Gradients, Guards, is_parameter, is_seen
 from hmpx.updates.stepping.shadow import Gradient, Shadow, ShownState
-from hmpx.updates.stepping.shown_lists import ShownParameters, are_same, groups_of, lists_of, nested
 from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.step_call import ShownParameters, StepCall, WriteBack, are_same, groups_of, lists_of, nested
 from hmpx.updates.stepping.step_count import NEXT_KEY
 from hmpx.updates.stepping.transfers import Launches, Operators, Piece, row_back
 

@@ -20,7 +20,7 @@ from hmpx.updates.holding.state_forms import InCodes, form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states, is_coded
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.plan import Fingerprint, Gradients, is_seen
-from hmpx.updates.stepping.shown_lists import are_same, nested, values_of
+from hmpx.updates.stepping.step_call import are_same, nested, values_of
 from hmpx.updates.stepping.transfers import Piece
 
 Tensor = torch.Tensor
