@@ -10,7 +10,7 @@ These names of hmpx are replaced, and no others. Where one has moved, `mock` rai
 ``native.can_read``                no: a tensor is on no CPU
 ``triton.can_read``                as it is, but for tensors on a CPU
 ``plan.room_size``                 that of an accelerator
-``batching._memory``               that of a GPU of 80 GiB
+``transfers._memory``              that of a GPU of 80 GiB
 ``Waiting.ELEMENTS``               that of an accelerator
 ``optimizer_classes._PUBLISHERS``  with this package: what stands in torch's place here is taken for torch's
 =================================  ==========================================================================
@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
-from hmpx.updates.stepping import optimizer_classes, plan, released
-from hmpx.updates.stepping import transfers
+from hmpx.updates.stepping import optimizer_classes, plan, released, transfers
 
 _adam = importlib.import_module("torch.optim.adam")  # `torch.optim` has removed the name
 
@@ -123,7 +122,7 @@ def no_gpu() -> Iterator[Counter[str]]:
         (native, "can_read", lambda *tensors: False),
         (triton, "can_read", _can_read),
         (plan, "room_size", room_size),
-        (batching, "_memory", lambda device: 80 << 30),
+        (transfers, "_memory", lambda device: 80 << 30),
         (released.Waiting, "ELEMENTS", released.Waiting.ELEMENTS_OF_ACCELERATORS),
         (_adam, "_fused_adam", fused_adam),
         (torch, "_foreach_add_", foreach_add_),

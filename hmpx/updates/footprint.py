@@ -9,8 +9,8 @@ import torch
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.stepping.transfers import room_size
 from hmpx.updates.stepping.released import Waiting
+from hmpx.updates.stepping.transfers import room_size
 
 # Ways to distribute a model, each with the tensors that are divided among the ranks.
 MODES = {

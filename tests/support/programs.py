@@ -73,7 +73,7 @@ class Program:
     def failure(self, done: list[Action] | None = None) -> Failure | None:
         """Run; None if both sides agree after each action. What was not passed over is added to `done`."""
         at, action = -1, None
-        floor = mock.patch.object(batching, "_FLOOR", self.setup.floor)
+        floor = mock.patch.object(transfers, "_FLOOR", self.setup.floor)
         waits = mock.patch.object(Waiting, "ELEMENTS", self.setup.waits)
         with floor, waits, own_step(), warnings.catch_warnings():  # programs that ask for `fused` say so
             warnings.simplefilter("ignore")

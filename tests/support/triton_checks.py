@@ -304,7 +304,7 @@ def check_attached_optimizers():
         launched.clear()
         with (
             mock.patch.object(triton, "start", started),
-            mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter comes alone
+            mock.patch.object(transfers, "_FLOOR", 1024),  # the largest parameter comes alone
         ):
             one, other = (trained(by, options) for by in ("C", "Triton"))
         assert len(one) == len(other), options

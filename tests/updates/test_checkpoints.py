@@ -224,7 +224,7 @@ def test_state_of_another_size_is_torchs_error(fused):
 
 
 def test_state_of_another_size_in_a_later_slice_moves_nothing(monkeypatch):
-    monkeypatch.setattr(batching, "_FLOOR", 64)
+    monkeypatch.setattr(transfers, "_FLOOR", 64)
     p, q = parameter(300), parameter(400)
     optimizer = optim.Adam([p, q], lr=0.1)
     hmpx.attach(optimizer)

@@ -13,8 +13,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping import by_torch
-from hmpx.updates.stepping import transfers
+from hmpx.updates.stepping import by_torch, transfers
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.kernel_steps import same
 
@@ -42,7 +41,7 @@ def trained(name, weights, state_dtype, road="C", change=lambda step, optimizer:
         if road.startswith("torch"):
             patches.enter_context(mock.patch.object(native, "can_read", lambda *tensors: False))
         if road.endswith("in parts"):
-            patches.enter_context(mock.patch.object(batching, "_FLOOR", 1024))
+            patches.enter_context(mock.patch.object(transfers, "_FLOOR", 1024))
         params = []
         for i, shape in enumerate(SHAPES):
             x = torch.randn(shape, generator=generator).bfloat16()

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.updates.stepping import optimizer_classes
-from hmpx.updates.stepping import transfers
+from hmpx.updates.stepping import optimizer_classes, transfers
 from tests.support.bench import memory
 from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made
 from tests.support.numbers import nearly_equal
@@ -162,7 +161,7 @@ ACTS = {
 @pytest.mark.parametrize("number, what", list(enumerate(ACTS)), ids=str)
 @pytest.mark.parametrize("floor", [64, 1 << 17])
 def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, odd, monkeypatch):
-    monkeypatch.setattr(batching, "_FLOOR", floor)
+    monkeypatch.setattr(transfers, "_FLOOR", floor)
     results = []
     for forget in (False, True):
         state_dtype = BF16 if (floor == 64) == number % 2 else torch.float32
@@ -261,7 +260,7 @@ def kept_beside_a_twin(make, act, turns=6, said=None):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_between_two_steps_is_seen(way, monkeypatch):
     settings = WAYS[way].copy()
-    monkeypatch.setattr(batching, "_FLOOR", settings.pop("floor", 1 << 17))
+    monkeypatch.setattr(transfers, "_FLOOR", settings.pop("floor", 1 << 17))
     for change, act in CHANGES.items():
         if change == "moments exchanged" and settings.get("state_dtype") == "8bit":
             continue  # which have other keys

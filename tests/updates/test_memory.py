@@ -84,7 +84,7 @@ def test_channels_last_parameters_take_copies_of_one(cls, monkeypatch):
     torch.manual_seed(1)
     weight = torch.randn(64, 32, 3, 3).bfloat16()
     layouts = (weight.clone(memory_format=torch.channels_last), weight.clone())
-    monkeypatch.setattr(batching, "_FLOOR", 1 << 12)
+    monkeypatch.setattr(transfers, "_FLOOR", 1 << 12)
     params = [[nn.Parameter(w.clone()) for _ in range(4)] for w in layouts]
     optimizers = [cls(some, lr=0.1) for some in params]
     for optimizer, some in zip(optimizers, params, strict=True):

@@ -176,7 +176,7 @@ def test_a_gradient_with_nan_that_a_step_only_reads_keeps_its_bits():
 def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, looked_at, monkeypatch):
     """foreach SGD with Nesterov's momentum adds the momentum to the gradient itself."""
     if sliced:
-        monkeypatch.setattr(batching, "_FLOOR", 64)
+        monkeypatch.setattr(transfers, "_FLOOR", 64)
     p, q = nn.Parameter(torch.ones(20, 18, dtype=BF16)), nn.Parameter(torch.ones(20, 18))
     optimizer, reference = (optim.SGD([x], lr=0.1, momentum=0.9, nesterov=True, foreach=True) for x in (p, q))
     hmpx.attach(optimizer, "master", fused=False)

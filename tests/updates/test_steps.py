@@ -159,7 +159,7 @@ def test_a_module_as_the_closure_of_a_torch_optimizer_is_called_as_torch_calls_i
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_place(monkeypatch):
     """Which would take memory and time, chunk by chunk."""
-    monkeypatch.setattr(batching, "_FLOOR", 64)
+    monkeypatch.setattr(transfers, "_FLOOR", 64)
     named = parameters(sizes=((40, 9), (130,)))
     optimizer = optim.AdamW(named)
     handle = hmpx.attach(optimizer, fused=False)

@@ -215,7 +215,7 @@ def test_another_default_dtype(dtype, fused):
 
 
 def test_state_that_is_none(monkeypatch):
-    monkeypatch.setattr(batching, "_FLOOR", 64)
+    monkeypatch.setattr(transfers, "_FLOOR", 64)
     p = parameter(1000)
     optimizer = optim.SGD([p], lr=0.5, momentum=0.9)
     optimizer.state[p] = {"momentum_buffer": None}

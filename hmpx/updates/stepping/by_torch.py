@@ -21,9 +21,9 @@ from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
 from hmpx.updates.holding.state_tensors import HeldTensor, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.transfers import together
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepContext
+from hmpx.updates.stepping.transfers import together
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor

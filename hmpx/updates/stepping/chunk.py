@@ -26,7 +26,6 @@ from hmpx.updates.holding.state_dtypes import is_moment
 from hmpx.updates.holding.state_tensors import by_own_keys
 from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 from hmpx.updates.ranks.sharding import is_sharded, local
-from hmpx.updates.stepping.transfers import together
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory, scope_of
 from hmpx.updates.stepping.shadow import Shadow, ShownState, Sight
@@ -43,7 +42,7 @@ from hmpx.updates.stepping.step_call import (
     nested,
     values_of,
 )
-from hmpx.updates.stepping.transfers import Launches, Operators
+from hmpx.updates.stepping.transfers import Launches, Operators, together
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

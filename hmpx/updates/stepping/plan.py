@@ -25,12 +25,12 @@ from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
 from hmpx.updates.ranks.sharding import held_part, is_sharded, local
-from hmpx.updates.stepping.transfers import room_size
 from hmpx.updates.stepping.chunk import chunks
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.names import Members, parameters, shared_names
 from hmpx.updates.stepping.optimizer_classes import Formula, is_scaled
 from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack, are_same, values_of
+from hmpx.updates.stepping.transfers import room_size
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

@@ -1,13 +1,19 @@
 """Transfers move a chunk between held tensors and FP32 copies: by the kernels, or torch's operators.
 
-A chunk takes one of them when it is made. All leave the same bits.
+A chunk takes one of them when it is made. All leave the same bits. The copies lie in a room of a bounded number of
+elements, or of those of one parameter, so a step takes some parameters at a time.
 """
 
 from __future__ import annotations
-from collections.abc import Sequence
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TypeVar
+
 import torch
+
 from hmpx.base.torch_private import copy_all
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
@@ -16,12 +22,6 @@ from hmpx.rounding.table import Table, TableRow, row_of_move, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
-from __future__ import annotations
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
-import torch
-
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
