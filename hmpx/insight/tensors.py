@@ -12,7 +12,7 @@ from hmpx.base import run_in_region
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import in_torch_func, private, tree_map_only
 from hmpx.ops.wrapping.overriding import PLAIN
-from hmpx.updates.ranks.sharding import local
+from hmpx.updates.holding.sharding import local
 
 Tensor = torch.Tensor
 LOW = frozenset({torch.bfloat16, torch.float16})

@@ -37,7 +37,7 @@ from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import attached, check_torch, detach, steppers
-from hmpx.updates.ranks.checks import compare
+from hmpx.updates.ranks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
 
 logger = logging.getLogger("hmpx")

@@ -31,7 +31,7 @@ from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks.checks import compare
+from hmpx.updates.ranks import compare
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")

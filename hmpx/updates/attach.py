@@ -16,7 +16,7 @@ from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import check_methods, own_attachment, takes_hooks
-from hmpx.updates.ranks.checks import compare, refuse
+from hmpx.updates.ranks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups

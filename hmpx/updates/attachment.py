@@ -19,6 +19,7 @@ from hmpx.updates import step_hooks
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.sharding import is_sharded, widened
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.optimizer_hooks import (
     ATTRIBUTE,
@@ -28,12 +29,11 @@ from hmpx.updates.optimizer_hooks import (
     watch_step,
     widen_hyperparameters,
 )
-from hmpx.updates.ranks.sharding import is_sharded, widened
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
-from hmpx.updates.stepping.step_count import SEED_KEY, StepCounts
+from hmpx.updates.stepping.step_count import SEED_KEY
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -81,7 +81,7 @@ class Attachment:
         are_whole: bool = False,
     ) -> None:
         self.settings, self.methods, self.are_whole = settings, methods, are_whole
-        self._counts = StepCounts(group)
+        self._counts = step_hooks.StepCounts(group)
         self._optimizer = weakref.ref(optimizer)  # the optimizer holds this object, and a cycle would keep both alive
         self._updates = WeightUpdates(settings, names)
         self.names = self._updates.names

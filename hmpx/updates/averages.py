@@ -20,7 +20,7 @@ from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.updates import gradients
 from hmpx.updates.holding.held import RoundingKey
-from hmpx.updates.ranks.sharding import box_of, local
+from hmpx.updates.holding.sharding import box_of, local
 
 Tensors = Sequence[torch.Tensor]
 

@@ -24,7 +24,7 @@ from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.torch_private import CLIPPING, UNSCALING, copy_all, norms_of, powers_of, private
 from hmpx.rounding.devices import is_on_host
 from hmpx.updates.gradients import are_of_claimed
-from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.holding.sharding import is_sharded, local
 
 _SLICE = 1 << 20  # elements that are held in FP64 at once
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -34,18 +34,16 @@ from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.raw import with_subclasses
 from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
-from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks
+from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks, ranks
+from hmpx.updates.ddp import replicas
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment, takes_hooks
-from hmpx.updates.ranks.checks import several_ranks
-from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.optimizer_classes import HOOK, cell_of, is_watched, own_step
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
-from hmpx.updates.stepping.step_count import StepCounts
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
@@ -197,9 +195,34 @@ def _step(call: StepCall) -> Any:
     return call.run()
 
 
+class StepCounts:
+    """Comparisons of the step number and the seed of one optimizer over its ranks.
+
+    Args:
+        group: the process group of the ranks that hold it; None for all.
+        since: from when on its steps are counted.
+    """
+
+    def __init__(self, group: Any, since: str = "hmpx.attach") -> None:
+        self._group, self._since, self._steps = group, since, 0
+
+    def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
+        """Compare before a step; `seed` is that of the region around it.
+
+        Raises:
+            HmpxError: seed or step number are not those of the first rank.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1) or not ranks.several_ranks():  # no power of two
+            return
+        key = updates.rounding_key(optimizer, seed)
+        what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
+        ranks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
+
+
 def _compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
     """Before a step in a region, compare seed and step number over the ranks of a DistributedDataParallel module."""
-    if several_ranks():
+    if ranks.several_ranks():
         if optimizer not in _compared:
             reduced = replicas()
             module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)

@@ -29,7 +29,7 @@ from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.report import plain
 from hmpx.insight.tensors import has_numbers, memory
 from hmpx.ops.wrapping.callers import frames, users_frame
-from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
+from hmpx.updates.holding.sharding import is_sharded, local, sizes_and_offsets
 
 Tensor = torch.Tensor
 SCHEMA = "hashes 2"

@@ -18,7 +18,7 @@ from hmpx.rounding import native
 from hmpx.rounding.coding import CodeName
 from hmpx.rounding.keys import Keys, Span
 from hmpx.rounding.stochastic import Rounding, round_all
-from hmpx.updates.ranks.sharding import Box, local, share
+from hmpx.updates.holding.sharding import Box, local, share
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

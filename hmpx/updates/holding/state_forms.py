@@ -29,6 +29,7 @@ from hmpx.rounding.coding import BLOCK, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES, code_of
 from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
+from hmpx.updates.holding.sharding import box_of, full, is_sharded, local
 from hmpx.updates.holding.state_dtypes import (
     as_fp32,
     cast_state,
@@ -48,7 +49,6 @@ from hmpx.updates.holding.state_tensors import (
     is_coded,
 )
 from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
-from hmpx.updates.ranks.sharding import box_of, full, is_sharded, local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -24,7 +24,7 @@ from hmpx.rounding.coding import BlockLayout, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, StateDtype
-from hmpx.updates.ranks.sharding import full, held_part, is_cut_from, like, local, part_of
+from hmpx.updates.holding.sharding import full, held_part, is_cut_from, like, local, part_of
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

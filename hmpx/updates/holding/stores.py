@@ -32,7 +32,7 @@ from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
 from hmpx.rounding.halves import join, read_masters, split
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+from hmpx.updates.holding.sharding import held_part, is_sharded, like, local
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

@@ -20,7 +20,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from hmpx.rounding.devices import shows_values
-from hmpx.updates.ranks.sharding import full, is_sharded
+from hmpx.updates.holding.sharding import full, is_sharded
 
 Tensor = torch.Tensor
 _OF_TORCH = frozenset(cls for cls in vars(optim).values() if isinstance(cls, type))

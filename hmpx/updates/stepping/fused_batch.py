@@ -34,10 +34,10 @@ from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, row_of_step, run_all
 from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.sharding import local
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, by_own_keys, held_states
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.by_torch import Taken, TorchBackend
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack

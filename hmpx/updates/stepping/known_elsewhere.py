@@ -23,7 +23,7 @@ from hmpx.base.torch_private import KEPT_SHADOWS, private
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment
-from hmpx.updates.ranks.sharding import local
+from hmpx.updates.holding.sharding import local
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

@@ -24,7 +24,7 @@ from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
-from hmpx.updates.ranks.sharding import held_part, is_sharded, local
+from hmpx.updates.holding.sharding import held_part, is_sharded, local
 from hmpx.updates.stepping.chunk import chunks
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.names import Members, parameters, shared_names

@@ -21,7 +21,7 @@ import torch
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import RELEASED, graph_task, private, tree_leaves
 from hmpx.errors import HmpxError
-from hmpx.updates.ranks.sharding import local
+from hmpx.updates.holding.sharding import local
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter

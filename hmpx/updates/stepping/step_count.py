@@ -1,4 +1,4 @@
-"""The step number and the seed of an optimizer, from which the rounding key is made; ranks compare both.
+"""The step number and the seed of an optimizer, from which the rounding key is made.
 
 They are stored in ``param_groups[0]``, where `state_dict`, pickle and copies carry them and plain torch keeps them.
 They belong to the optimizer, though: a user may remove groups, insert one in front, or replace one.
@@ -19,7 +19,6 @@ import torch
 from torch.optim import Optimizer
 
 from hmpx.errors import HmpxError
-from hmpx.updates.ranks import checks
 from hmpx.version import __version__
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
@@ -116,31 +115,6 @@ def check(groups: Iterable[Mapping[str, Any]], whose: str = "param_groups'", res
             value = group.get(key, 0)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
                 raise HmpxError(f"{whose} {key!r} is {value!r}, not an integer in [0, 2^64); {rest}")
-
-
-class StepCounts:
-    """The comparisons of one optimizer.
-
-    Args:
-        group: the process group of the ranks that hold it; None for all.
-        since: from when on its steps are counted.
-    """
-
-    def __init__(self, group: Any, since: str = "hmpx.attach") -> None:
-        self._group, self._since, self._steps = group, since, 0
-
-    def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
-        """Compare before a step; `seed` is that of the region around it.
-
-        Raises:
-            HmpxError: seed or step number are not those of the first rank.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1) or not checks.several_ranks():  # no power of two
-            return
-        key = updates.rounding_key(optimizer, seed)
-        what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
-        checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
 
 
 @contextlib.contextmanager

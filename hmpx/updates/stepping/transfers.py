@@ -20,8 +20,8 @@ from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.table import Table, TableRow, row_of_move, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
+from hmpx.updates.holding.sharding import local
 from hmpx.updates.holding.stores import Store
-from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

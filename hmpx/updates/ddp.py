@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hmpx.base.changes import Changes
 from hmpx.base.torch_private import FP32_SUMS, graph_task, private
 from hmpx.errors import HmpxError
-from hmpx.updates.ranks.checks import in_job
+from hmpx.updates.ranks import in_job
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
