@@ -63,7 +63,7 @@ largest of a block of 256 to 448, and it rounds to nearest.
                                            0 .0055 .0325 .0775 .2125 .4375 .6625 .8875 1
 
 Two codes share a byte, the first in the upper half. So rows have an even number of elements: other state is in 8 bits
-(`hmpx.updates.holding.state_tensors`).
+(`hmpx.updates.holding.held`).
 
 The scale is the smallest one, from 2^-126 on, under which no element is past the ends of the list. The last bit of a
 negative scale is 1 if no element is negative, else 0. A block with an inf or a NaN becomes NaN as a whole.

@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import lacks_data
-from hmpx.updates.holding.held import Segment
+from hmpx.updates.holding.held import Segment, checked_codes
 from hmpx.updates.holding.sharding import is_sharded
-from hmpx.updates.holding.state_tensors import checked_codes
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import inside_zero, parameters

@@ -14,9 +14,8 @@ from hmpx.rounding.halves import join, split
 from hmpx.rounding.keys import Span
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
-from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.held import HeldCodes, RoundingKey, Segment
 from hmpx.updates.holding.sharding import Box
-from hmpx.updates.holding.state_tensors import HeldCodes
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
 from tests.support.state_codes import beside_the_finest_steps, in_code, numbers, read, row_length

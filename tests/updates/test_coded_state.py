@@ -12,8 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
-from hmpx.updates.holding.held import RoundingKey, Segment
-from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.holding.held import HeldCodes, RoundingKey, Segment
 from tests.support.optimizers import UnlistedAdamW
 from tests.support.same import same
 from tests.support.state_codes import PREFIXES, read, widened

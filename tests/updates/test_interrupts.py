@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.holding.held import HeldCodes
 from tests.support.state_codes import widened
 from tests.support.training import parameters, set_gradients, train
 

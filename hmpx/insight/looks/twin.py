@@ -20,8 +20,8 @@ from hmpx.insight.report import size
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, has_numbers, sample, widened
 from hmpx.rounding.native import PLAIN
+from hmpx.updates.holding.held import HeldState, held_states, is_coded
 from hmpx.updates.holding.sharding import is_sharded, local
-from hmpx.updates.holding.state_tensors import HeldState, held_states, is_coded
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import own_step, scope_of

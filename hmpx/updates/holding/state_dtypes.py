@@ -18,8 +18,8 @@ from hmpx.base.torch_private import FakeTensor
 from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import code_of
+from hmpx.updates.holding.held import HeldCodes, HeldTensor, entries, held_states, is_coded
 from hmpx.updates.holding.sharding import full, is_sharded
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, held_states, is_coded
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

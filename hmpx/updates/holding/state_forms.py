@@ -28,7 +28,17 @@ from hmpx.base.tensors import dtype_name
 from hmpx.rounding.coding import BLOCK, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES, code_of
-from hmpx.updates.holding.held import RoundingKey, Segment, StateDtype
+from hmpx.updates.holding.held import (
+    HeldCodes,
+    HeldState,
+    HeldTensor,
+    RoundingKey,
+    Segment,
+    StateDtype,
+    checked_codes,
+    held_states,
+    is_coded,
+)
 from hmpx.updates.holding.sharding import box_of, full, is_sharded, local
 from hmpx.updates.holding.state_dtypes import (
     as_fp32,
@@ -39,14 +49,6 @@ from hmpx.updates.holding.state_dtypes import (
     is_single,
     members,
     widen,
-)
-from hmpx.updates.holding.state_tensors import (
-    HeldCodes,
-    HeldState,
-    HeldTensor,
-    checked_codes,
-    held_states,
-    is_coded,
 )
 from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 

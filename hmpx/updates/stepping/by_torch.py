@@ -17,9 +17,8 @@ import torch
 from hmpx.rounding import eager, native, table
 from hmpx.rounding.devices import is_lazy, kernels_for
 from hmpx.rounding.native import StoredTensor
-from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
+from hmpx.updates.holding.held import Held, HeldTensor, RoundingKey, Segment, held_states, laid_as
 from hmpx.updates.holding.sharding import local
-from hmpx.updates.holding.state_tensors import HeldTensor, held_states
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.stepping.optimizer_classes import Formula
 from hmpx.updates.stepping.step_call import StepContext

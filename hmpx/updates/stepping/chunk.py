@@ -21,10 +21,9 @@ from hmpx.base.torch_private import dispatch_modes, version_of
 from hmpx.errors import HmpxError
 from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.table import Table
-from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.held import RoundingKey, Segment, by_own_keys
 from hmpx.updates.holding.sharding import is_sharded, local
 from hmpx.updates.holding.state_dtypes import is_moment
-from hmpx.updates.holding.state_tensors import by_own_keys
 from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory, scope_of

@@ -33,10 +33,9 @@ from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, row_of_step, run_all
-from hmpx.updates.holding.held import RoundingKey, Segment
+from hmpx.updates.holding.held import HeldCodes, HeldState, RoundingKey, Segment, by_own_keys, held_states
 from hmpx.updates.holding.sharding import local
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, by_own_keys, held_states
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.by_torch import Taken, TorchBackend
 from hmpx.updates.stepping.optimizer_classes import Formula

@@ -20,11 +20,20 @@ import torch
 from hmpx.base.torch_private import version_of
 from hmpx.rounding import native
 from hmpx.rounding.devices import shows_values
-from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
+from hmpx.updates.holding.held import (
+    Held,
+    HeldState,
+    HeldTensor,
+    RoundingKey,
+    Segment,
+    entries,
+    held_states,
+    is_coded,
+    laid_as,
+)
 from hmpx.updates.holding.sharding import full, held_part, is_sharded, like, local, part_of
 from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.holding.state_forms import AS_LEFT, InBF16, form_of, written
-from hmpx.updates.holding.state_tensors import HeldState, HeldTensor, entries, held_states, is_coded
 from hmpx.updates.holding.stores import Store
 from hmpx.updates.stepping.step_count import NEXT_KEY
 from hmpx.updates.stepping.transfers import Piece

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import copy_all
-from hmpx.updates.holding.held import Held, Segment
+from hmpx.updates.holding.held import Held, HeldCodes, HeldState, HeldTensor, Segment, held_states, is_coded
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_forms import InCodes, form_of
-from hmpx.updates.holding.state_tensors import HeldCodes, HeldState, HeldTensor, held_states, is_coded
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.plan import Fingerprint, Gradients, is_seen
 from hmpx.updates.stepping.step_call import are_same, nested, values_of
