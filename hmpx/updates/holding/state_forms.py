@@ -11,7 +11,7 @@ torch.bfloat16    rounded stochastically                                        
 The random numbers of a state tensor depend on its own name, ``parameter.key``. In BF16 are all FP32 tensors of several
 elements; in codes are those of the parameter's shape, unless `held_dtype` says BF16. Three kinds of state stay as they
 are in every form: tensors of one element, which may be counts of steps; tensors of another dtype, as masks; and weights
-(`weights_in_state.py`).
+(`state_dtypes.py`).
 
 To add a code, see `hmpx.rounding.state_codes`. To add another form, derive a class from `StateForm` and name it in
 `STATE_FORMS`.
@@ -44,13 +44,14 @@ from hmpx.updates.holding.state_dtypes import (
     as_fp32,
     cast_state,
     filled_again,
+    find_weights,
     is_bf16,
     is_moment,
     is_single,
     members,
+    weight_keys,
     widen,
 )
-from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32

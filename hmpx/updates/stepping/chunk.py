@@ -23,8 +23,7 @@ from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.held import RoundingKey, Segment, by_own_keys
 from hmpx.updates.holding.sharding import is_sharded, local
-from hmpx.updates.holding.state_dtypes import is_moment
-from hmpx.updates.holding.weights_in_state import find_weights, weight_keys
+from hmpx.updates.holding.state_dtypes import find_weights, is_moment, weight_keys
 from hmpx.updates.stepping.known_elsewhere import references, refuse_lookups
 from hmpx.updates.stepping.optimizer_classes import by_memory, scope_of
 from hmpx.updates.stepping.shadow import Shadow, ShownState, Sight

@@ -29,8 +29,8 @@ from hmpx.rounding.native import PLAIN, Spans
 from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.sharding import local
+from hmpx.updates.holding.state_dtypes import weight_keys
 from hmpx.updates.holding.stores import Stores
-from hmpx.updates.holding.weights_in_state import weight_keys
 from hmpx.updates.stepping.chunk import Chunk
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
 from hmpx.updates.stepping.names import parameters
