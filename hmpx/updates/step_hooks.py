@@ -34,7 +34,7 @@ from hmpx.base.process_state import first_steps, open_caches
 from hmpx.base.raw import with_subclasses
 from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
-from hmpx.updates import averages, gradient_norms, gradients, optimizer_hooks, ranks
+from hmpx.updates import around_steps, gradients, optimizer_hooks, ranks
 from hmpx.updates.ddp import replicas
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
@@ -105,8 +105,7 @@ def _watch() -> None:
     for name, wrapper in _MAKERS:
         optimizer_hooks.wrap(_changes, name, wrapper)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
-    averages.watch(_changes)
-    gradient_norms.watch(_changes)
+    around_steps.watch(_changes)
     released.watch(_changes, _look)
     gradients.watch_joins(_changes)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import hmpx
-from hmpx.updates import gradient_norms
+from hmpx.updates import around_steps
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients, shard
 
@@ -55,7 +55,7 @@ def exact(gradients):
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_norm_is_the_exact_one_rounded_to_fp32(dtype, foreach, on_host, monkeypatch):
-    monkeypatch.setattr(gradient_norms, "is_on_host", lambda tensor: on_host)
+    monkeypatch.setattr(around_steps, "is_on_host", lambda tensor: on_host)
     gradients = drawn((40, 30), (7,), (), (0, 3), dtype=dtype)
     gradients.append(gradients[0].t())
     held(*gradients)
