@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping import by_torch, transfers
+from hmpx.updates.stepping import fused_batch, transfers
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.kernel_steps import same
 
@@ -130,9 +130,9 @@ def test_options_that_cannot_be_read_leave_everything_as_it_was(turns, monkeypat
 
 
 def test_a_device_without_kernels_is_told_of_once(caplog):
-    by_torch._warn_of_slow_steps.cache_clear()
+    fused_batch._warn_of_slow_steps.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hmpx"):
         for _ in range(2):
-            by_torch._warn_of_slow_steps("mps")
+            fused_batch._warn_of_slow_steps("mps")
     (told,) = caplog.messages
     assert "no kernel for steps on mps" in told and "about 20 times" in told and "fused=False" in told
