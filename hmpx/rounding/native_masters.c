@@ -1,4 +1,4 @@
-/* Masters beside BF16 weights: halves.py's numbers in two halves, and FP32 copies. */
+/* Masters beside BF16 weights: numbers in two halves as stochastic.py specifies them, and FP32 copies. */
 
 #include "native.h"
 

@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import eager, halves, native, table
+from hmpx.rounding import eager, native, stochastic, table
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.table import Table, run_all
 from tests.support import python
@@ -231,8 +231,8 @@ def every_32_bits(start, stop, size=1 << 22):
 
 def assert_exact(x):
     upper, lower, back = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16), x.clone()
-    halves.split(x, upper, lower)
-    halves.join(upper, lower, back)
+    stochastic.split(x, upper, lower)
+    stochastic.join(upper, lower, back)
     nan = x.isnan()
     assert torch.equal(upper.isnan(), nan) and torch.equal(back.isnan(), nan)
     assert torch.equal(back.view(torch.int32)[~nan], x.view(torch.int32)[~nan])
@@ -260,8 +260,8 @@ def test_halves_are_exact_on_all_bit_patterns():
         if start & 0x7F800000 == 0x7F800000:  # inf and the NaNs
             assert_exact(x)
         else:
-            halves.split(x, upper, lower)
-            halves.join(upper, lower, back)
+            stochastic.split(x, upper, lower)
+            stochastic.join(upper, lower, back)
             assert torch.equal(back.view(torch.int32), bits)
         bits += size
     assert bits[0] == -(2**31)  # all of them, and round again
@@ -306,11 +306,11 @@ def test_halves_in_c_have_the_bits_of_those_in_torch(kind):
     back = torch.empty(len(x))
     found = written_in_c(x, native.StoredTensor(in_c, kind, name_id(NAME), lower_in_c))
     if kind == native.SPLIT:
-        halves.split(x, upper, lower)
-        halves.join(upper, lower, back)
+        stochastic.split(x, upper, lower)
+        stochastic.join(upper, lower, back)
     else:
-        halves.split(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (*STEP, NAME))
-        halves.join(upper, lower, back)
+        stochastic.split(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (*STEP, NAME))
+        stochastic.join(upper, lower, back)
     assert torch.equal(lower, lower_in_c) and torch.equal(upper.view(torch.int16), in_c.view(torch.int16))
     assert torch.equal(found.view(torch.int32), back.view(torch.int32))
 
@@ -321,11 +321,11 @@ def test_reading_masters_is_the_same_in_c_and_torch():
     weights = masters.to(torch.bfloat16)
     weights[::7] = 0.25
     lower = torch.empty_like(weights, dtype=torch.int16)
-    halves.split(masters[:100], weights[:100], lower[:100])
+    stochastic.split(masters[:100], weights[:100], lower[:100])
     masters[204:208] = torch.tensor([0.0, -0.0, 1e-42, -1e-42])
     weights[204:208] = torch.tensor([-0.0, 0.0, -0.0, 0.0])
     found, in_c = torch.empty_like(masters), read(native.StoredTensor(weights, native.MASTER, beside=masters))
-    halves.read_masters(masters, weights, found)
+    stochastic.read_masters(masters, weights, found)
     assert torch.equal(found.nan_to_num(7.0), in_c.nan_to_num(7.0))
     kept = (weights == masters.to(torch.bfloat16)) & ~masters.isnan()
     assert kept[204:208].all() and torch.equal(found[kept].view(torch.int32), masters[kept].view(torch.int32))

@@ -10,10 +10,10 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout
-from hmpx.rounding.halves import join, split
 from hmpx.rounding.keys import Span
 from hmpx.rounding.native import StoredTensor
 from hmpx.rounding.state_codes import STATE_CODES
+from hmpx.rounding.stochastic import join, split
 from hmpx.updates.holding.held import HeldCodes, RoundingKey, Segment
 from hmpx.updates.holding.sharding import Box
 from tests.support.numbers import special_values, spread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hmpx.rounding import halves
+from hmpx.rounding import stochastic
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import BF16, CODED, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from tests.support.numbers import special_values
@@ -65,7 +65,7 @@ def made(size, row, kind, seed=0):
         lower = torch.randint(-128, 128, (size,), generator=generator, dtype=torch.int8)
         if kind == SPLIT:
             lower = torch.empty(size, dtype=torch.int16)
-            halves.split(x, weight, lower)
+            stochastic.split(x, weight, lower)
         weight[5::701] += 1
         weight[7::703], weight[11::709] = 0, -torch.inf
         kept = StoredTensor(weight, kind, name, lower)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import hmpx
-from hmpx.rounding import eager, halves, native, table, triton
+from hmpx.rounding import eager, native, stochastic, table, triton
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
@@ -140,14 +140,14 @@ def check_steps_are_those_in_c():
 
 
 def read_by_the_specification(held):
-    """In FP32, as the docstring of `halves.py` has it."""
+    """In FP32, as the docstring of `stochastic.py` has it."""
     if held.kind in (BF16, NEAREST, FP32):
         return held.tensor.float().clone()
     out, beside = torch.empty_like(held.tensor, dtype=torch.float32), held.beside.clone()
     if held.kind == MASTER:
-        halves.read_masters(beside, held.tensor, out)
+        stochastic.read_masters(beside, held.tensor, out)
     else:
-        halves.join(held.tensor, beside, out)
+        stochastic.join(held.tensor, beside, out)
     return out
 
 
@@ -163,9 +163,9 @@ def written_by_the_specification(x, held):
         return [x.to(torch.bfloat16), *([x] if held.kind == MASTER else [])]
     lower = torch.empty_like(held.beside)
     if held.kind == SPLIT:
-        halves.split(x, out, lower)
+        stochastic.split(x, out, lower)
     else:
-        halves.split(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
+        stochastic.split(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
     return [out, lower]
 
 

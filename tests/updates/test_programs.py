@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 
-from hmpx.rounding import coding, devices, eager, halves, native
+from hmpx.rounding import coding, devices, eager, native, stochastic
 from tests.support import oracle, programs
 from tests.support.models import Setup, Spec
 from tests.support.programs import Program
@@ -36,7 +36,7 @@ def test_programs_agree_with_fp32_copies_after_each_action(part):
 def test_programs_agree_where_nothing_may_be_asked_for(monkeypatch):
     """Steps without kernels that look at no value, as on an accelerator where there is no Triton."""
     monkeypatch.setattr(native, "can_read", lambda *tensors: False)
-    for module in (devices, eager, coding, halves):
+    for module in (devices, eager, coding, stochastic):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     for seed in SEEDS[::32]:
         if programs.program(seed).failure() is not None:

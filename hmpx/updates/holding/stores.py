@@ -13,7 +13,7 @@ split8      masters of 24 bits: an int8 is the rest, rounded            + 1
 
 With `master`, a master that does not round to its weight shows that somebody else wrote the weight, which then counts.
 With `split` and `split8`, a weight that somebody wrote keeps its old rest: at most half a unit in its last place.
-`master` rounds ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.halves`).
+`master` rounds ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.stochastic`).
 
 To add a way, write a `Store` and name it in `WAYS`. If no kernel knows it, torch's operators move its weights.
 """
@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
-from hmpx.rounding.halves import join, read_masters, split
+from hmpx.rounding.stochastic import join, read_masters, split
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, laid_as
 from hmpx.updates.holding.sharding import held_part, is_sharded, like, local
 
