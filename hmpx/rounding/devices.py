@@ -51,6 +51,7 @@ def _constant(value: int, device: torch.device) -> Tensor:
 
 def shifted(x: Tensor, by: int) -> Tensor:
     """Shift int32 `x` to the right, the sign coming in from the left, on any device."""
+    # A tensor is cheaper than a Python number on a CPU. On a GPU it would be one more tensor to read.
     return torch.bitwise_right_shift(x, _constant(by, x.device) if is_lazy(x) or is_on_host(x) else by)
 
 

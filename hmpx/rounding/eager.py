@@ -96,6 +96,7 @@ def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:
     keys: Sequence[Any] = (signed(k1), signed(k2))  # Python numbers, since a tensor would be a copy to the device
     if is_lazy(pairs):  # and data on XLA, where one compiled graph serves every step
         keys = torch.tensor(keys, dtype=torch.int32, device=pairs.device).unbind()
+    # Each mask takes away the signs that int32 shifts bring in: with them the hash would be two to one.
     h = pairs.mul_(signed(GOLDEN)).add_(keys[0])
     h = h.bitwise_xor_(shifted(h, 16).bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
     h = h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF)).bitwise_xor_(keys[1]).mul_(MULTIPLY_2)

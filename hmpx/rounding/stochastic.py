@@ -16,6 +16,8 @@ All of it is uint32 with logical shifts and wraparound, except the key, which is
     r      = low 16 bits of h for even e, high 16 bits for odd e
     out    = bf16 with the bits (bits(x) + r) >> 16
 
+The index is multiplied before a key comes in: a counter under a key by XOR alone failed tests of pairs.
+
 A value that BF16 can hold stays itself. inf and finite values past BF16's maximum round to nearest. NaN stays NaN: its
 upper 16 bits with the quiet bit (0x40) set.
 

@@ -210,7 +210,7 @@ def _remove_ended() -> None:
 def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack) -> None:
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
-    A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
+    A parameter that no module reduces gets torch's ``grad_dtype``, which DDP refuses. FSDP2 sets the gradient of a sharded parameter; a
     hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces as `ddp.py` says.
     """
     sharded = is_sharded(p)

@@ -101,6 +101,7 @@ def _can_be_by_kernel(formula: Formula, segment: Segment, grad: Tensor, state: d
     dtype = segment.way.state_dtype
     if isinstance(dtype, str) and STATE_CODES[dtype].kind is None:
         return False
+    # Kernels read by address, and `can_read` below compares no scales.
     scales = [local(value) for key, value in state.items() if key.startswith(SCALES)]
     if not all([native.is_plain(each) and each.device == p.device for each in scales]):
         return False
