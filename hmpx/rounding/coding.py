@@ -151,13 +151,13 @@ class StateCode(ABC):
             return
         numbers, per_byte, scales = random_numbers(x, spans, keys), self.per_byte, _scales(held)
         for here, blocks, width in _sheets(x, held.row):
-            values = _in_blocks(x[here], width)
+            values = _in_blocks(x[here], width)  # [blocks, BLOCK]
             bits = reinterpreted(values, torch.int32) & 0x7FFFFFFF
             finite = torch.where(bits < _INFINITY, bits, 0) if self.has_infinity else bits
             not_positive = torch.where(_in_blocks(x[here] <= 0, width), bits + 1, 0)
-            scales[blocks] = scale = self.scales_for(finite.amax(1), not_positive.amax(1))
+            scales[blocks] = scale = self.scales_for(finite.amax(1), not_positive.amax(1))  # [blocks]
             code = self.codes_of(values, _in_blocks(numbers[here], width), scale[:, None])
-            code = _out_of_blocks(code, width).to(torch.uint8)
+            code = _out_of_blocks(code, width).to(torch.uint8)  # flat, one code in a byte
             code = code[::2] * 16 + code[1::2] if per_byte == 2 else code
             held.tensor[here.start // per_byte : here.stop // per_byte] = code
 
@@ -173,7 +173,7 @@ class StateCode(ABC):
         for here, blocks, width in _sheets(out, held.row):
             code = held.tensor[here.start // per_byte : here.stop // per_byte].to(torch.int32)
             if per_byte == 2:
-                code = torch.stack((code // 16, code % 16), 1).view(-1)
+                code = torch.stack((code // 16, code % 16), 1).view(-1)  # flat again
             y = self.numbers_of(_in_blocks(code, width), scales[blocks, None])
             out[here] = _out_of_blocks(y, width)
 

@@ -26,7 +26,12 @@ from hmpx.rounding.native import StepArguments, StoredTensor
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
-_HEAD, _STORED, _KEY = 7, 4, 1  # words in the head of a row; words of each tensor after it; which of them is its key
+# A row has 7 words of 8 bytes, then 4 for each tensor:
+#   0         the number of its first program, in Triton
+#   1 to 6    size, blocks, offset, row, width, stride (`Lain.words`)
+#   7 + 4 i   of tensor i: its address, its key, the address of what is beside it, its kind
+# The scalars of all rows of a launch come after the rows: `SCALARS` FP32 numbers for each, two in a word.
+_HEAD, _STORED, _KEY = 7, 4, 1  # words in the head; words of each tensor; which of them is its key
 WORDS_OF_A_MOVE = _HEAD + 2 * _STORED
 _SCALARS = native.SCALARS // 2  # words for the scalars of a row, two in each
 _BYTES = 8  # in a word
@@ -293,7 +298,7 @@ class Table:
         for row in rows:
             where, place = row.lain.words(constants[-1]), len(words) + _HEAD
             words.extend(row.words(first, where))
-            if row.by_name:
+            if row.by_name:  # `send` writes these words before each step: the keys, the gradients, what is in the room
                 named = [(key, place + _STORED * i + _KEY) for i, key in enumerate(row.keys) if key is not None]
                 self._names.extend([key for key, _ in named])
                 self._keys.extend([at for _, at in named])

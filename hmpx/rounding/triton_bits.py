@@ -76,7 +76,7 @@ def coded(x, r, IS_FP8: tl.constexpr):
     UP: tl.constexpr = ((STEPS - LAST % STEPS) << SHIFT) - 1  # the next exponent where the largest mantissa is passed
     LESS: tl.constexpr = LAST // STEPS
     MOST: tl.constexpr = 253 if LAST < STEPS else 254 - LAST // STEPS  # the largest number is finite
-    bits = bits_of(x)
+    bits = bits_of(x)  # [blocks, elements]; scales, exponents and signs are [blocks]
     top = tl.max(bits, 1)  # of a negative number, if there is one
     largest = tl.maximum(tl.max(bits.to(tl.int32, bitcast=True), 1), (top & 0x7FFFFFFF).to(tl.int32))
     if tl.max(largest, 0) < ((MOST + LESS + 1) << 23) - UP:

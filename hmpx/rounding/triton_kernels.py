@@ -53,7 +53,10 @@ AT, KEY, BESIDE, _, STORED = (tl.constexpr(number) for number in range(5))
 @triton.jit
 def tile_of(one, part, LIE: tl.constexpr):
     """Return a program's row and part; the indices of its elements in their tensors and in the parameter, and which of
-    them exist; the indices of its blocks among all blocks, and which of them exist."""
+    them exist; the indices of its blocks among all blocks, and which of them exist.
+
+    Those of elements are [TILE, CODES], those of blocks are [TILE].
+    """
     column = tl.arange(0, CODES)[None, :]
     block = part * TILE + tl.arange(0, TILE)
     has_block = block < tl.load(one + BLOCKS)
@@ -129,7 +132,7 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
     elif (KIND == CODED) | (KIND >= FP8):
         if KIND == FOUR:
-            pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0
+            pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0  # [TILE, CODES / 2], a byte each
             two = tl.load(pointer(held, AT, tl.uint8, LIE) + pair, mask=there, other=0).to(tl.int32)
             code = tl.interleave(two >> 4, two & 15)
         else:
@@ -184,7 +187,7 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
             scale, code = coded(x, r, KIND == FP8)
         tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
         if KIND == FOUR:
-            first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))
+            first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))  # two codes in a byte
             code, at, inside = first * 16 + second, halved(at) // 2, halved(inside.to(tl.int32)) != 0
         tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)
     else:

@@ -210,8 +210,9 @@ def _remove_ended() -> None:
 def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack) -> None:
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
-    A parameter that no module reduces gets torch's ``grad_dtype``, which DDP refuses. FSDP2 sets the gradient of a sharded parameter; a
-    hook casts it to FP32 as soon as it is set, and sums in BF16 are refused. DDP reduces as `ddp.py` says.
+    A parameter that no module reduces gets torch's ``grad_dtype``. DDP refuses that, and reduces as `ddp.py` says.
+    FSDP2 sets the gradient of a sharded parameter: a hook casts it to FP32 as soon as it is set, and sums in BF16 are
+    refused.
     """
     sharded = is_sharded(p)
     _set_grad_dtype(p, None if reduced or sharded else torch.float32)
