@@ -47,7 +47,6 @@ class BlockLayout(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> BlockLayout:
-        """Return the layout of a tensor of this shape."""
         folded = max(len(shape) - 1, 0)
         while folded > 1 and math.prod(shape[folded:]) < BLOCK:
             folded -= 1

@@ -363,7 +363,6 @@ class Tables(dict[torch.device, Table]):
     """The table of each device."""
 
     def of(self, device: torch.device, kernels: ModuleType) -> Table:
-        """Return the table of a device, for these kernels."""
         return self.get(device) or self.setdefault(device, Table(device, kernels))
 
 

@@ -35,7 +35,6 @@ def in_job() -> bool:
 
 
 def several_ranks() -> bool:
-    """Whether there is another rank."""
     return in_job() and dist.get_world_size() > 1
 
 

@@ -121,7 +121,6 @@ class RoundingKey:
         self.pending.append(Rounding(out, x, name, self.spans(x.numel(), box)))
 
     def flush(self) -> None:
-        """Do the pending roundings."""
         pending = self.pending[:]
         self.pending.clear()
         if pending:

@@ -175,7 +175,6 @@ STATE_FORMS |= {name: InCodes(code) for name, code in STATE_CODES.items()}
 
 
 def form_of(segment: Segment) -> StateForm:
-    """Return the form in which the state of a parameter is held."""
     return STATE_FORMS[segment.way.state_dtype]
 
 

@@ -320,11 +320,9 @@ class TorchBackend:
         self._few = list(numbered)
 
     def scale(self, scalars: list[tuple[float, ...]]) -> None:
-        """Remember the scalars of all parameters."""
         self._scalars = scalars
 
     def run(self, gradients: Sequence[Tensor], key: RoundingKey) -> None:
-        """Read, step and write some parameters at a time."""
         for few in self._few:
             copies = [_Copies(each, self._stores, self._states, gradients, self._scalars[i]) for i, each in few]
             step_copies(self._kernel, [each.arguments for each in copies])
@@ -372,7 +370,6 @@ class _Copies:
         return x
 
     def write(self, key: RoundingKey) -> None:
-        """Write the copies back."""
         for held, name, x in self._read:
             held.write(self._segment, x, name, key)
         self._segment.mark_written()

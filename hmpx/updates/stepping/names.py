@@ -46,7 +46,6 @@ def every_parameter(optimizer: Optimizer) -> list[Parameter]:
 
 
 def has_bf16(optimizer: Optimizer) -> bool:
-    """Whether some parameter of `optimizer` is BF16."""
     return torch.bfloat16 in [p.dtype for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -143,7 +143,6 @@ class ShownState:
         return tensor
 
     def place_in(self, room: Tensor | None) -> None:
-        """Make the copies, in this room."""
         for key, piece in self.pieces.items():
             by_itself = isinstance(piece.held, HeldTensor) and not self._sight.one_layout
             piece.place_in(room, local(piece.held.tensor if by_itself else piece.segment.param))
@@ -187,7 +186,6 @@ class ShownState:
             self._states[p] = left
 
     def _held(self, name: str, value: Any, before: Mapping[str, Any], key: RoundingKey, shape: torch.Size) -> Any:
-        """Return a state value as it is held."""
         if isinstance(value, Tensor) and value is self.same.get(name):
             return before[name]
         form = AS_LEFT if name in self.weights else self.form

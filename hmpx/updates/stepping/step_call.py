@@ -49,7 +49,6 @@ class StepCall(NamedTuple):
     seed: int | None = None
 
     def run(self) -> Any:
-        """Call the method."""
         return self.method(self.optimizer, *self.args, **self.kwargs)
 
     @property
@@ -150,7 +149,6 @@ def are_same(now: Collection[Any], before: Collection[Any]) -> bool:
 
 
 def values_of(states: Iterable[dict[str, Any]]) -> list[Any]:
-    """Return all values of these dicts."""
     return list(chain.from_iterable(map(dict.values, states)))
 
 

@@ -139,7 +139,6 @@ class Operators:
             piece.held.read(piece.segment, piece.x)
 
     def write(self, rounding_key: RoundingKey) -> None:
-        """Write the results of the optimizer back."""
         for piece in self._pieces:
             piece.held.write(piece.segment, piece.x, piece.name, rounding_key)
         rounding_key.flush()
