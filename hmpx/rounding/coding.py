@@ -20,7 +20,7 @@ from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
 from hmpx.rounding.keys import Keys, Span, derive_key
 from hmpx.rounding.native import FP32, StoredTensor, is_plain
 from hmpx.rounding.stochastic import random_numbers
-from hmpx.rounding.table import Lain, TableRow, launch_once
+from hmpx.rounding.table import RowLayout, TableRow, launch_once
 
 Tensor = torch.Tensor
 CodeName = Literal["8bit", "fp8", "4bit"]
@@ -179,11 +179,11 @@ class StateCode(ABC):
     def _row(self, held: StoredTensor, x: Tensor, span: Span, key: int | None = None) -> TableRow:
         """Return the table row that writes a span of FP32 `x` in codes; without a key, that reads it from codes."""
         first, last, offset, width, stride = span
-        lain = Lain(last - first, offset % 2**32, width, stride, held.row)
+        layout = RowLayout(last - first, offset % 2**32, width, stride, held.row)
         scales = _scales(held)[first // held.row * -(-held.row // BLOCK) :]
         coded = held._replace(tensor=held.tensor[first // self.per_byte : last // self.per_byte], beside=scales)
         tensors = coded, StoredTensor(x[first:last], FP32)
-        return TableRow(lain, tensors if key is None else tensors[::-1], (None, key))
+        return TableRow(layout, tensors if key is None else tensors[::-1], (None, key))
 
     def _kernels(self, held: StoredTensor, x: Tensor) -> ModuleType | None:
         """Return the kernels that can move these codes from or to FP32 `x`; None if there are none."""

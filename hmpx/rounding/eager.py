@@ -107,59 +107,59 @@ _add, _sub, _mul, _div, _sqrt = (private(f"torch._foreach_{name}") for name in (
 _AT_ONCE = 1 << 15  # elements: few enough for the cache, temporaries included
 
 
-class _Each:
+class _TensorList:
     """FP32 tensors; arithmetic goes through them one by one, with as many others or as many numbers."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
-    def __add__(self, other: _Each | Sequence[float]) -> _Each:
-        return _Each(_add(self.tensors, _operand(other)))
+    def __add__(self, other: _TensorList | Sequence[float]) -> _TensorList:
+        return _TensorList(_add(self.tensors, _operand(other)))
 
-    def __sub__(self, other: _Each) -> _Each:
-        return _Each(_sub(self.tensors, other.tensors))
+    def __sub__(self, other: _TensorList) -> _TensorList:
+        return _TensorList(_sub(self.tensors, other.tensors))
 
-    def __mul__(self, other: _Each | Sequence[float]) -> _Each:
-        return _Each(_mul(self.tensors, _operand(other)))
+    def __mul__(self, other: _TensorList | Sequence[float]) -> _TensorList:
+        return _TensorList(_mul(self.tensors, _operand(other)))
 
-    def __truediv__(self, other: _Each) -> _Each:
-        return _Each(_div(self.tensors, other.tensors))
+    def __truediv__(self, other: _TensorList) -> _TensorList:
+        return _TensorList(_div(self.tensors, other.tensors))
 
-    def over(self, numbers: Sequence[float]) -> _Each:
+    def over(self, numbers: Sequence[float]) -> _TensorList:
         """Divide by numbers, which are tensors: CUDA multiplies with the inverse of a Python number."""
-        return self / _Each([x.new_full((), number) for x, number in zip(self.tensors, numbers, strict=True)])
+        return self / _TensorList([x.new_full((), number) for x, number in zip(self.tensors, numbers, strict=True)])
 
-    def sqrt(self) -> _Each:
+    def sqrt(self) -> _TensorList:
         """Return the roots, rounded to nearest. On CPUs, MKL's FP32 roots are not; FP64 ones, rounded to FP32, are."""
         if self.tensors[0].is_cpu:
-            return _Each([x.double().sqrt_().to(x.dtype) for x in self.tensors])
-        return _Each(_sqrt(self.tensors))
+            return _TensorList([x.double().sqrt_().to(x.dtype) for x in self.tensors])
+        return _TensorList(_sqrt(self.tensors))
 
-    def sign(self) -> _Each:
+    def sign(self) -> _TensorList:
         """Return -1, 0 or 1; 0 for NaN."""
-        return _Each([(x > 0).to(x.dtype).sub_((x < 0).to(x.dtype)) for x in self.tensors])
+        return _TensorList([(x > 0).to(x.dtype).sub_((x < 0).to(x.dtype)) for x in self.tensors])
 
-    def becomes(self, other: _Each) -> None:
+    def becomes(self, other: _TensorList) -> None:
         """Write other values to the tensors."""
         copy_all(self.tensors, other.tensors)
 
 
-def _operand(other: _Each | Sequence[float]) -> Sequence:
-    return other.tensors if isinstance(other, _Each) else other
+def _operand(other: _TensorList | Sequence[float]) -> Sequence:
+    return other.tensors if isinstance(other, _TensorList) else other
 
 
 Numbers = Any  # its attributes are scalars by their names in `kinds.SCALARS_OF`, each with a value for each tensor
-States = list[Any]  # an `_Each` or None, in the order of `native_steps.c`
+States = list[Any]  # a `_TensorList` or None, in the order of `native_steps.c`
 
 
-def _adam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _adam(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     m, v = states[:2]
     m.becomes(m * s.beta1 + x * s.rest1)
     v.becomes(v * s.beta2 + x * s.rest2 * x)
     return p * s.decay - m / (v.sqrt() + s.eps) * s.rate
 
 
-def _sgd(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _sgd(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     b = states[0]
     if b is None:
         return p - x * s.rate
@@ -168,20 +168,20 @@ def _sgd(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     return p - (x + b * s.momentum if is_nesterov else b) * s.rate
 
 
-def _lion(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _lion(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     m = states[0]
     direction = (m * s.beta1 + x * s.rest1).sign()
     m.becomes(m * s.beta2 + x * s.rest2)
     return p * s.decay - direction * s.rate
 
 
-def _adagrad(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _adagrad(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     total = states[0]
     total.becomes(total + x * x)
     return p - x / (total.sqrt() + s.eps) * s.rate
 
 
-def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _rmsprop(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     square, b, mean = states
     square.becomes(square * s.alpha + x * s.rest * x)
     variance = square
@@ -195,7 +195,7 @@ def _rmsprop(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     return p - moved * s.rate
 
 
-def _nadam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
+def _nadam(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
     m, v = states[:2]
     m.becomes(m + (x - m) * s.rest1)
     v.becomes(v * s.beta2 + x * s.rest2 * x)
@@ -203,7 +203,7 @@ def _nadam(p: _Each, x: _Each, states: States, s: Numbers) -> _Each:
     return p * s.decay - x / root * s.rate - m / root * s.rate_mean
 
 
-_STEPS: dict[str, Callable[[_Each, _Each, States, Numbers], _Each]] = {
+_STEPS: dict[str, Callable[[_TensorList, _TensorList, States, Numbers], _TensorList]] = {
     "adam": _adam,
     "sgd": _sgd,
     "lion": _lion,
@@ -228,13 +228,13 @@ def step_list(
         scalars: of each weight; what they switch (momentum, nesterov) is the same for all.
     """
     for few, their_grads, held, of_each in _slices_of(weights, grads, states, scalars):
-        p, numbers = _Each(few), [list(each) for each in zip(*of_each, strict=True)]
+        p, numbers = _TensorList(few), [list(each) for each in zip(*of_each, strict=True)]
         s = SimpleNamespace(**dict(zip(SCALARS_OF[kernel], numbers, strict=False)))
-        x = _Each(their_grads) * s.sign
+        x = _TensorList(their_grads) * s.sign
         if any(s.l2):  # 0 times an infinite weight would be NaN
             both = zip(s.l2, (x + p * s.l2).tensors, x.tensors, strict=True)
-            x = _Each([penalised if l2 else plain for l2, penalised, plain in both])
-        p.becomes(_STEPS[kernel](p, x, [None if each is None else _Each(each) for each in held], s))
+            x = _TensorList([penalised if l2 else plain for l2, penalised, plain in both])
+        p.becomes(_STEPS[kernel](p, x, [None if each is None else _TensorList(each) for each in held], s))
 
 
 def _slices_of(

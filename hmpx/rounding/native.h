@@ -105,11 +105,12 @@ static inline void nearest_block(const float *restrict x, uint16_t *restrict out
     for (int64_t i = 0; i < n; i++) out[i] = nearest(bits_of(x[i]));
 }
 
-/* How the elements of a row of a table lie, as `Lain` of table.py says it. */
-typedef struct { int64_t program, n, blocks, offset, row, width, stride; } Lain;
+/* How the elements of a row of a table lie, as `RowLayout` of table.py says it. */
+typedef struct { int64_t program, n, blocks, offset, row, width, stride; } RowLayout;
 
-static inline uint64_t element_of(const Lain *lain, int64_t at) {
-  return (uint64_t)(lain->offset + (at < lain->width ? at : at / lain->width * lain->stride + at % lain->width));
+static inline uint64_t element_of(const RowLayout *layout, int64_t at) {
+  int64_t width = layout->width, inside = at < width ? at : at / width * layout->stride + at % width;
+  return (uint64_t)(layout->offset + inside);
 }
 
 /* A list of tensors is divided evenly among threads, each of which walks the list and finds its own elements, a whole
@@ -133,13 +134,13 @@ static inline int64_t of_small(int64_t n) { return n > PARALLEL_FROM ? 0 : n; }
 /* A body for each `one` of a `list` of `count` tensors, with this thread's `share` of its elements. */
 #define FOR_EACH_SHARE(KIND, ...)                                                                             \
   int64_t all = 0, total = 0;                                                                                 \
-  for (int64_t i = 0; i < count; i++) all += list[i].lain.n, total += of_small(list[i].lain.n);               \
+  for (int64_t i = 0; i < count; i++) all += list[i].layout.n, total += of_small(list[i].layout.n);               \
   if (all <= PARALLEL_FROM) threads = 1;                                                                      \
   _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")                          \
   for (int thread = 0; thread < threads; thread++) {                                                          \
     int64_t begin = 0;                                                                                        \
-    for (const KIND *one = list; one < list + count; begin += of_small(one++->lain.n)) {                      \
-      Share share = share_of(total, thread, threads, begin, one->lain.n);                                     \
+    for (const KIND *one = list; one < list + count; begin += of_small(one++->layout.n)) {                      \
+      Share share = share_of(total, thread, threads, begin, one->layout.n);                                     \
       __VA_ARGS__                                                                                             \
     }                                                                                                         \
   }

@@ -301,8 +301,8 @@ def _digest(content: bytes) -> str:
 
 def _keep(built: bytes, folder: Path, name: str) -> None:
     """Write a library to the disk, then give it its name, with a digest in it: several processes may build at once."""
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        path = Path(beside) / f"{name}-{_digest(built)}.so"
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        path = Path(private) / f"{name}-{_digest(built)}.so"
         with open(path, "wb") as file:
             file.write(built)
             file.flush()

@@ -6,7 +6,7 @@
 #define STATES 3
 
 enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
-typedef struct { Lain lain; Stored stored[TENSORS]; } Stepped;
+typedef struct { RowLayout layout; Stored stored[TENSORS]; } Stepped;
 
 /* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. Its inputs are there too, or still in BF16:
    `halves` is the number of tensors in BF16, counted in the order gradient, weight, states. A kernel reads BF16 at no
@@ -141,19 +141,19 @@ static inline void fetched(const Stored *stored, int64_t at, int64_t count) {
 /* scalars: SCALARS of each parameter. */
 void step_list(const Stepped *list, int64_t count, int threads, int kernel, const float *scalars) {
   FOR_EACH_SHARE(Stepped, {
-    const Lain *lain = &one->lain;
+    const RowLayout *layout = &one->layout;
     const Stored *stored = one->stored;
     if (share.from == share.to) continue;
     int halves = halves_of(one), tensors = TENSORS, has_codes = 0; /* up to the last one that is there */
     while (stored[tensors - 1].kind == ABSENT) tensors--;
     for (int i = 0; i < tensors; i++) has_codes |= is_coded(stored[i].kind);
-    Blocks blocks = blocks_of(lain, has_codes);
-    share = in_blocks(share, &blocks, lain->n);
+    Blocks blocks = blocks_of(layout, has_codes);
+    share = in_blocks(share, &blocks, layout->n);
     const int is_half[TENSORS] = {halves > 1, halves > 0, halves > 2, halves > 2, halves > 2};
     for (int64_t at = share.from, n; at < share.to; at += n) {
       float rooms[TENSORS][BLOCK], *x[TENSORS] = {0};
       const uint16_t *half[TENSORS] = {0};
-      n = opened_at_once(lain, &blocks, at, share.to);
+      n = opened_at_once(layout, &blocks, at, share.to);
       int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
       for (int i = 0; i < tensors; i++) fetched(&stored[i], next, ahead);
       for (int i = 0; i < tensors; i++) {
@@ -162,7 +162,7 @@ void step_list(const Stepped *list, int64_t count, int threads, int kernel, cons
       }
       KERNELS[kernel][halves](x, half, scalars + (one - list) * SCALARS, n);
       for (int i = 0; i < tensors; i++)
-        if (i != GRAD) closed(&stored[i], at, n, &blocks, x[i], (uint64_t)(lain->offset + at));
+        if (i != GRAD) closed(&stored[i], at, n, &blocks, x[i], (uint64_t)(layout->offset + at));
     }
   })
 }

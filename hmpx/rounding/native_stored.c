@@ -24,9 +24,9 @@ typedef struct { int64_t row, whole; } Blocks;
 
 static inline int is_coded(int64_t kind) { return kind == CODED || kind >= FP8; }
 
-static Blocks blocks_of(const Lain *lain, int has_codes) {
-  int is_even = !has_codes || lain->n <= lain->row || lain->row % CODES == 0;
-  return (Blocks){is_even ? 0 : lain->row, (lain->row + CODES - 1) / CODES};
+static Blocks blocks_of(const RowLayout *layout, int has_codes) {
+  int is_even = !has_codes || layout->n <= layout->row || layout->row % CODES == 0;
+  return (Blocks){is_even ? 0 : layout->row, (layout->row + CODES - 1) / CODES};
 }
 
 /* Where the block of an element begins. */
@@ -112,10 +112,10 @@ static inline void closed(const Stored *stored, int64_t at, int64_t count, const
 
 /* How many elements from `at` to `end` are opened or closed at once: whole blocks of codes, of one row in the
    parameter. */
-static inline int64_t opened_at_once(const Lain *lain, const Blocks *blocks, int64_t at, int64_t end) {
+static inline int64_t opened_at_once(const RowLayout *layout, const Blocks *blocks, int64_t at, int64_t end) {
   int64_t n = end - at;
   if (n > BLOCK) n = block_start(blocks, at + BLOCK) - at;
-  if (lain->width < lain->n && lain->width - at % lain->width < n) n = lain->width - at % lain->width;
+  if (layout->width < layout->n && layout->width - at % layout->width < n) n = layout->width - at % layout->width;
   return n;
 }
 
@@ -124,20 +124,20 @@ static inline Share in_blocks(Share share, const Blocks *blocks, int64_t n) {
 }
 
 /* Tensors that are read to FP32, or written from there. */
-typedef struct { Lain lain; Stored from, to; } Moved;
+typedef struct { RowLayout layout; Stored from, to; } Moved;
 
 void move_list(const Moved *list, int64_t count, int threads) {
   FOR_EACH_SHARE(Moved, {
-    const Lain *lain = &one->lain;
+    const RowLayout *layout = &one->layout;
     const Stored *from = &one->from, *to = &one->to;
     if (share.from == share.to) continue;
-    Blocks blocks = blocks_of(lain, is_coded(from->kind) || is_coded(to->kind));
-    share = in_blocks(share, &blocks, lain->n);
+    Blocks blocks = blocks_of(layout, is_coded(from->kind) || is_coded(to->kind));
+    share = in_blocks(share, &blocks, layout->n);
     int at_once = from->kind == BF16 || from->kind == NEAREST;
     for (int64_t at = share.from, n; at < share.to; at += n) {
-      n = at_once ? share.to - at : opened_at_once(lain, &blocks, at, share.to);
+      n = at_once ? share.to - at : opened_at_once(layout, &blocks, at, share.to);
       if (to->kind == FP32) opened(from, at, n, &blocks, AS(float, to->at) + at);
-      else closed(to, at, n, &blocks, AS(float, from->at) + at, element_of(lain, at));
+      else closed(to, at, n, &blocks, AS(float, from->at) + at, element_of(layout, at));
     }
   })
 }

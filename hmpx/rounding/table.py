@@ -28,7 +28,7 @@ _CODES, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
 # A row has 7 words of 8 bytes, then 4 for each tensor:
 #   0         the number of its first program, in Triton
-#   1 to 6    size, blocks, offset, row, width, stride (`Lain.words`)
+#   1 to 6    size, blocks, offset, row, width, stride (`RowLayout.words`)
 #   7 + 4 i   of tensor i: its address, its key, the address of what is beside it, its kind
 # The scalars of all rows of a launch come after the rows: `SCALARS` FP32 numbers for each, two in a word.
 _HEAD, _STORED, _KEY = 7, 4, 1  # words in the head; words of each tensor; which of them is its key
@@ -39,7 +39,7 @@ _MULTIPLES = bytes(range(0, 256, 16))
 _NONE = array("Q")
 
 
-class Lain(NamedTuple):
+class RowLayout(NamedTuple):
     """The layout of `size` elements: where they stand in the parameter, and in the blocks of a tensor with scales.
 
     Element i is element `offset + i // width * stride + i % width` of the parameter. A block begins every `_CODES`
@@ -80,7 +80,7 @@ class TableRow(NamedTuple):
         room: the index in `tensors` of the tensor that lies in a room, and the byte of the room with which it begins.
     """
 
-    lain: Lain
+    layout: RowLayout
     tensors: tuple[StoredTensor | None, ...]
     keys: tuple[int | None, ...]
     by_name: bool = False
@@ -92,9 +92,11 @@ class TableRow(NamedTuple):
         """Return what Triton compiles a kernel for: the kinds of the tensors, and how their elements lie."""
         kinds = tuple([ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
-        lain, is_coded = self.lain, any(held.kind in CODES for held in there)
-        lie = EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
-        if lie == EVEN and not (lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))):
+        layout, is_coded = self.layout, any(held.kind in CODES for held in there)
+        lie = EVEN if layout.is_even and not (is_coded and layout.offset % 2) else _UNEVEN
+        if lie == EVEN and not (
+            layout.size % 16 or layout.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
+        ):
             lie = _ALIGNED
         return *kinds, lie
 
@@ -119,8 +121,8 @@ def row_of_rounding(
 ) -> TableRow:
     """Return the row that does what `eager.round_` does."""
     width = width or x.numel()
-    lain = Lain(x.numel(), offset, width, stride, min(width, x.numel()))
-    return TableRow(lain, (StoredTensor(x, FP32), StoredTensor(out, BF16)), (None, key))
+    layout = RowLayout(x.numel(), offset, width, stride, min(width, x.numel()))
+    return TableRow(layout, (StoredTensor(x, FP32), StoredTensor(out, BF16)), (None, key))
 
 
 def row_of_move(
@@ -140,20 +142,20 @@ def row_of_move(
         room: where in a room `x` begins, in bytes, if `x` lies in one.
     """
     size, own = x.numel(), StoredTensor(x, FP32)
-    lain = Lain(size, first, size, 0, held.row or size)
+    layout = RowLayout(size, first, size, 0, held.row or size)
     in_room = None if room is None else (int(is_read), room)
     if not is_read:
-        return TableRow(lain, (own, held), (None, _drawn(held)), by_name=True, room=in_room)
+        return TableRow(layout, (own, held), (None, _drawn(held)), by_name=True, room=in_room)
     of_grad = None if grad is None else (0, grad)
-    return TableRow(lain, (held, own), (None, None), grad=of_grad, room=in_room)
+    return TableRow(layout, (held, own), (None, None), grad=of_grad, room=in_room)
 
 
 def row_of_step(one: StepArguments, grad: int | None = None) -> TableRow:
     """Return the row that steps a parameter; `grad`: the index of its gradient, if each step has another one."""
     size, held = one.weight.tensor.numel(), one.tensors()
-    lain = Lain(size, one.first, size, 0, one.row)
+    layout = RowLayout(size, one.first, size, 0, one.row)
     drawn = tuple(map(_drawn, held))
-    return TableRow(lain, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad))
+    return TableRow(layout, held, drawn, by_name=True, scalars=one.scalars, grad=None if grad is None else (1, grad))
 
 
 _DRAWN = BF16, SPLIT8, *CODES  # kinds whose writes need random numbers
@@ -284,7 +286,7 @@ class Table:
         """Add rows in one launch. Triton compiles a kernel for each kind of rows: there, each kind has its launch."""
         lists: dict[tuple[int, ...], list[tuple[int, TableRow]]] = {}
         for i, row in enumerate(rows):
-            if row.lain.size:
+            if row.layout.size:
                 lists.setdefault((EVEN,) if self._in_c else row.alike(), []).append((i, row))
         launches = []
         for kinds, alike in lists.items():
@@ -296,7 +298,7 @@ class Table:
     def _add(self, kernel: str, rows: list[TableRow], constants: tuple[int, ...]) -> Launch:
         words, begin, programs, first = self._words, len(self._words), list[int](), 0
         for row in rows:
-            where, place = row.lain.words(constants[-1]), len(words) + _HEAD
+            where, place = row.layout.words(constants[-1]), len(words) + _HEAD
             words.extend(row.words(first, where))
             if row.by_name:  # `send` writes these words before each step: the keys, the gradients, what is in the room
                 named = [(key, place + _STORED * i + _KEY) for i, key in enumerate(row.keys) if key is not None]
@@ -327,7 +329,7 @@ class Table:
     def has_launches(self) -> bool:
         return bool(self._launches)
 
-    def takes(self, addresses: array[int]) -> bool:
+    def are_aligned(self, addresses: array[int]) -> bool:
         """Return whether gradients are at multiples of 16 bytes where the compiled kernel counts on that."""
         lowest = addresses.tobytes()[:: addresses.itemsize]  # the lowest byte of each address tells it
         return not lowest.translate(None, _MULTIPLES) or not any([lowest[i] % 16 for i in self._aligned])
@@ -385,7 +387,7 @@ def launch_once(
     if kernels is native and kernel == "move_list":
         words = array("Q")
         for row in rows:
-            words.extend(row.words(0, row.lain.words(EVEN)) if row.lain.size else ())
+            words.extend(row.words(0, row.layout.words(EVEN)) if row.layout.size else ())
         native.start("move_list", words.buffer_info()[0], len(words) // WORDS_OF_A_MOVE)
         return
     device = next((held.tensor.device for row in rows for held in row.tensors if held is not None), None)

@@ -86,7 +86,7 @@ class Told(TorchDispatchMode):
         launch, moved = _ADD(table, kernel, rows, constants), 0
         for row in rows:
             sides = row.tensors if kernel == "move_list" else (*row.tensors, row.tensors[0], *row.tensors[2:])
-            moved += round(sum([row.lain.size * bytes_of(held.kind) for held in sides if held is not None]))
+            moved += round(sum([row.layout.size * bytes_of(held.kind) for held in sides if held is not None]))
         _BYTES[launch] = moved
         return launch
 

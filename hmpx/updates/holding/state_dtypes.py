@@ -46,7 +46,7 @@ _SCALARS = frozenset({"step", "mu_product", "eta", "mu", "H_diag", "t"})
 _keeping_bf16: WeakSet = WeakSet()  # optimizers that keep some state in BF16 by their own choice
 
 
-def members(optimizer: optim.Optimizer) -> Iterator[tuple[dict, Parameter]]:
+def with_groups(optimizer: optim.Optimizer) -> Iterator[tuple[dict, Parameter]]:
     """Yield every parameter of `optimizer` with its group."""
     return ((group, p) for group in optimizer.param_groups for p in group["params"])
 
@@ -96,13 +96,13 @@ def cast_along(optimizer: optim.Optimizer, p: Parameter, was_held: Any) -> None:
 
     State is BF16 if it `was_held` in BF16, after plain steps and `detach`, or before the first step.
     """
-    group = next((group for group, q in members(optimizer) if q is p), {})
+    group = next((group for group, q in with_groups(optimizer) if q is p), {})
     cast_state(optimizer, group, p, BF16, p.dtype, keeps_own=was_held is FP32)
 
 
 def release_state(optimizer: optim.Optimizer) -> None:
     """Cast the state of each parameter to the parameter's dtype, for plain steps."""
-    for name, (group, p) in enumerate(members(optimizer)):
+    for name, (group, p) in enumerate(with_groups(optimizer)):
         state = optimizer.state.get(p)
         if isinstance(state, dict) and p.dtype is not BF16:
             widen(state, p, p.dtype, name)
@@ -159,7 +159,7 @@ def has_fp32_state(optimizer: optim.Optimizer) -> bool:
     """Whether BF16 parameters have FP32 state or codes, which torch's own step cannot use."""
     if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
         return False
-    params = [p for _, p in members(optimizer) if p.dtype is BF16 and isinstance(optimizer.state.get(p), dict)]
+    params = [p for _, p in with_groups(optimizer) if p.dtype is BF16 and isinstance(optimizer.state.get(p), dict)]
     states = [optimizer.state[p] for p in params]
     held = any(is_coded(state) or any(_holds(v, FP32) for v in state.values()) for state in states)
     return held or any(_scalar_moments(optimizer, p) for p in params)

@@ -48,9 +48,9 @@ from hmpx.updates.holding.state_dtypes import (
     is_bf16,
     is_moment,
     is_single,
-    members,
     weight_keys,
     widen,
+    with_groups,
 )
 
 Tensor = torch.Tensor
@@ -187,7 +187,7 @@ def adopt_states(optimizer: Optimizer, segments: list[Segment], rounding_key: Ro
         Whether BF16 state was cast to FP32, in which it is held.
     """
     ours, found = {segment.param: segment for segment in segments}, False
-    for name, (group, p) in enumerate(members(optimizer)):
+    for name, (group, p) in enumerate(with_groups(optimizer)):
         state, segment = optimizer.state.get(p), ours.get(p)
         if isinstance(state, dict) and segment is not None:
             found = form_of(segment).adopt(optimizer, group, segment, rounding_key) or found

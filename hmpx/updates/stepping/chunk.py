@@ -95,14 +95,14 @@ class Chunk:
         self.device = segments[0].param.device if segments else torch.device("cpu")
         self._is_known = others is not None
         gathers = scope_of(optimizer) == "parameter" and any(is_sharded(segment.param) for segment in segments)
-        members = self._members(optimizer)
-        self._sight = Sight(self._is_known, gathers, by_memory(*members))
+        optimizers = self._optimizers(optimizer)
+        self._sight = Sight(self._is_known, gathers, by_memory(*optimizers))
         self.segments, self._names = segments, [segment.name for segment in segments]
         self._others, self._is_settled = others, True
         self._sharded = [segment for segment in segments if segment.box is not None]
-        owners = {id(member.state): member for member in reversed(members)}.values()  # a wrapper may share its base's
+        owners = {id(each.state): each for each in reversed(optimizers)}.values()  # a wrapper may share its base's
         self._states: list[dict[Any, Any]] = [owner.state for owner in owners]
-        self._weights = [frozenset() if self._is_known else weight_keys(owner) for owner in owners]
+        self._weight_keys = [frozenset() if self._is_known else weight_keys(owner) for owner in owners]
         self.is_in_room, self.size = self._is_known and not gathers, 0
         self._shadows, self._qs = list[Shadow](), list[Parameter]()
         self._groups: list[tuple[Optimizer, list[dict], list[list]]] = []  # of each optimizer: groups, lists in them
@@ -122,13 +122,13 @@ class Chunk:
 
     def _look_at_state(self) -> None:
         for shadow in self._shadows:
-            pairs = zip(self._states, self._weights, strict=True)
+            pairs = zip(self._states, self._weight_keys, strict=True)
             shadow.states = [ShownState(s, shadow.segment, self._sight, s.get(shadow.p), keys) for s, keys in pairs]
             for state in shadow.states:
                 state.look()
         self._moved = [piece for shadow in self._shadows for piece in shadow.pieces]
 
-    def _members(self, optimizer: Optimizer) -> list[Optimizer]:
+    def _optimizers(self, optimizer: Optimizer) -> list[Optimizer]:
         return [optimizer] if self._is_known else list(nested(optimizer))
 
     def kernels(self, gradients: Sequence[Tensor]) -> ModuleType | None:
@@ -209,9 +209,9 @@ class Chunk:
                 states.pop(segment.param, None)  # one that goes through its state finds the shadow alone
             states.update(given)  # a dict knows the hashes of its keys, which tensors compute in Python
         if not self._is_known:
-            self._groups = groups_of(self._members(optimizer))
+            self._groups = groups_of(self._optimizers(optimizer))
             self._referred = self._references()
-        return ShownParameters(all_lists(self._members(optimizer)), self._shown)
+        return ShownParameters(all_lists(self._optimizers(optimizer)), self._shown)
 
     def _references(self) -> list[tuple[int, int, int]]:
         """Return how many references there are to each shadow, beside those that hmpx and `state` hold."""
@@ -242,7 +242,7 @@ class Chunk:
         """Return the parameters that each list of `param_groups` shows."""
         new = {shadow.p: shadow.q for shadow in self._shadows}
         others = None if self._others is None else set(self._others)
-        lists = all_lists(self._members(optimizer))
+        lists = all_lists(self._optimizers(optimizer))
         return [[new.get(p, p) for p in params if p in new or others is None or p in others] for params in lists]
 
     def _run(self, call: StepCall, write_back: WriteBack, lists: ShownParameters) -> Any:
@@ -265,11 +265,11 @@ class Chunk:
 
     def _refuse_other_lists(self, optimizer: Optimizer, lists: ShownParameters) -> None:
         """Refuse a step that has changed groups or their lists, in which the shadows stood."""
-        kept = [
+        unchanged = [
             are_same(each.param_groups, groups) and are_same(lists_of(groups), of_one)
             for each, groups, of_one in self._groups
         ]
-        if not all(kept) or not lists.are_as_shown():
+        if not all(unchanged) or not lists.are_as_shown():
             raise HmpxError(
                 f"{type(optimizer).__name__} changes param_groups, or a list of parameters in it, inside step(), while "
                 "they hold the FP32 copies that hmpx steps: change them between two steps, or keep its weights in FP32"
@@ -334,15 +334,15 @@ class Chunk:
         """Refuse a step after which somebody still refers to a shadow, or to its memory."""
         for is_last in (False, True):
             pairs = zip(self._names, self._references(), self._referred, strict=True)
-            kept = [name for name, now, was in pairs if now[0] > was[0] or (now[1] == was[1] and now[2] > was[2])]
-            if not kept:
+            names = [name for name, now, was in pairs if now[0] > was[0] or (now[1] == was[1] and now[2] > was[2])]
+            if not names:
                 return
             if not is_last:
                 gc.collect()  # what refers to itself, as a caught exception may, is garbage
         raise HmpxError(
-            f"{type(optimizer).__name__} keeps the FP32 copy of parameter {kept[0]!r}, or a view of it, that this step "
-            "was shown, outside of its state: the next step has another copy, and would not find it there. Keep its "
-            "weights in FP32, without hmpx.attach, or let it keep by parameter what it keeps in `state`"
+            f"{type(optimizer).__name__} keeps the FP32 copy of parameter {names[0]!r}, or a view of it, that this "
+            "step was shown, outside of its state: the next step has another copy, and would not find it there. Keep "
+            "its weights in FP32, without hmpx.attach, or let it keep by parameter what it keeps in `state`"
         )
 
     def _write(self, key: RoundingKey) -> None:
@@ -370,12 +370,12 @@ class Chunk:
         for i, left in enumerate(lefts):
             for shadow, items in zip(self._shadows, left, strict=True):
                 state = shadow.states[i]
-                is_asked = isinstance(items, dict) and isinstance(state.weights, set) and not state.form.as_left
+                is_asked = isinstance(items, dict) and isinstance(state.weight_keys, set) and not state.form.as_left
                 known = by_own_keys(state.content) if is_asked else ()
                 for key, value in items.items() if is_asked else ():
-                    is_new = key not in known and key not in state.weights and is_moment(value)
+                    is_new = key not in known and key not in state.weight_keys and is_moment(value)
                     if is_new and value.shape == shadow.q.shape:
-                        new.setdefault(id(state.weights), (state.weights, []))[1].append((key, value, shadow.q))
+                        new.setdefault(id(state.weight_keys), (state.weight_keys, []))[1].append((key, value, shadow.q))
         for keys, found in new.values():
             find_weights(keys, found)
 
@@ -398,8 +398,8 @@ class Chunk:
 
     def _undo(self) -> None:
         self._left, self._stale = [], self._shadows
-        for member, groups, lists in self._groups:
-            member.param_groups[:] = groups
+        for each, groups, lists in self._groups:
+            each.param_groups[:] = groups
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
         for shadow in self._shadows:

@@ -68,20 +68,20 @@ def fused_batches(
     for segment in segments:
         p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
         grad, state = context.gradients[context.indices[p]], optimizer.state.get(p) or {}
-        if _takes(formula, group, segment, grad, state):
+        if _is_stepped_by(formula, group, segment, grad, state):
             by_kernel = _can_be_by_kernel(formula, segment, grad, state)
             if by_kernel or not lacks_data(local(p)):
                 found.setdefault((p.device, by_kernel), []).append(segment)
     return [FusedBatch(each, formula, context, key, tables if by else None) for (_, by), each in found.items()]
 
 
-def _takes(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
+def _is_stepped_by(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
     """Whether the formula steps this parameter. If not, the optimizer's own step does, or raises.
 
     Raises:
         HmpxError: a state tensor has a dtype that no step gives it.
     """
-    if not formula.takes(group, by_own_keys(state)) or grad.layout is not torch.strided:
+    if not formula.supports(group, by_own_keys(state)) or grad.layout is not torch.strided:
         return False
     _refuse_dtypes(segment, formula.states(group), state)
     held = held_states(state, segment.param)
@@ -205,7 +205,7 @@ class FusedBatch:
         """Whether the options of all groups still ask for this kernel and for the same state tensors."""
         for each in self._firsts:
             options = groups[each.group]
-            if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
+            if not self._formula.supports(options, each.known) or self._formula.states(options) != each.keys:
                 return False
         return True
 
@@ -214,7 +214,7 @@ class FusedBatch:
         formula, begin = self._formula, 0
         counted = self._counts.values() if formula.counts else array("f", bytes(4 * len(self._taken)))
         found: list[tuple[float, ...]] = []
-        self._beside: list[tuple[Taken, Mapping[str, Any]]] = []
+        self._extra: list[tuple[Taken, Mapping[str, Any]]] = []
         for first, size in zip(self._firsts, self._sizes, strict=True):
             steps, group = counted[begin : begin + size], call.optimizer.param_groups[first.group]
             if formula.tensors_alone and not self._has_new and steps == steps[:1] * size:
@@ -238,9 +238,9 @@ class FusedBatch:
             if (step, seen) not in known:
                 known[step, seen] = formula.scalars(optimizer, group, step, seen)
             scalars.append(known[step, seen])
-            beside = formula.beside(group, step, seen)
-            if each.new or beside:
-                self._beside.append((each, beside))
+            extra = formula.extra_state(group, step, seen)
+            if each.new or extra:
+                self._extra.append((each, extra))
         return scalars
 
     def step(self, write_back: WriteBack, gradients: Sequence[Tensor]) -> None:
@@ -248,8 +248,8 @@ class FusedBatch:
         write_back.written.append(self._names)
         self._by.run(gradients, write_back.rounding_key)
         self._counts.raise_by_one()
-        for each, beside in self._beside:
-            self._states[each.segment.param].update({**each.new, **beside})
+        for each, extra in self._extra:
+            self._states[each.segment.param].update({**each.new, **extra})
             each.new = {}
         self._has_new = False
         torch.autograd.graph.increment_version(self._params)

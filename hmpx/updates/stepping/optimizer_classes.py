@@ -107,7 +107,7 @@ class Formula:
     counts: ClassVar[bool] = True
     tensors_alone: ClassVar[bool] = True
 
-    def takes(self, group: dict, state: State) -> bool:
+    def supports(self, group: dict, state: State) -> bool:
         """Whether the kernel supports these options."""
         return not any(map(group.get, OWN))
 
@@ -123,7 +123,7 @@ class Formula:
         """Return the kernel's scalars. seen: the result of `depends_on`."""
         raise NotImplementedError
 
-    def beside(self, group: dict, step: float, seen: Any) -> State:
+    def extra_state(self, group: dict, step: float, seen: Any) -> State:
         """Return further state after the step: neither a tensor of the parameter's shape nor the count of steps."""
         return {}
 
@@ -165,9 +165,9 @@ class _SGD(Formula):
 
     def scalars(self, optimizer: Optimizer, group: dict, step: float, seen: bool) -> tuple[float, ...]:
         momentum = float(group["momentum"])
-        weights = (0.0, 1.0) if seen else (momentum, 1.0 - group["dampening"])
+        factors = (0.0, 1.0) if seen else (momentum, 1.0 - group["dampening"])
         plain = _sign(group), group["weight_decay"], float(group["lr"])
-        return *plain, momentum if momentum else -1.0, *weights, float(group["nesterov"])
+        return *plain, momentum if momentum else -1.0, *factors, float(group["nesterov"])
 
 
 class _Lion(Formula):
@@ -188,8 +188,8 @@ class _Lion(Formula):
 class _Adagrad(Formula):
     kernel = "adagrad"
 
-    def takes(self, group: dict, state: State) -> bool:
-        return super().takes(group, state) and "sum" in state  # which the constructor has made
+    def supports(self, group: dict, state: State) -> bool:
+        return super().supports(group, state) and "sum" in state  # which the constructor has made
 
     def states(self, group: dict) -> tuple[str | None, ...]:
         return ("sum",)
@@ -233,7 +233,7 @@ class _NAdam(Formula):
         decay = _decay(group, rate, group["decoupled_weight_decay"])
         return _sign(group), *decay, *averages, *rates, group["eps"], 1.0 - beta2**step
 
-    def beside(self, group: dict, step: float, seen: float) -> State:
+    def extra_state(self, group: dict, step: float, seen: float) -> State:
         return {"mu_product": torch.tensor(seen * _momentum(group, step), dtype=torch.float32)}
 
 

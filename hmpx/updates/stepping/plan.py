@@ -40,7 +40,7 @@ _GRAD = attrgetter("grad")
 _OF_GROUP = itemgetter("params")
 _END = [None]  # added to two lists that hold no None: ``map(is_, a, b)`` then also tells lists of other lengths
 _TOGETHER = 256  # tensors that guards check in one call: it puts them into a table, which is to stay in the cache
-_PARTS = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
+_OF_SHARD = attrgetter("_local_tensor", "device_mesh", "placements")  # of a DTensor
 
 
 class Gradients(NamedTuple):
@@ -87,17 +87,20 @@ class Fingerprint:
         self._groups = self._look_at_groups(optimizer.param_groups)
         self._states: dict[Any, Any] = optimizer.state
 
-    def _look_at_memory(self, of_states: list[Tensor], moving: Sequence[Tensor] = ()) -> None:
-        """Look at parameters, gradients and tensors of state, which stay where they are; `moving` ones need not."""
+    def _look_at_memory(self, of_states: list[Tensor], replaceable: Sequence[Tensor] = ()) -> None:
+        """Look at parameters, gradients and tensors of state, which stay where they are.
+
+        replaceable: tensors of state that a step may replace.
+        """
         tensors = list({id(each): each for each in (*self._all, *of_states)}.values())
         grads = self._found()
         self._sharded = [each for each in tensors if is_sharded(each)]
-        self._parts, self._grad_types = list(map(_PARTS, self._sharded)), list(map(type, grads))
-        self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._parts]
+        self._shards, self._grad_types = list(map(_OF_SHARD, self._sharded)), list(map(type, grads))
+        self._tensors = [each for each in tensors if not is_sharded(each)] + [part for part, _, _ in self._shards]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         flat = {id(value) for value in of_states if value.dim() < 2}  # one layout is possible, so guards need not look
-        self._laid, self._moving = [each for each in self._tensors if id(each) not in flat], moving
-        self._guards, self._guards_of_grads = Guards([*self._laid, *moving]), Guards(list(map(local, grads)))
+        self._laid, self._replaceable = [each for each in self._tensors if id(each) not in flat], replaceable
+        self._guards, self._guards_of_grads = Guards([*self._laid, *replaceable]), Guards(list(map(local, grads)))
 
     def _look_at_groups(self, groups: list[dict]) -> tuple[list[int], list[list[str]], int]:
         """Return each group's number of parameters and their names, and how many names an outer ZeRO has given."""
@@ -139,7 +142,7 @@ class Fingerprint:
             return None
         if not self._has_members(optimizer.param_groups) or not self._has_state():
             return None
-        if not self._guards.hold([*self._laid, *self._moving]):
+        if not self._guards.hold([*self._laid, *self._replaceable]):
             return None
         return self.gradients() if list(map(Tensor.data_ptr, self._tensors)) == self._addresses else None
 
@@ -182,23 +185,23 @@ class Fingerprint:
             return grads  # the guards see a gradient that is None or of another class
         if list(map(type, grads)) != self._grad_types:
             return None
-        if not all([are_same(*each) for each in zip(map(_PARTS, self._sharded), self._parts, strict=True)]):
+        if not all([are_same(*each) for each in zip(map(_OF_SHARD, self._sharded), self._shards, strict=True)]):
             return None
         for i, (grad, p) in enumerate(zip(grads, self._params, strict=True)):
             if is_sharded(grad):
-                grads[i], mesh, placements = _PARTS(grad)
-                if (mesh, placements) != _PARTS(p)[1:]:
+                grads[i], mesh, placements = _OF_SHARD(grad)
+                if (mesh, placements) != _OF_SHARD(p)[1:]:
                     return None
         return grads
 
 
 def is_seen(tensor: Tensor) -> bool:
-    tensor = _PARTS(tensor)[0] if is_sharded(tensor) else tensor
+    tensor = _OF_SHARD(tensor)[0] if is_sharded(tensor) else tensor
     return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
 def is_parameter(p: Parameter) -> bool:
-    held = _PARTS(p)[0] if is_sharded(p) else p
+    held = _OF_SHARD(p)[0] if is_sharded(p) else p
     return type(held) in PLAIN and (held.is_cpu or held.is_cuda)
 
 
@@ -315,4 +318,4 @@ class Plan:
         found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None
-        return found if all([table.takes(found.addresses) for table in self._tables.values()]) else None
+        return found if all([table.are_aligned(found.addresses) for table in self._tables.values()]) else None

@@ -82,13 +82,13 @@ class ShownState:
         shown: what the optimizer sees in the place of `own`; None where it sees `own` itself.
         pieces: by key, the tensors of `shown` that the chunk reads and writes.
         same: the tensors of `shown` that need not be stored if the step leaves them in their places.
-        weights: the keys of state that are weights, and are held as the step leaves them.
+        weight_keys: of state that is weights, and are held as the step leaves them.
     """
 
     def __init__(
-        self, states: dict[Any, Any], segment: Segment, sight: Sight, own: Any, weights: Set[str] = frozenset()
+        self, states: dict[Any, Any], segment: Segment, sight: Sight, own: Any, weight_keys: Set[str] = frozenset()
     ) -> None:
-        self._states, self.own, self._sight, self.weights = states, own, sight, weights
+        self._states, self.own, self._sight, self.weight_keys = states, own, sight, weight_keys
         self.segment, self.form = segment, form_of(segment)
         items = own.items() if isinstance(own, dict) else ()
         self.content = {key: value[:] if type(value) is list else value for key, value in items}
@@ -188,7 +188,7 @@ class ShownState:
     def _held(self, name: str, value: Any, before: Mapping[str, Any], key: RoundingKey, shape: torch.Size) -> Any:
         if isinstance(value, Tensor) and value is self.same.get(name):
             return before[name]
-        form = AS_LEFT if name in self.weights else self.form
+        form = AS_LEFT if name in self.weight_keys else self.form
         return written(form, self.segment, name, value, before.get(name), key, shape)
 
     def undo(self) -> None:

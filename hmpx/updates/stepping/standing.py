@@ -168,7 +168,7 @@ class Standing(Chunk):
     def fits(self, optimizer: Optimizer) -> Gradients | None:
         """Return the gradients of the next step if only they, options and values have changed; else None."""
         found = self._fingerprint.look(optimizer)
-        return found if found is not None and self._table.takes(found.addresses) else None
+        return found if found is not None and self._table.are_aligned(found.addresses) else None
 
     def refuse_lookups(self, optimizer: Optimizer) -> None:
         """Before the shadows go for good, refuse an optimizer that knows them by their ids."""
@@ -283,7 +283,9 @@ class Standing(Chunk):
         states, own_by_p = self._of_states, self._of_states.own
         content = dict(zip(own_by_p, zip(states.content(), states.given, strict=True), strict=True))
         for shadow in self._shadows:
-            state = ShownState(self._state, shadow.segment, self._sight, own := own_by_p.get(shadow.p), states.weights)
+            state = ShownState(
+                self._state, shadow.segment, self._sight, own := own_by_p.get(shadow.p), states.weight_keys
+            )
             if own is not None:
                 state.content, given = content[shadow.p]
                 state.shown = None if given is own else given
@@ -309,7 +311,7 @@ class Standing(Chunk):
     def _take_evaluation(self) -> None:
         if not self._shadows:
             found = self._fingerprint.gradients()
-            if found is not None and self._table.takes(found.addresses):
+            if found is not None and self._table.are_aligned(found.addresses):
                 self._put_gradients_back()
                 self._found = found
                 self._read_gradients()

@@ -84,7 +84,7 @@ class StandingFingerprint(Fingerprint):
         values = values_of(self._dicts)
         if self._has_copies:
             return all(map(is_, values, self.values))
-        self.values, self._moving = values, self._tensors_of(values)  # the guards see a value of another class
+        self.values, self._replaceable = values, self._tensors_of(values)  # the guards see a value of another class
         return list(map(type, self._rest_of(values))) == self._types
 
     def take(self) -> bool:
@@ -93,7 +93,7 @@ class StandingFingerprint(Fingerprint):
         Where the step sees no copies of state, it may replace tensors, and none is held.
         """
         self.values = values_of(self._dicts) if self._has_copies else []
-        self._moving = ()
+        self._replaceable = ()
         return sum(map(len, self._dicts)) == len(self._own_keys)
 
     def _found(self) -> list[Any]:
@@ -113,7 +113,7 @@ class StandingStates:
     Args:
         states: of the optimizer.
         place: makes a piece: a copy in the room.
-        weights: keys of state that are weights, which the step is shown themselves.
+        weight_keys: of state that is weights, which the step is shown themselves.
 
     Attributes:
         own: of each parameter that has state, its dict.
@@ -130,9 +130,9 @@ class StandingStates:
         states: dict[Any, Any],
         segments: list[Segment],
         place: Callable[[Held, Segment, str], Piece],
-        weights: Set[str],
+        weight_keys: Set[str],
     ) -> None:
-        self._states, self._place, self.weights = states, place, weights
+        self._states, self._place, self.weight_keys = states, place, weight_keys
         self.own = {each.param: state for each in segments if (state := states.get(each.param)) is not None}
         self._others = len(states) - len(self.own)
         need(are_same(list(states)[self._others :], self.own))
@@ -174,12 +174,12 @@ class StandingStates:
                 need(
                     not is_moment(value)
                     or (in_codes and not is_held)
-                    or (key in self.weights and value.is_contiguous())
+                    or (key in self.weight_keys and value.is_contiguous())
                 )
                 continue
             # Factored moments are pieces of their own shape
-            lain = segment if is_held else Segment(value, name)
-            shown[key] = self._place(held if is_held else HeldTensor(value), lain, name)
+            of_piece = segment if is_held else Segment(value, name)
+            shown[key] = self._place(held if is_held else HeldTensor(value), of_piece, name)
             self.pieces.append(shown[key])
         return shown
 

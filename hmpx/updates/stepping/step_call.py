@@ -118,19 +118,19 @@ class ShownParameters:
 def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield `optimizer` and every optimizer that it holds in an attribute, directly, in a list or in a dict."""
     found = [optimizer]
-    for member in found:
-        yield member
-        for value in vars(member).values():
-            if value is member.state:
+    for each in found:
+        yield each
+        for value in vars(each).values():
+            if value is each.state:
                 continue
             inner = value.values() if isinstance(value, dict) else value
             inner = inner if isinstance(value, (list, tuple, dict)) else (value,)
             found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
 
 
-def all_lists(members: list[Optimizer]) -> list[list[Any]]:
+def all_lists(optimizers: list[Optimizer]) -> list[list[Any]]:
     """Return the lists of parameters of these optimizers, which may share some."""
-    lists = chain.from_iterable([lists_of(member.param_groups) for member in members])
+    lists = chain.from_iterable([lists_of(each.param_groups) for each in optimizers])
     return list({id(params): params for params in lists}.values())
 
 
@@ -138,9 +138,9 @@ def lists_of(groups: list[dict]) -> list[list]:
     return [group["params"] for group in groups]
 
 
-def groups_of(members: Iterable[Optimizer]) -> list[tuple[Optimizer, list[dict], list[list]]]:
+def groups_of(optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, list[dict], list[list]]]:
     """Return the groups of each optimizer, and the lists in them."""
-    return [(each, groups := each.param_groups[:], lists_of(groups)) for each in members]
+    return [(each, groups := each.param_groups[:], lists_of(groups)) for each in optimizers]
 
 
 def are_same(now: Collection[Any], before: Collection[Any]) -> bool:
