@@ -116,11 +116,11 @@ class Chunk:
         self._grads = [shadow.gradient for shadow in dense if shadow.gradient is not None]
         self._indices = [context.indices[shadow.p] for shadow in dense]
         if self.is_in_room:
-            self._look_at_state()
+            self._find_states()
             for piece in (*self._grads, *self._moved):
                 piece.at, self.size = self.size, self.size + piece.end - piece.at
 
-    def _look_at_state(self) -> None:
+    def _find_states(self) -> None:
         for shadow in self._shadows:
             pairs = zip(self._states, self._weight_keys, strict=True)
             shadow.states = [ShownState(s, shadow.segment, self._sight, s.get(shadow.p), keys) for s, keys in pairs]
@@ -174,7 +174,7 @@ class Chunk:
         lists, self._versions = ShownParameters([], []), []
         try:
             if not self.is_in_room:
-                self._look_at_state()
+                self._find_states()
                 self.place_in(None, None, gradients)
             lists = self._show(optimizer, write_back, gradients)
             with lists:
@@ -201,7 +201,7 @@ class Chunk:
         self._versions = [version_of(tensor) for tensor, _ in self._versioned]
         if not self._given:
             self._shown, self._qs = self._shown_lists(optimizer), [shadow.q for shadow in self._shadows]
-            self._look_at_states()
+            self._remember_given()
         self._left = [shadow.grad for shadow in self._shadows]
         self._seen = _versions(self._left)
         for states, given in zip(self._states, self._given, strict=True):
@@ -217,7 +217,7 @@ class Chunk:
         """Return how many references there are to each shadow, beside those that hmpx and `state` hold."""
         return references([shadow.q for shadow in self._shadows], chain(*self._states))
 
-    def _look_at_states(self) -> None:
+    def _remember_given(self) -> None:
         """Remember what each optimizer finds for each shadow, and the tensors in it."""
         both = list(zip(self._qs, self._shadows, strict=True))
         self._given = [

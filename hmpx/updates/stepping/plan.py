@@ -29,14 +29,13 @@ from hmpx.updates.stepping.chunk import chunks
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.names import Members, parameters, shared_names
 from hmpx.updates.stepping.optimizer_classes import Formula, is_scaled
-from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack, are_same, values_of
+from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack, are_same, grads_of, values_of
 from hmpx.updates.stepping.transfers import room_size
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
-_GRAD = attrgetter("grad")
 _OF_GROUP = itemgetter("params")
 _END = [None]  # added to two lists that hold no None: ``map(is_, a, b)`` then also tells lists of other lengths
 _TOGETHER = 256  # tensors that guards check in one call: it puts them into a table, which is to stay in the cache
@@ -176,7 +175,7 @@ class Fingerprint:
         return list(chain.from_iterable(self._dicts)) == self._keys and all(map(is_, values, self._values))
 
     def _found(self) -> list[Any]:
-        return list(map(_GRAD, self._params))
+        return grads_of(self._params)
 
     def _gradients(self) -> list[Any] | None:
         """Return this rank's part of each gradient; None if the sharding of a tensor has changed."""

@@ -258,17 +258,17 @@ class Shadow:
         self.show_gradient()
         if not self._sight.is_known:
             self.show_marks()
-            self._look()
+            self._remember_weights()
 
     def resume(self, weights: tuple[int, Tensor], shown: tuple[Any, int], gradient: tuple[Any, int]) -> None:
         """Take it that these were seen when the step began: the real weights, the shown gradient and the real one."""
-        self._seen, (self.grad, self.version), self._real_gradient = weights, shown, gradient
+        self._real_weights, (self.grad, self.version), self._real_gradient = weights, shown, gradient
         self._weight_before = self._gradient_before = None
 
     def forget(self) -> None:
         """Between two steps of a shadow that stands, hold nothing of the step."""
         self.states = []
-        del self._seen, self.grad, self._real_gradient
+        del self._real_weights, self.grad, self._real_gradient
         self._weight_before = self._gradient_before = None
 
     def _make(self) -> None:
@@ -276,18 +276,18 @@ class Shadow:
         self._is_shown_as(Parameter(self._sight.of(self.p, self.weight.x), requires_grad=needs_grad))
 
     def _is_shown_as(self, q: Parameter) -> None:
-        self.q, self._own = q, {*vars(q), NEXT_KEY}  # if `q` is a DTensor, it keeps the attributes of one
+        self.q, self._own_attributes = q, {*vars(q), NEXT_KEY}  # if `q` is a DTensor, it keeps the attributes of one
 
     def show_marks(self) -> None:
         """Bind to the shadow what is bound to the parameter, and nothing else."""
-        self._marks = {key: value for key, value in vars(self.p).items() if key not in self._own}
-        for key in vars(self.q).keys() - self._own - self._marks.keys():
+        self._marks = {key: value for key, value in vars(self.p).items() if key not in self._own_attributes}
+        for key in vars(self.q).keys() - self._own_attributes - self._marks.keys():
             delattr(self.q, key)
         vars(self.q).update(self._marks)
 
     def take_marks(self) -> None:
         """Bind to the parameter what the step has bound to the shadow."""
-        left = {key: value for key, value in vars(self.q).items() if key not in self._own}
+        left = {key: value for key, value in vars(self.q).items() if key not in self._own_attributes}
         if left.keys() == self._marks.keys() and all(map(is_, left.values(), self._marks.values())):
             return
         for key in self._marks.keys() - left.keys():
@@ -350,20 +350,20 @@ class Shadow:
         """Take this rank's part of the result, for the chunk to write."""
         self.weight.x = held_part(self.p, self.q.detach())
 
-    def _look(self) -> None:
+    def _remember_weights(self) -> None:
         """Remember the real weights: while the step runs, only a closure may change them."""
-        self._seen = version_of(self.p), self.p.detach().clone()
+        self._real_weights = version_of(self.p), self.p.detach().clone()
 
-    def _has_changed(self) -> bool:
-        version, seen = self._seen
+    def _have_weights_changed(self) -> bool:
+        version, seen = self._real_weights
         if version_of(self.p) != version or not shows_values(self.p):
             return version_of(self.p) != version
         return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
 
     def bypassed(self) -> str:
         """Return what the optimizer has written to itself; "" if nothing. Let `undo` restore the weights."""
-        if self._has_changed():
-            self._weight_before = self._seen[1] if self._weight_before is None else self._weight_before
+        if self._have_weights_changed():
+            self._weight_before = self._real_weights[1] if self._weight_before is None else self._weight_before
             return "parameter"
         grad, version = self._real_gradient
         return "" if self.p.grad is grad and _version(grad) == version else "the gradient of parameter"
@@ -373,7 +373,7 @@ class Shadow:
         self.hand_back(is_blind=True)
         self.keep_gradient()
         if self._weight_before is None and self._is_moved():
-            self._weight_before = self._seen[1]
+            self._weight_before = self._real_weights[1]
         if self._weight_before is not None:
             self.p.copy_(self.q)  # the shadow keeps the exact values
 
@@ -394,8 +394,8 @@ class Shadow:
             self.gradient.place_in(None, local(self.p) if self._sight.one_layout else local(grad))
             self.gradient.x.copy_(held_part(self.p, grad))
         self.show_gradient()
-        if self._has_changed():
-            self._look()
+        if self._have_weights_changed():
+            self._remember_weights()
 
     def undo(self) -> None:
         """After the step raised, restore the weights, and the gradient: the object and its values."""

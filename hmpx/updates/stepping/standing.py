@@ -16,7 +16,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any
 
 import torch
@@ -38,7 +38,16 @@ from hmpx.updates.stepping.optimizer_classes import is_scaled
 from hmpx.updates.stepping.plan import Gradients, Guards, is_parameter, is_seen
 from hmpx.updates.stepping.shadow import Gradient, Shadow, ShownState
 from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
-from hmpx.updates.stepping.step_call import ShownParameters, StepCall, WriteBack, are_same, groups_of, lists_of, nested
+from hmpx.updates.stepping.step_call import (
+    ShownParameters,
+    StepCall,
+    WriteBack,
+    are_same,
+    grads_of,
+    groups_of,
+    lists_of,
+    nested,
+)
 from hmpx.updates.stepping.step_count import NEXT_KEY
 from hmpx.updates.stepping.transfers import Launches, Operators, Piece, row_back
 
@@ -47,7 +56,6 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 BF16, FP32 = torch.bfloat16, torch.float32
 _uses_of, _references_of = private("torch._C._storage_Use_Count"), private("torch.Tensor._use_count")
-_GRAD = attrgetter("grad")
 _TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
 _STAYS = 128 << 20  # bytes: so large a room keeps its memory on a CPU, where fresh pages can take longer than the step
 
@@ -67,7 +75,7 @@ class Standing(Chunk):
         self._state, self._params = optimizer.state, [segment.param for segment in segments]
         self._kernels = kernels_for(self._params[0])
         self._look_at_parameters(optimizer)
-        self._pieces = list[tuple[Piece, Tensor]]()
+        self._pieces = list[Piece]()
         made = [stores.of(segment) for segment in segments]
         weights = [self._piece(store, segment, segment.name) for store, segment in zip(made, segments, strict=True)]
         grads = [self._piece(Gradient(segment.param), segment, "") for segment in segments]
@@ -78,8 +86,8 @@ class Standing(Chunk):
         self._fingerprint = StandingFingerprint(optimizer, self._params, held, bool(self._of_states.copies))
         room = torch.empty(self.size, dtype=FP32, device=self.device)
         self._room, self._size = room, room.nbytes
-        for piece, like in self._pieces:
-            piece.place_in(room, like)
+        for piece in self._pieces:
+            piece.place_in(room, piece.segment.param)
         self._stand(lists_of(optimizer.param_groups), [piece.x for piece in weights], [piece.x for piece in grads])
         self._has_masters = any(store.beside for store in made)
         self._make_table(grads, moved)
@@ -105,7 +113,7 @@ class Standing(Chunk):
     def _piece(self, held: Held, segment: Segment, name: str) -> Piece:
         piece = Piece(held, segment, name, self.size)
         self.size = piece.end
-        self._pieces.append((piece, segment.param))
+        self._pieces.append(piece)
         return piece
 
     # What stands
@@ -113,6 +121,7 @@ class Standing(Chunk):
     def _stand(self, lists: list[list], weights: list[Tensor], grads: list[Tensor]) -> None:
         """Make the shadows, and what holds them in a step. lists: of parameters, in groups."""
         pairs = zip(self._params, weights, strict=True)
+        # `_qs` are the shadows, `_xs` the gradients that they have. What the parameters have is called real here.
         self._qs = [Parameter(x, requires_grad=p.requires_grad) for p, x in pairs]
         self._xs = grads
         for q, x in zip(self._qs, grads, strict=True):
@@ -146,9 +155,12 @@ class Standing(Chunk):
         self._marks = list(map(vars, self._qs)), list(map(vars, self._params))
         at = self._room.data_ptr()
         self._offsets, self._placed, self._at = [each.data_ptr() - at for each in self._standing], list[int](), 0
+        # In a step: the bits of the real weights, and the real gradients (objects, parts and bits), for `_undo`
         self._before: Tensor | None = None
         self._grads_before: tuple[list[Any], list[Tensor], Tensor] | None = None
-        self._is_kept = self._is_quick = self._are_bound = True
+        self._is_kept = True  # the plan may be used again
+        self._is_quick = True  # weights and state are where the kernels write them from
+        self._are_bound = True  # each shadow has its own gradient of `_xs`
         del self._pieces
         self._counts = self._count()
         self._release()
@@ -213,7 +225,7 @@ class Standing(Chunk):
         if self._has_marks():
             for shadow in self._all:
                 shadow.show_marks()
-        self._look()
+        self._remember_weights()
         self._of_states.begin(self._fingerprint.values)
         self._versions = list(map(version_of, self._of_states.worked_on()))
         self._is_shown = True
@@ -231,7 +243,7 @@ class Standing(Chunk):
 
     def _read_gradients(self) -> None:
         """Show the gradients that the parameters have now."""
-        found, real = self._found, list(map(_GRAD, self._params))
+        found, real = self._found, grads_of(self._params)
         self._table.send(self._key, found.addresses, self._room.data_ptr())
         self._reads.read(found.tensors)
         self._without = [] if all(map(is_not, real, repeat(None))) else [i for i, g in enumerate(real) if g is None]
@@ -239,7 +251,7 @@ class Standing(Chunk):
             self._qs[i].grad = None
         self._real, self._real_versions = real, list(map(version_of, found.tensors))
 
-    def _look(self) -> None:
+    def _remember_weights(self) -> None:
         """Remember the real weights."""
         if self._in_c:
             self._before = torch.empty(sum(self._of_weights.sizes), dtype=torch.uint8, device="cpu")
@@ -266,12 +278,13 @@ class Standing(Chunk):
         shown: list[Any] = self._xs
         if self._without:
             shown = [None if grad is None else x for x, grad in zip(self._xs, self._real, strict=True)]
-        return are_same(list(map(_GRAD, self._qs)), shown)
+        return are_same(grads_of(self._qs), shown)
 
     def _wake(self) -> None:
         """Take the step from here on as a `Chunk` does, parameter by parameter."""
         if self._shadows:
             return
+        # What each shadow would have seen as the step began: real weights, the gradient that it was shown, the real one
         before = torch.cat([p.detach().view(-1) for p in self._params]) if self._before is None else self._before
         weights = before.view(BF16).split([p.numel() for p in self._params])
         seen = [(version_of(p), part.view(p.shape)) for p, part in zip(self._params, weights, strict=True)]
@@ -280,6 +293,7 @@ class Standing(Chunk):
         self._shadows = self._all[:]
         for shadow, weights_of, shown_of, gradient in zip(self._shadows, seen, shown, real, strict=True):
             shadow.resume(weights_of, shown_of, gradient)
+        # and the state of its parameter
         states, own_by_p = self._of_states, self._of_states.own
         content = dict(zip(own_by_p, zip(states.content(), states.given, strict=True), strict=True))
         for shadow in self._shadows:
@@ -316,30 +330,33 @@ class Standing(Chunk):
                 self._found = found
                 self._read_gradients()
                 if not self._are_weights_as_seen():
-                    self._look()
+                    self._remember_weights()
                 return
             self._wake()
         super()._take_evaluation()
 
     def _hand_back(self, optimizer: Optimizer) -> None:
-        is_seen = not self._shadows and self._is_as_seen()
+        """Find out how far the kernels can write what the step has left. What they cannot write, a `Chunk` does."""
+        leaves_real = not self._shadows and self._has_left_real_alone()
         self._is_quick = self._is_as_made() and self._of_states.are_as_shown(self._room)
-        is_shown = is_seen and self._is_quick and self._has_grads_as_shown()
-        self._written_to = self._written_gradients() if is_shown else []
-        if not is_shown or (self._written_to and (self._without or not self._backs)):
-            self._written_to, is_shown = [], False
+        leaves_shown = leaves_real and self._is_quick and self._has_grads_as_shown()
+        self._written_to = self._written_gradients() if leaves_shown else []
+        if self._written_to and (self._without or not self._backs):  # no kernel rounds them back
+            self._written_to, leaves_shown = [], False
+        if not leaves_shown:
             self._wake()
-            for shadow in self._shadows if is_seen else ():
-                shadow.hand_back(is_blind=True)
-            if not is_seen:
+            if leaves_real:
+                for shadow in self._shadows:
+                    shadow.hand_back(is_blind=True)
+            else:
                 super()._hand_back(optimizer)
-        self._are_bound = is_shown and not self._without
+        self._are_bound = leaves_shown and not self._without
         if self._is_quick:
             self._before = None  # the rounding needs memory, too
 
-    def _is_as_seen(self) -> bool:
+    def _has_left_real_alone(self) -> bool:
         """Whether the step has left real weights and gradients alone, and nobody else refers to a shadow."""
-        if not self._are_weights_as_seen() or not are_same(list(map(_GRAD, self._params)), self._real):
+        if not self._are_weights_as_seen() or not are_same(grads_of(self._params), self._real):
             return False
         is_same = list(map(version_of, self._found.tensors)) == self._real_versions
         return is_same and list(map(sys.getrefcount, self._qs)) == self._counted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from itertools import chain, compress, islice, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_forms import InCodes, form_of
 from hmpx.updates.stepping.optimizer_classes import by_memory
 from hmpx.updates.stepping.plan import Fingerprint, Gradients, is_seen
-from hmpx.updates.stepping.step_call import are_same, nested, values_of
+from hmpx.updates.stepping.step_call import are_same, grads_of, nested, values_of
 from hmpx.updates.stepping.transfers import Piece
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 FP32 = torch.float32
-_GRAD = attrgetter("grad")
 _PLAIN_VALUES = frozenset({int, float, bool, str, type(None)})
 
 
@@ -98,7 +97,7 @@ class StandingFingerprint(Fingerprint):
 
     def _found(self) -> list[Any]:
         """Return the gradients. Where there is none, the weights stand for it: these have its size."""
-        found = list(map(_GRAD, self._params))
+        found = grads_of(self._params)
         if all(map(is_not, found, repeat(None))):
             return found
         return [p.detach() if grad is None else grad for p, grad in zip(self._params, found, strict=True)]

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.stores import Stores
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+_GRAD = attrgetter("grad")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
@@ -141,6 +142,10 @@ def lists_of(groups: list[dict]) -> list[list]:
 def groups_of(optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, list[dict], list[list]]]:
     """Return the groups of each optimizer, and the lists in them."""
     return [(each, groups := each.param_groups[:], lists_of(groups)) for each in optimizers]
+
+
+def grads_of(params: Iterable[Any]) -> list[Any]:
+    return list(map(_GRAD, params))
 
 
 def are_same(now: Collection[Any], before: Collection[Any]) -> bool:
