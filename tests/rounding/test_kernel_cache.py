@@ -26,7 +26,7 @@ __attribute__((constructor)) static void leave_a_mark(void) { fclose(fopen("%s",
 # numbers stay?
 STRICT = """
 import torch, hmpx
-from hmpx.rounding import native, native
+from hmpx.rounding import native
 is_there, bits = native.library() is not None, []
 for _ in range(2):
     numbers = torch.Generator().manual_seed(0)
