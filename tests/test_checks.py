@@ -159,7 +159,7 @@ def test_an_import_the_wrong_way_is_found():
     assert wrong_ways({"hmpx.ops.casts": {"hmpx.updates.attach"}, "hmpx.updates.attach": {"hmpx.ops.casts"}})
     assert wrong_ways({"hmpx.ops.policies.catalog": {"hmpx.ops.wrapping.rules", "hmpx.ops.policies.fp8_format"}})
     assert wrong_ways({"hmpx.updates.stepping.step": {"hmpx.updates.attach"}})
-    assert not wrong_ways({"hmpx.updates.attach": {"hmpx.updates.stepping.step", "hmpx.updates.ddp"}})
+    assert not wrong_ways({"hmpx.updates.attach": {"hmpx.updates.stepping.step", "hmpx.updates.ranks"}})
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 

@@ -28,8 +28,8 @@ from hmpx.recipes.keys import DTYPES, dtype_of, dtypes_in_yaml
 from hmpx.recipes.module_patterns import deciding_patterns, module_names
 from hmpx.recipes.recipe import Recipe
 from hmpx.rounding.devices import is_lazy
-from hmpx.updates.ddp import replicas
 from hmpx.updates.holding.sharding import is_sharded, is_shell, refuse_shell, widened
+from hmpx.updates.ranks import replicas
 
 logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor

@@ -25,9 +25,8 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.process_state import over_forks
 from hmpx.base.torch_private import FSDP_SUMS, JOINS, SWAPPED
 from hmpx.errors import HmpxError
-from hmpx.updates.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
 from hmpx.updates.holding.sharding import is_sharded
-from hmpx.updates.ranks import in_job
+from hmpx.updates.ranks import exchange_in_fp32, exchange_of, hook_when_complete, in_job, reducers
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
@@ -210,7 +209,7 @@ def _remove_ended() -> None:
 def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack) -> None:
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
-    A parameter that no module reduces gets torch's ``grad_dtype``. DDP refuses that, and reduces as `ddp.py` says.
+    A parameter that no module reduces gets torch's ``grad_dtype``. DDP refuses that, and reduces as `ranks.py` says.
     FSDP2 sets the gradient of a sharded parameter: a hook casts it to FP32 as soon as it is set, and sums in BF16 are
     refused.
     """

@@ -31,9 +31,9 @@ from hmpx.base.torch_private import LOADS, TRIAL_STEPS
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.state_codes import code_of
 from hmpx.updates import gradients
-from hmpx.updates.ddp import watch_wrapping
 from hmpx.updates.holding.state_dtypes import find_again, weight_keys
 from hmpx.updates.holding.stores import Stores
+from hmpx.updates.ranks import watch_wrapping
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
 from hmpx.updates.stepping.optimizer_classes import replaced_step

@@ -1,26 +1,41 @@
-"""Ranks of one job compare facts that must be equal on all of them, through the job's key-value store.
+"""What ranks of one job do together: compare facts, and exchange FP32 gradients under DistributedDataParallel (DDP).
 
-The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
-group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
+**Facts** that must be equal on all ranks are compared through the job's key-value store, the one in which
+`torch.distributed.init_process_group` met. It needs no collective, device or process group, so a rank may read it at
+any time and no other rank has to answer. Two things are written to it:
 
 - when an optimizer is attached, the facts of the first rank; every other rank compares itself with them, and all wait
   until they agree;
 - seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise, which finds a rank that alone has
   loaded a checkpoint.
+
+**Gradients.** DDP copies gradients into buckets of the parameter's dtype, BF16. A hook moves each gradient into an FP32
+tensor before DDP reads it. A communication hook reduces these tensors in FP32, and writes the mean into `p.grad` when
+backward is done. NxD's `use_fp32_grad_acc` and Megatron's `accumulate_allreduce_grads_in_fp32` do the same in their own
+engines.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from hmpx.base.torch_private import private
+from hmpx.base.changes import Changes
+from hmpx.base.torch_private import FP32_SUMS, graph_task, private
 from hmpx.errors import HmpxError
 
 _PATIENCE = timedelta(minutes=5)  # with which ranks wait for each other; less where the job's own timeout is less
@@ -132,3 +147,193 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
     elif ours != theirs:
         yield f"{at} is {ours!r}, not {theirs!r}"
+
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+_exchanges: WeakKeyDictionary[DistributedDataParallel, _Exchange] = WeakKeyDictionary()
+_ours: set[Parameter] = set()  # whose gradients accumulate in FP32, in whatever module
+_aside: dict[Tensor, Tensor] = {}  # their gradients, while p.grad is zeros
+_backward: int | None = None  # the pass that they come from
+_zeros: dict[torch.device, Tensor] = {}
+
+
+def reducers() -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel modules of this process."""
+    if not in_job():
+        return []
+    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]  # in C: there are millions
+    modules = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    return [m for m in modules if hasattr(m, "module")]  # its constructor may be running
+
+
+def replicas() -> dict[Parameter, DistributedDataParallel]:
+    """Return the parameters whose gradients a DistributedDataParallel module reduces, each with that module."""
+    return {p: module for module in reducers() for p in module.parameters()}
+
+
+def watch_wrapping(changes: Changes, wrapped: Callable[[DistributedDataParallel], None]) -> None:
+    """Call `wrapped` before the first forward of each module that is made from now on, until `changes` are undone."""
+
+    def registered(ddp: torch.nn.Module, name: str, _: torch.nn.Module) -> None:
+        if name == "module" and isinstance(ddp, DistributedDataParallel):  # its constructor takes the model
+
+            def first(ddp: DistributedDataParallel, _: object) -> None:
+                wrapped(ddp)
+                handle.remove()
+
+            handle = ddp.register_forward_pre_hook(first)  # by then, the user's communication hook is there
+
+    changes.callback(register_module_module_registration_hook(registered).remove)
+
+
+def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
+    """Call `hook` after each accumulation of a gradient, also for a parameter that is frozen now."""
+    requires_grad = p.requires_grad
+    try:
+        return p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        p.requires_grad_(requires_grad)
+
+
+def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
+    """Keep the gradient of `p` in FP32 for whichever module reduces it in a backward pass, until `undo`."""
+    FP32_SUMS.require()
+    _ours.add(p)
+    undo.callback(_ours.discard, p)
+    undo.callback(_aside.pop, p, None)  # a backward pass that failed may have left it
+    undo.callback(hook_when_complete(p, _set_aside).remove)
+
+
+def exchange_of(modules: Iterable[DistributedDataParallel]) -> None:
+    """Make modules reduce in FP32 if they hold a parameter of `exchange_in_fp32`.
+
+    Raises:
+        HmpxError: one has another communication hook.
+    """
+    for ddp in modules:
+        if ddp not in _exchanges and not _ours.isdisjoint(ddp.parameters()):
+            _exchanges[ddp] = _Exchange(ddp)
+
+
+class _Exchange:
+    """The FP32 gradients of one DDP module, from the end of their accumulation to the end of backward.
+
+    Meanwhile `p.grad` is zeros, which DDP copies into its BF16 bucket; the communication hook does not use them. Where
+    several modules hold one parameter, as after a model was wrapped again, the one whose forward ran calls its hook.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._group, self._params = ddp.process_group, set(ddp.parameters())
+        for p in self._params:  # the zeros of a pass are in one buffer, which may not grow while they are in use
+            _zeros_like(p)
+        self._begun: int | None = None  # the backward pass
+        self._hook = lambda _, bucket: self._reduce(bucket)
+        try:
+            ddp.register_comm_hook(None, self._hook)
+        except RuntimeError as error:
+            raise HmpxError(
+                "use_fp32_grad_acc exchanges gradients in a communication hook of DistributedDataParallel, and this "
+                f"module has another one already ({error})",
+                key=("use_fp32_grad_acc",),
+            ) from None
+        ddp.register_forward_pre_hook(lambda *_: self._before_forward())
+
+    def _before_forward(self) -> None:
+        for p in self._params & _aside.keys():  # a backward pass that failed may have left some
+            del _aside[p]
+
+    def begin(self, p: Parameter) -> None:
+        """Handle the first gradient of a backward pass, also of an inner one (reentrant checkpoints)."""
+        if p in self._params and self._begun != _backward:
+            self._begun = _backward
+            for q in self._params & _ours:
+                if q.grad is not None:  # DDP reads earlier gradients, too, of parameters that this pass does not use
+                    _take(q)
+                    q.grad = _zeros_like(q)
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if _ours.isdisjoint(self._params):  # torch cannot remove a communication hook: this does what its reducer does
+            mean = bucket.buffer().mul_(1 / self._group.size())
+            return (
+                dist.all_reduce(mean, group=self._group, async_op=True).get_future().then(lambda done: done.value()[0])
+            )
+        params, buffer = bucket.parameters(), bucket.buffer()
+        counts = [p.numel() for p in params]
+        flat = torch.zeros(sum(counts), dtype=torch.promote_types(buffer.dtype, torch.float32), device=buffer.device)
+        means = [part.view(p.shape) for p, part in zip(params, flat.split(counts), strict=True)]
+        ours, theirs = [], []
+        for p, mean, in_bucket in zip(params, means, bucket.gradients(), strict=True):
+            if p not in _ours:
+                mean.copy_(in_bucket)
+                theirs.append((in_bucket, mean))
+                continue
+            gradient = _aside.pop(p, None)
+            if gradient is None and p.grad is not None and p.grad.dtype is torch.float32:
+                gradient = p.grad  # restored by the backward pass of a checkpoint inside this one
+            ours.append((p, mean, gradient is not None))
+            if gradient is not None:
+                mean.copy_(gradient)
+        work = dist.all_reduce(flat.div_(self._group.size()), group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for p, mean, is_here in ours:
+                # DDP sets it, in BF16, where another rank has used the parameter; another module may have reduced it.
+                if is_here or (p.grad is not None and p.grad.dtype is not torch.float32):
+                    p.grad = mean
+
+        def fill(_: torch.futures.Future) -> Tensor:
+            for in_bucket, mean in theirs:
+                in_bucket.copy_(mean)
+            return buffer
+
+        _when_backward_is_done(finish)
+        return work.get_future().then(fill)
+
+
+def _set_aside(p: Parameter) -> None:
+    """Take the gradient before DDP reads it; a post-accumulate hook."""
+    global _backward
+    if _backward != (now := graph_task()):
+        _backward = now
+        _when_backward_is_done(_put_back)
+    _take(p)  # first: it may have been added to the zeros, which others have as well
+    p.grad = _zeros_like(p)
+    for exchange in list(_exchanges.values()):
+        exchange.begin(p)
+
+
+def _take(p: Parameter) -> None:
+    gradient = p.grad
+    if gradient is None:
+        return
+    zeros = gradient.data_ptr() == _zeros_like(p).data_ptr()  # a second use in this pass has added to them
+    if p in _aside:
+        _aside[p] += gradient
+    else:
+        _aside[p] = gradient.float()
+    if zeros:
+        gradient.zero_()
+
+
+def _put_back() -> None:
+    """Restore the gradients that no DDP has read: it was told not to synchronise, or the model ran without it."""
+    while _aside:
+        p, gradient = _aside.popitem()
+        p.grad = gradient
+
+
+def _when_backward_is_done(work: Callable[[], None]) -> None:
+    """Queue `work` after DDP's own callback, which writes the buckets into the gradients."""
+    queue = private("torch.autograd.Variable._execution_engine.queue_callback")
+    queue(functools.partial(queue, work))
+
+
+def _zeros_like(p: Parameter) -> Tensor:
+    """Return zeros of the size and strides of `p`, in a buffer that all parameters of a device share."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) if p.numel() else 0
+    if p.device not in _zeros or _zeros[p.device].numel() < size:
+        _zeros[p.device] = torch.zeros(size, dtype=torch.bfloat16, device=p.device)
+    return _zeros[p.device].as_strided(p.size(), p.stride())

@@ -35,10 +35,10 @@ from hmpx.base.raw import with_subclasses
 from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
 from hmpx.updates import around_steps, gradients, optimizer_hooks, ranks
-from hmpx.updates.ddp import replicas
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment, takes_hooks
+from hmpx.updates.ranks import replicas
 from hmpx.updates.stepping import released, step_count
 from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.optimizer_classes import HOOK, cell_of, is_watched, own_step
