@@ -16,7 +16,7 @@ from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
-from hmpx.rounding import eager, kinds, table
+from hmpx.rounding import eager, shared, table
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
 from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
@@ -34,7 +34,7 @@ def text(name):
 
 
 def test_a_kernel_stands_in_every_backend_and_is_tested():
-    kernels = [*kinds.KERNELS]
+    kernels = [*shared.KERNELS]
     assert "KERNEL(" in text("native_steps.c") and "FOR_EACH_KERNEL(FORMS)" in text("native_steps.c")
     in_c = set(re.findall(r"^KERNEL\((\w+),", text("native_steps.c"), re.MULTILINE))
     assert in_c == {*kernels}, "rounding/native_steps.c: KERNEL"
@@ -48,10 +48,10 @@ def test_a_kernel_stands_in_every_backend_and_is_tested():
     assert {each.kernel for each in formulas} == {*kernels}, "updates/stepping/optimizer_classes.py: _FORMULAS"
 
 
-@pytest.mark.parametrize("kernel", kinds.SCALARS_OF)
+@pytest.mark.parametrize("kernel", shared.SCALARS_OF)
 def test_the_scalars_of_a_kernel_have_one_order(kernel):
     """Of Triton, which has no names for them, each number that is read."""
-    names = [*kinds.SCALARS_OF[kernel]]
+    names = [*shared.SCALARS_OF[kernel]]
     loop = re.search(rf"^KERNEL\({kernel},.*?^}}", text("native_steps.c"), re.M | re.S)[0]
     in_c = dict(sorted((int(i), name) for name, i in re.findall(r"(\w+) = s\[(\d+)\]", loop)))
     assert in_c == dict(enumerate(names)), "rounding/native_steps.c"
@@ -78,8 +78,8 @@ def guide():
 
 
 def test_a_kind_of_tensor_has_one_number_everywhere():
-    names = [*kinds.HALF_BYTES]
-    assert [getattr(kinds, name) for name in names] == [*range(len(names))], "rounding/kinds.py"
+    names = [*shared.HALF_BYTES]
+    assert [getattr(shared, name) for name in names] == [*range(len(names))], "rounding/shared.py"
     said = re.search(r"/\* How a tensor is stored.*?\*/", text("native_stored.c"), re.DOTALL)[0]
     assert re.findall(r"^   ([A-Z][A-Z\d]*) ", said, re.MULTILINE) == names[1:], (
         "rounding/native_stored.c: what kinds are"
@@ -87,10 +87,10 @@ def test_a_kind_of_tensor_has_one_number_everywhere():
     (in_triton,) = re.findall(r"^(ABSENT[\w, ]+) = ", text("triton_kernels.py"), re.MULTILINE)
     assert in_triton.split(", ") == names, "rounding/triton_kernels.py: kinds"
     coded = {code.kind for code in STATE_CODES.values()}
-    assert {*kinds.CODES} == coded and coded <= {*table._DRAWN}, "rounding/kinds.py: CODES"
+    assert {*shared.CODES} == coded and coded <= {*table._DRAWN}, "rounding/shared.py: CODES"
     for name in ("native_stored.c", "triton_kernels.py"):  # C and Triton ask so whether a kind is of codes
         assert re.search(r"(?i)kind == CODED\W+kind >= FP8", text(name)), name
-    assert coded == {kinds.CODED, *range(kinds.FP8, len(names))}, "rounding/native_stored.c: is_coded"
+    assert coded == {shared.CODED, *range(shared.FP8, len(names))}, "rounding/native_stored.c: is_coded"
 
 
 def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):

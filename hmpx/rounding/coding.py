@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
-from hmpx.rounding.keys import Keys, Span, derive_key
 from hmpx.rounding.native import FP32, StoredTensor, is_plain
+from hmpx.rounding.shared import Keys, Span, derive_key
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import RowLayout, TableRow, launch_once
 

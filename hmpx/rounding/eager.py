@@ -18,7 +18,7 @@ import torch
 
 from hmpx.base.torch_private import copy_all, private
 from hmpx.rounding.devices import is_lazy, is_on_host, reinterpreted, shifted
-from hmpx.rounding.kinds import SCALARS_OF
+from hmpx.rounding.shared import SCALARS_OF
 
 Tensor = torch.Tensor
 
@@ -148,7 +148,7 @@ def _operand(other: _TensorList | Sequence[float]) -> Sequence:
     return other.tensors if isinstance(other, _TensorList) else other
 
 
-Numbers = Any  # its attributes are scalars by their names in `kinds.SCALARS_OF`, each with a value for each tensor
+Numbers = Any  # its attributes are scalars by their names in `shared.SCALARS_OF`, each with a value for each tensor
 States = list[Any]  # a `_TensorList` or None, in the order of `native_steps.c`
 
 

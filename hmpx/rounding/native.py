@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.rounding.keys import key_of
-from hmpx.rounding.kinds import (  # noqa: F401  whoever makes a `StoredTensor` asks this module for its kind
+from hmpx.rounding.shared import (  # noqa: F401  whoever makes a `StoredTensor` asks this module for its kind
     BF16,
     CODED,
     FOUR,
@@ -39,6 +38,7 @@ from hmpx.rounding.kinds import (  # noqa: F401  whoever makes a `StoredTensor` 
     SPLIT,
     SPLIT8,
     for_c,
+    key_of,
 )
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere

@@ -115,7 +115,7 @@ KERNEL(nadam, m, v, none) {
   }
 #define FORMS(NAME) FORM(NAME, 0) FORM(NAME, 1) FORM(NAME, 2) FORM(NAME, 3)
 #define THEIR_NAMES(NAME) {NAME##0, NAME##1, NAME##2, NAME##3},
-/* FOR_EACH_KERNEL is defined by kinds.py, as are the kinds and their sizes. */
+/* FOR_EACH_KERNEL is defined by shared.py, as are the kinds and their sizes. */
 
 FOR_EACH_KERNEL(FORMS)
 typedef void Kernel(float *const *, const uint16_t *const *, const float *, int64_t);

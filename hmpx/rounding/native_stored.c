@@ -2,7 +2,7 @@
 
 #include "native.h"
 
-/* How a tensor is stored, of kinds.py.
+/* How a tensor is stored, of shared.py.
 
    FP32     the steps work on it
    BF16     by stochastic rounding; `key` is that of its random numbers

@@ -107,7 +107,7 @@ import torch
 
 from hmpx.rounding.coding import CodeName, StateCode
 from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
-from hmpx.rounding.kinds import CODED, FLOATS, FOUR, FP8, SIXTEEN
+from hmpx.rounding.shared import CODED, FLOATS, FOUR, FP8, SIXTEEN
 
 Tensor = torch.Tensor
 

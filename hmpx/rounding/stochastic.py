@@ -50,7 +50,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager
 from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted, shifted
-from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key
+from hmpx.rounding.shared import MAX_UINT64, Keys, Span, derive_key
 from hmpx.rounding.table import TableRow, launch_once, row_of_rounding
 
 Tensor = torch.Tensor

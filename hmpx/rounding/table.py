@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.kinds import ABSENT, BF16, CODES, FP32, KERNELS, SPLIT8
 from hmpx.rounding.native import StepArguments, StoredTensor
+from hmpx.rounding.shared import ABSENT, BF16, CODES, FP32, KERNELS, SPLIT8
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding.kinds import CODED, FLOATS, FP8
-from hmpx.rounding.kinds import SIXTEEN as _SIXTEEN
+from hmpx.rounding.shared import CODED, FLOATS, FP8
+from hmpx.rounding.shared import SIXTEEN as _SIXTEEN
 
 SIXTEEN = tl.constexpr(_SIXTEEN)
 BEFORE_LAST = tl.constexpr(0.8874999284744263)  # the FP32 number below SIXTEEN[14]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding import kinds
+from hmpx.rounding import shared
 from hmpx.rounding.triton_bits import (
     are_one,
     bits_of,
@@ -29,12 +29,12 @@ from hmpx.rounding.triton_bits import (
 )
 
 TILE, CODES = tl.constexpr(8), tl.constexpr(128)
-SCALARS = tl.constexpr(kinds.SCALARS)
-ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(kinds.KERNELS)))
+SCALARS = tl.constexpr(shared.SCALARS)
+ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(shared.KERNELS)))
 
 # Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte.
 ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = (
-    tl.constexpr(kind) for kind in range(len(kinds.HALF_BYTES))
+    tl.constexpr(kind) for kind in range(len(shared.HALF_BYTES))
 )
 
 # How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hmpx.rounding import eager, native, stochastic, table
-from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
+from hmpx.rounding.shared import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.table import Table, run_all
 from tests.support import python
 from tests.support.kernel_steps import STEPS, stepped

@@ -11,7 +11,7 @@ import torch
 
 import hmpx
 from hmpx.rounding import eager
-from hmpx.rounding import keys as keys_of
+from hmpx.rounding import shared as keys_of
 from tests.support.numbers import special_values
 
 KEYS = {"seed": 7, "step": 3, "name": "blocks.0.weight"}

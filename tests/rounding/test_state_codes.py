@@ -10,8 +10,8 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout
-from hmpx.rounding.keys import Span
 from hmpx.rounding.native import StoredTensor
+from hmpx.rounding.shared import Span
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import join, split
 from hmpx.updates.holding.held import HeldCodes, RoundingKey, Segment

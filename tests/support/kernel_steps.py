@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hmpx.rounding import stochastic
-from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import BF16, CODED, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.shared import name_id
 from tests.support.numbers import special_values
 
 KEY = (2**63 + 5, 9)  # seed and step

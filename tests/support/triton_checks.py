@@ -13,8 +13,8 @@ import torch
 
 import hmpx
 from hmpx.rounding import eager, native, stochastic, table, triton
-from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.shared import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.state_codes import EIGHT_BITS, STATE_CODES
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import Table

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.rounding.keys import Span
+from hmpx.rounding.shared import Span
 from hmpx.rounding.state_codes import EIGHT_BITS
 from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.held import HeldCodes, HeldState, RoundingKey, Segment, held_states

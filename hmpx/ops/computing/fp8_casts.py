@@ -28,7 +28,7 @@ import torch
 
 from hmpx.base import process_state
 from hmpx.ops.policies.fp8_format import BLOCK, CODES, Format
-from hmpx.rounding.keys import Span
+from hmpx.rounding.shared import Span
 from hmpx.rounding.stochastic import random_numbers
 
 Tensor = torch.Tensor

@@ -30,7 +30,7 @@ from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout, CodeName, StateCode
 from hmpx.rounding.devices import shows_values
-from hmpx.rounding.keys import Keys, Span
+from hmpx.rounding.shared import Keys, Span
 from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of
 from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.sharding import Box, full, held_part, is_cut_from, like, local, part_of, share

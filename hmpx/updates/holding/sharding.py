@@ -17,8 +17,8 @@ import torch
 
 from hmpx.base.torch_private import FakeTensor, private
 from hmpx.errors import HmpxError
-from hmpx.rounding.keys import Span
 from hmpx.rounding.native import PLAIN
+from hmpx.rounding.shared import Span
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

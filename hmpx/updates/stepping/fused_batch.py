@@ -34,8 +34,8 @@ from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, table
 from hmpx.rounding.devices import is_lazy, kernels_for, lacks_data
-from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import KERNELS, StoredTensor
+from hmpx.rounding.shared import name_id
 from hmpx.rounding.state_codes import SCALES, STATE_CODES
 from hmpx.rounding.table import Tables, row_of_step, run_all
 from hmpx.updates.holding.held import (

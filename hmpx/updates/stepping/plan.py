@@ -20,8 +20,8 @@ import torch
 
 from hmpx.base.torch_private import KEPT_SHARDS, KEPT_STEPS, private
 from hmpx.rounding import native
-from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN
+from hmpx.rounding.shared import step_key
 from hmpx.rounding.state_codes import SCALES
 from hmpx.rounding.table import Tables
 from hmpx.updates.holding.sharding import held_part, is_sharded, local

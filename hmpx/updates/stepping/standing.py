@@ -24,8 +24,8 @@ import torch
 from hmpx.base.torch_private import KEPT_SHADOWS, KEPT_STEPS, private, version_of
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
-from hmpx.rounding.keys import step_key
 from hmpx.rounding.native import PLAIN, Spans
+from hmpx.rounding.shared import step_key
 from hmpx.rounding.table import Table, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.sharding import local

@@ -17,7 +17,7 @@ import torch
 from hmpx.base.torch_private import copy_all
 from hmpx.rounding import native
 from hmpx.rounding.devices import kernels_for
-from hmpx.rounding.keys import name_id
+from hmpx.rounding.shared import name_id
 from hmpx.rounding.table import Table, TableRow, row_of_move, run_all
 from hmpx.updates.holding.held import Held, RoundingKey, Segment
 from hmpx.updates.holding.sharding import local
