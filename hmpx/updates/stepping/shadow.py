@@ -261,7 +261,7 @@ class Shadow:
             self._remember_weights()
 
     def resume(self, weights: tuple[int, Tensor], shown: tuple[Any, int], gradient: tuple[Any, int]) -> None:
-        """Take it that these were seen when the step began: the real weights, the shown gradient and the real one."""
+        """Do what `begin` does, with what it would have found: the real weights, the shown gradient, the real one."""
         self._real_weights, (self.grad, self.version), self._real_gradient = weights, shown, gradient
         self._weight_before = self._gradient_before = None
 

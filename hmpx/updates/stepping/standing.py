@@ -1,9 +1,9 @@
 """A kept plan for classes that hmpx does not know: the shadows of all parameters stand from one step to the next.
 
 The FP32 copies of weights, gradients and state lie in one room, whose memory is released between two steps if it is
-large. The kernels move all of them in a few launches. For each tensor a step only compares, by functions in C. As soon
-as a step does more than that (it replaces a gradient, makes state, raises), it goes on as a `Chunk` does, with the same
-shadows.
+large. The kernels move all of them in a few launches. What else a step does for each tensor is to compare it, in
+functions in C. As soon as the optimizer does what needs more (it replaces a gradient, makes state, raises), the step
+goes on as that of a `Chunk`, with the same shadows.
 
 Nothing of the room may stay in other hands when its memory goes: an optimizer may keep ``p.grad`` in its state. So the
 references to the room and to all that stands are counted after each step.

@@ -169,7 +169,7 @@ class StandingStates:
             elif is_bf16(value):
                 need(value.dim() and value.is_contiguous() and not in_codes)
                 self.held.append(value)
-            else:
+            else:  # shown itself: a count or a mask, a moment that codes leave in FP32, weights
                 need(
                     not is_moment(value)
                     or (in_codes and not is_held)
