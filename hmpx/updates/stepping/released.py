@@ -79,7 +79,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.taken: set[int] = set()
-        self._kept: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
+        self._gradients: dict[_Where, list[tuple[Parameter, torch.Tensor, Released]]] = {}
         self._elements: dict[_Where, int] = {}
         self._marks: dict[int, Released] = {}  # by the id of the parameter, kept for the next steps
         self._backward = -1  # autograd's number of the backward pass in which `is_first` was last asked
@@ -95,7 +95,7 @@ class Waiting:
         mark = self._marks.get(id(p))
         if mark is None or mark.dtype is not gradient.dtype or mark.shape != gradient.shape or p.device != mark.device:
             self._marks[id(p)] = mark = Released(gradient, optimizer)
-        self._kept.setdefault(where, []).append((p, gradient, mark))
+        self._gradients.setdefault(where, []).append((p, gradient, mark))
         self._elements[where] = elements = self._elements.get(where, 0) + p.numel()
         p.grad, _is_used = mark, True
         self.taken.add(id(p))
@@ -109,18 +109,18 @@ class Waiting:
 
     def ready(self) -> list[_Where]:
         """Return the devices and streams whose gradients wait."""
-        return list(self._kept)
+        return list(self._gradients)
 
     def show(self, where: _Where) -> list[Parameter]:
         """Give the parameters that wait there their gradients again, for a step. After it, call `settle`."""
-        kept = self._kept[where]
-        for p, gradient, _ in kept:
+        waiting = self._gradients[where]
+        for p, gradient, _ in waiting:
             p.grad = gradient
         if where[1] is not None and where[1] != (now := torch.cuda.current_stream(where[0])):
             now.wait_stream(where[1])
-            for _, gradient, _ in kept:
+            for _, gradient, _ in waiting:
                 local(gradient).record_stream(now)
-        return [p for p, _, _ in kept]
+        return [p for p, _, _ in waiting]
 
     def settle(self, have_stepped: Callable[[list[Parameter]], bool], *wheres: _Where) -> list[Parameter]:
         """End the wait at `wheres`, or everywhere. Free the gradients of parameters that have stepped, keep the others.
@@ -130,21 +130,21 @@ class Waiting:
         """
         back: list[Parameter] = []
         for where in wheres or self.ready():
-            kept = self._kept[where]
-            are_stepped = have_stepped([p for p, _, _ in kept])
-            for p, gradient, mark in kept:
+            waiting = self._gradients[where]
+            are_stepped = have_stepped([p for p, _, _ in waiting])
+            for p, gradient, mark in waiting:
                 p.grad = mark if are_stepped else gradient
-            back += [] if are_stepped else [p for p, _, _ in kept]
-            del self._kept[where], self._elements[where]
+            back += [] if are_stepped else [p for p, _, _ in waiting]
+            del self._gradients[where], self._elements[where]
         self.taken.difference_update(map(id, back))
         return back
 
     def forget(self) -> None:
         """Drop all gradients that wait."""
-        for kept in self._kept.values():
-            for p, _, _ in kept:
+        for waiting in self._gradients.values():
+            for p, _, _ in waiting:
                 p.grad = None
-        for each in (self._kept, self._elements, self._marks, self.taken):
+        for each in (self._gradients, self._elements, self._marks, self.taken):
             each.clear()
 
 
