@@ -24,8 +24,8 @@ from hmpx.insight.report import grouped, number
 from hmpx.insight.tensors import LOW, has_numbers, low_dtype, memory, sample
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.held import Way
-from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.holding.sharding import local
+from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters
 
 Tensor = torch.Tensor
