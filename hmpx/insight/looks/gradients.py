@@ -27,7 +27,7 @@ from hmpx.updates.stepping.optimizer_classes import scope_of
 
 Optimizer = torch.optim.Optimizer
 _NORMAL = torch.finfo(torch.float16).smallest_normal
-_FEW = 0.01  # of the gradients: fewer below the normal numbers cost nothing
+_HARMLESS = 0.01  # of the gradients: fewer below the normal numbers cost nothing
 _SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 _SHORT = 0.25  # of the gradient: what leaves less shortens a step
 
@@ -127,7 +127,7 @@ class Scale(Look):
 
     def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
         share, _ = _tiny(notes)
-        if share > _FEW and not notes.skipped and math.isnan(self._off):
+        if share > _HARMLESS and not notes.skipped and math.isnan(self._off):
             yield (
                 f"what FP16 without a GradScaler costs the gradients of weights, where {percent(share)} of all "
                 "gradients are below its normal numbers: it is measured where backward() leaves them to an optimizer"
