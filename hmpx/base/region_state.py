@@ -77,7 +77,8 @@ class _Traced:
     """The settings of the region that Dynamo traces. `inside`: whether it traces one.
 
     Dynamo undoes what a trace writes here, so that every thread finds the settings outside of all regions.
-    It has slots, since Dynamo forgets writes to the `__dict__` of an object that come after a higher-order op.
+    It is no `threading.local`, to which Dynamo replays no writes. It has slots, since Dynamo forgets writes to the
+    `__dict__` of an object that come after a higher-order op.
     """
 
     __slots__ = ("casting", "inside", "island", "maps", "rounding", "scope", "under")
