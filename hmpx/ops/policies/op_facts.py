@@ -52,7 +52,8 @@ FOLLOWS = {
 # C functions without a schema of their own, and the op that they are.
 ALIASES = {"spmm": "mm", "dsmm": "mm"}
 
-# The operators of an op. `iadd` and its kin stand for the in-place operator alone, `rsub` for the reflected one.
+# The operators of an op. `iadd` and its kin stand for the in-place operator alone, `rsub` for the reflected one. No
+# name is made by underscores around another: `__nonzero__` is `bool()`, and `nonzero` an op.
 OPERATORS = {
     "add": ("__add__", "__radd__"),
     "sub": ("__sub__",),
