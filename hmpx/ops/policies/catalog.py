@@ -104,6 +104,7 @@ def _functions() -> Named:
             if isinstance(value, types.BuiltinFunctionType):
                 places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
     variable, layers = private("torch._C._VariableFunctions"), private("torch._VF") if has("torch._VF") else None
+    # Recurrent layers call by `torch._VF`, which is none of the namespaces.
     for aten in dir(variable):
         if not aten.startswith("__") and schemas(aten):
             held = places.get(id(getattr(variable, aten)), ())
@@ -227,7 +228,7 @@ def catalog() -> dict[str, Op]:
         entries = (*found.get(name, {}).values(), *in_place.get(name, ()))
         follows = op_facts.FOLLOWS.get(name)
         if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in found:
-            bare = name.split("_", 1)[1]
+            bare = name.split("_", 1)[1]  # `torch.linalg.norm` and the like compute something else than their namesakes
             follows = bare if name.startswith("special_") or bare == "matmul" else None
         ops[name] = Op(
             name,
