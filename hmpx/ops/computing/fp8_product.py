@@ -82,6 +82,7 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
         all_scales = scale if whole is None else aten.mul(scale, whole)
         shared = functools.partial(of_scales, form=form, dim=dim, scaling=cast.scaling, weight=cast.weight)
         watcher.seen(cast.role, x, codes, all_scales, cast.name, shared)
+    # On a CPU, torch's scaled_mm refuses scales of blocks; of stacks of matrices it has no product anywhere.
     if how.by == "scaled_mm" and form.scaling not in BLOCK and x.dim() == 2:
         return Codes(codes, scale)
     numbers, factor = decoded(codes, cast.name, form.saturating)
