@@ -98,7 +98,7 @@ class Casts:
         Modes(changes)
         self._put(self._table, changes)
         self._table.beside.apply(changes, self._rebindings[0], self._table.know)
-        forget_compiled()
+        forget_compiled()  # what was compiled before calls torch's own functions
         if self._table.mapping:
             self._table.mapping.apply(changes)
 
