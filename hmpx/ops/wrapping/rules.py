@@ -96,7 +96,7 @@ def is_explicit(args: tuple, kwargs: dict) -> bool:
 
 
 def is_stated(kwargs: dict) -> bool:
-    get = kwargs.get
+    get = kwargs.get  # the result of ``out=`` would go into a copy
     return get("dtype") is not None or get("out") is not None or get("out_dtype") is not None
 
 
