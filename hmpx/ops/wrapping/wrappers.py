@@ -121,6 +121,7 @@ def named_like(wrapper: Callable, label: str, original: Callable) -> Callable:
     What somebody has put in the place of torch's function may have attributes, and write to them by its own name: they
     are the wrapper's, too.
     """
+    # No functools.wraps: C functions call themselves `_VariableFunctionsClass.softmax`, which pickle does not find.
     module, _, name = label.rpartition(".")
     method = module in ("Tensor", "torch.Tensor")
     wrapper.__module__, wrapper.__qualname__ = ("torch", f"Tensor.{name}") if method else (module, name)
@@ -179,7 +180,7 @@ def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable])
 
     runs: the wrapper of each scope; more may be added.
     """
-    elsewhere = runs[0]
+    elsewhere = runs[0]  # by number: Dynamo guards the keys of a dict that traced code reads, and objects cannot be
 
     def scoped(*args, **kwargs):
         return runs.get(scope() or forward_scope(), elsewhere)(*args, **kwargs)
