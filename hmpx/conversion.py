@@ -198,7 +198,6 @@ class Conversion(Installation):
             self._log.goes_on = False
 
     def _change(self, changes: Changes) -> None:
-        """Make every change of this conversion, from torch as it is now."""
         everywhere = self.where == "everywhere"
         observers = [*([self._log] if self._verbose else ()), *process_state.observers]
         observer = Several(observers) if observers else None

@@ -130,8 +130,6 @@ class DtypeMap:
         return wrapper
 
     def _new(self, values: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the mapped dtype of a request."""
-
         def new(value: Any) -> Any:
             return self._asked.get(value, value) if type(value) in (torch.dtype, str) else value
 

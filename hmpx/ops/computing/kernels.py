@@ -138,7 +138,6 @@ _to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.str
 
 
 def _fp32_kernel(inputs: frozenset[torch.dtype]) -> Kernel:
-    """Return the FP32 kernels for ops whose inputs are of these dtypes."""
     names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in inputs)
     return Kernel(f"FP32 kernels for {names} on CPU", "too", lambda op, function: _computing(function, inputs))
 

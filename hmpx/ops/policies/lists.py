@@ -163,7 +163,6 @@ def _versions(wanted: str, place: Origin) -> tuple[tuple[float, ...], tuple[floa
 
 
 def _listed(side: str, value: Any, place: Origin | str, places: Places, may_add: bool) -> Iterable[Listed]:
-    """Yield the names of one list with their places."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise OpListError(f"{side} is {value!r}, not a list of names; a file goes to {side}_file_path", key=(side,))
     for i, name in enumerate(value):

@@ -258,7 +258,6 @@ def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
 def _observed(
     entry: Entry, point: Point, original: Callable, run: Callable, switch: Switch, observer: Observer
 ) -> Callable:
-    """Return the wrapper of an entry point while an observer is active."""
     public(original)
     if point.rule is None:
         plain, inner = run, reporting(run, casting=False)
