@@ -119,7 +119,7 @@ watching_writes = Changes()
 
 # Each code object that a wrapper runs, with its rule, by `id` (ops.wrapping.callers): two code objects from one source
 # are equal. It grows with the wrappers that are written; these are kept, too.
-rules: dict[int, tuple[types.CodeType, Any]] = {}
+code_rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 
 def place(name: str) -> Attribute:

@@ -23,16 +23,17 @@ from typing import Any
 import torch
 from torch.compiler import config
 
-from hmpx.base import process_state, region_state, run_in_region
+from hmpx.base import region_state, run_in_region
 from hmpx.base.changes import Attribute, Changes, Item
 from hmpx.base.compiling import when_imported
 from hmpx.base.torch_private import COMPILED, SCRIPT, private
 from hmpx.ops.forwards import unwrapped
 from hmpx.ops.policies.policy import Rule
+from hmpx.ops.wrapping.callers import rule_of
 
 _BUILTINS = private("torch.jit._builtins._get_builtin_table")()  # of torch's own functions, while they are in place
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
-_RULES = "torch._dynamo.trace_rules"
+_TABLES = "torch._dynamo.trace_rules"
 _RECURSIVE = "torch.jit._recursive"
 _NEWER_TABLES = tuple(  # that Dynamo builds from attributes of torch; older versions do not have them
     f"torch._dynamo.variables.torch.{name}"
@@ -81,9 +82,9 @@ class Compilers:
         codes = {wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType)}
         # `torch.compile(flex_attention)` is given the wrapper of an op that is a Python function, and compiles that.
         in_python = [wrapper for wrapper, original in originals.items() if isinstance(original, types.FunctionType)]
-        codes -= {wrapper.__code__ for wrapper in in_python if id(wrapper.__code__) in process_state.rules}
+        codes -= {wrapper.__code__ for wrapper in in_python if rule_of(wrapper.__code__) is not None}
         self._codes |= codes
-        if _RULES in sys.modules:
+        if _TABLES in sys.modules:
             _skip(codes)
         for wrapper, original in originals.items():
             if id(original) in _BUILTINS:
@@ -108,8 +109,8 @@ class Compilers:
             self._changes.callback(stance.__exit__, None, None, None)
             stance.__enter__()
             return
-        rules = dynamo.trace_rules
-        load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
+        tables = dynamo.trace_rules
+        load_object, get_tensor_method, originals = tables.load_object, tables.get_tensor_method, self._originals
 
         def load_original(name: str) -> Any:
             value = load_object(name)
@@ -121,13 +122,13 @@ class Compilers:
 
         def clear_tables() -> None:
             newer = filter(None, map(private, _NEWER_TABLES))
-            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method, *newer):
+            for table in (tables.get_torch_obj_rule_map, tables.get_tensor_method, get_tensor_method, *newer):
                 table.cache_clear()
 
         self._changes.callback(forget_compiled)
         self._changes.callback(clear_tables)
-        self._changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
-        self._changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
+        self._changes.put(Attribute(tables, "load_object", f"{_TABLES}.load_object"), load_original)
+        self._changes.put(Attribute(tables, "get_tensor_method", f"{_TABLES}.get_tensor_method"), get_original_methods)
         _skip(self._codes)
         self._watch_graphs(dynamo.output_graph)
         clear_tables()
@@ -161,7 +162,7 @@ class Compilers:
 def _skip(codes: Iterable[types.CodeType]) -> None:
     """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
     for code in codes if COMPILED.is_on() else ():
-        if process_state.rules.get(id(code), (code, None))[1] is not Rule.INSIDE:  # which is left with what it calls
+        if rule_of(code) is not Rule.INSIDE:  # which is left with what it calls
             private("torch._dynamo.eval_frame.skip_code")(code)
 
 
@@ -184,11 +185,11 @@ def _opens_regions(module: Any) -> bool:
 
 def forget_compiled() -> None:
     """Let torch compile everything anew."""
-    if _RULES in sys.modules:
+    if _TABLES in sys.modules:
         torch.compiler.reset()
 
 
 def trace_anew() -> None:
     """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals."""
-    if _RULES in sys.modules and COMPILED.is_on() and private("torch._guards.CompileContext.try_get")() is not None:
+    if _TABLES in sys.modules and COMPILED.is_on() and private("torch._guards.CompileContext.try_get")() is not None:
         raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")

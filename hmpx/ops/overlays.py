@@ -166,7 +166,7 @@ class Overlay:
         )
 
     @property
-    def rule(self) -> Rule | None:
+    def rule_of_ops(self) -> Rule | None:
         """The rule of every op that computes; None where there is no such one."""
         return Rule.FP32 if self.dtype is torch.float32 else LOW_RULES.get(self.dtype)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ class RulesAbove(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append({rule for frame in frames(sys._getframe(1)) if (rule := rule_of(frame))})
+        self.seen.append({rule for frame in frames(sys._getframe(1)) if (rule := rule_of(frame.f_code))})
         return func(*args, **(kwargs or {}))
 
 

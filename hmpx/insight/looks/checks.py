@@ -326,7 +326,7 @@ def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
     for frame in op.inner_frames():
-        if rule_of(frame) is not None:
+        if rule_of(frame.f_code) is not None:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
     path, _, line = spot.place.where.rpartition(":")

@@ -200,7 +200,7 @@ class Escaped(Look):
         caller = sys._getframe(3)
         if any(map(is_computing, frames(caller))):
             return  # FP32 kernels compute an op whose inputs and results are in low precision
-        deciding = (rule_of(frame) for frame in frames(caller))
+        deciding = (rule_of(frame.f_code) for frame in frames(caller))
         if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
             return
         op, rule = next(iter(wrong.items()))

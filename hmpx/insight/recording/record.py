@@ -205,7 +205,7 @@ class Recorder:
             entry=point.label,
             where=place.where or "?",
             module=place.module,
-            rule=str(rule or (overlay and overlay.rule) or ""),
+            rule=str(rule or (overlay and overlay.rule_of_ops) or ""),
             reason=reason_of_call(point, seen, policy, frame),
             given=dtypes[0],
             seen=dtypes[1],

@@ -11,7 +11,7 @@ import torch
 import wrapt
 
 from hmpx import errors
-from hmpx.base.process_state import rules
+from hmpx.base.process_state import code_rules
 from hmpx.base.raw import variables
 from hmpx.ops.policies.policy import Rule
 
@@ -26,12 +26,12 @@ _libraries: dict[int, tuple[types.CodeType, bool]] = {}
 
 def register(code: types.CodeType, rule: Rule) -> None:
     """Note that wrappers under `rule`, and no others, run this code."""
-    rules[id(code)] = code, rule
+    code_rules[id(code)] = code, rule
 
 
-def rule_of(frame: types.FrameType) -> Rule | None:
-    """Return the rule of the wrapper that runs in `frame`; None if no wrapper runs in it."""
-    return rules.get(id(frame.f_code), (None, None))[1]
+def rule_of(code: types.CodeType) -> Rule | None:
+    """Return the rule of the wrapper that this code is; None if it is no wrapper."""
+    return code_rules.get(id(code), (None, None))[1]
 
 
 def pass_over(code: types.CodeType) -> None:
