@@ -29,6 +29,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,7 @@ WIDEN: Literal["widen"] = "widen"  # an op that is not cast, and that torch woul
 # Attributes of the node of a `torch.autograd.Function`: whether its forward was cast, and the scope of that call.
 CASTS, SCOPE = "_hmpx_casts", "_hmpx_scope"
 _CASTS_OF_CUSTOM_FWD = "_fwd_used_autocast"  # where torch.amp.custom_fwd leaves it
+_RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 _counts_writes = has("torch.Tensor._version")
 Module = torch.nn.Module
@@ -241,12 +243,10 @@ def run_first(module: Module, forward: Callable, cast: Callable, args: tuple, kw
 
 def _returns_nothing(function: Callable) -> bool:
     """Return whether the code of a function returns None in all its lines."""
-    code = getattr(function, "__code__", None)
-    steps = [] if code is None else [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    ends = [i for i, (name, _) in enumerate(steps) if name.startswith("RETURN_") and name != "RETURN_GENERATOR"]
-    return bool(ends) and all(
-        ("LOAD_CONST", None) in steps[i - 1 : i] or steps[i] == ("RETURN_CONST", None) for i in ends
-    )
+    steps = pairwise(dis.get_instructions(function)) if hasattr(function, "__code__") else ()
+    # A line returns what the instruction before has loaded, or from Python 3.12 on a constant of its own.
+    returned = [last if each.opname == "RETURN_VALUE" else each for last, each in steps if each.opname in _RETURNS]
+    return bool(returned) and all(each.opname.endswith("_CONST") and each.argval is None for each in returned)
 
 
 def _note(noted: dict[int, Any], module: Module) -> None:
