@@ -97,7 +97,7 @@ class Casts:
         self._compilers.apply(changes)
         Modes(changes)
         self._put(self._table, changes)
-        self._table.beside.apply(changes, self._rebindings[0], self._table.know)
+        self._table.outside.apply(changes, self._rebindings[0], self._table.know)
         forget_compiled()  # what was compiled before calls torch's own functions
         if self._table.mapping:
             self._table.mapping.apply(changes)
@@ -147,7 +147,7 @@ class PatchTable(Patches):
     ) -> None:
         self.policies, self.mapping = policies, mapping
         self.switch, self._kernels, self._observer = Switch(everywhere), kernels, observer
-        self.beside = OutsideModel(self.switch)
+        self.outside = OutsideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
         self.foreign: dict[str, str] = {}  # what stands in torch's place and is no function, in words
@@ -156,7 +156,7 @@ class PatchTable(Patches):
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
         patches = (
             *self._further(),
-            *self.beside.patches(),
+            *self.outside.patches(),
             *parametrizations(self.switch),
             *(autocast.questions(self.switch, policies) if governs_autocast(policies[0]) else ()),
             *(registered(self.switch, policies) if governs_autocast(policies[0]) else ()),

@@ -198,7 +198,7 @@ def _running(run: Callable, switch: Switch, original: Callable) -> Callable:
     return running
 
 
-# What runs beside it
+# What runs outside of it
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:

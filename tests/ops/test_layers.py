@@ -68,14 +68,14 @@ def test_an_op_whose_schema_does_not_say_so_writes_to_its_statistics(where, list
 
 def test_running_statistics_are_found_by_their_names():
     """Those of layers that are synchronized over ranks, and of cuDNN, which no CPU runs."""
-    for name, written, beside in (
+    for name, written, same_dtype in (
         ("batch_norm_gather_stats_with_counts", (3, 4), (1, 2)),
         ("batch_norm_gather_stats", (3, 4), (1, 2)),
         ("cudnn_batch_norm", (3, 4), (1, 2)),
         ("native_batch_norm_backward", (), ()),
     ):
         signature = read_signature(name, "input")
-        assert (signature.statistics, signature.beside) == (written, beside), name
+        assert (signature.statistics, signature.same_dtype) == (written, same_dtype), name
 
 
 NORMS = {

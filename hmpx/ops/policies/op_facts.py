@@ -233,7 +233,7 @@ INSIDE_THE_MODEL = (
     "torch._higher_order_ops.flex_attention:FlexAttentionHOP.__call__",
     "torch._higher_order_ops.flex_attention:FlexAttentionBackwardHOP.__call__",
 )  # fmt: skip
-# What runs beside it. `updates.step_hooks` watches optimizer steps.
+# What runs outside of it. `updates.step_hooks` watches optimizer steps.
 OUTSIDE_THE_MODEL = (
     # learning rates, and averages of weights
     "torch.optim.lr_scheduler", "torch.optim.lr_scheduler:LRScheduler",

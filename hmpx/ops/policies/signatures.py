@@ -36,7 +36,7 @@ class Signature:
         is looked at.
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` or an `out_dtype` may stand among the positional arguments behind `lead`.
-    statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
+    statistics: positions of tensors that the op may write to. same_dtype: of tensors whose dtype is theirs.
     python: implemented in Python, so that it may call other listed ops.
     refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not.
     loss: it has a `reduction`, as losses alone have. in_lists: it takes lists, and their tensors in pairs.
@@ -47,7 +47,7 @@ class Signature:
     tail: tuple[Argument, ...] = ()
     dtype_positional: bool = True
     statistics: tuple[int, ...] = ()
-    beside: tuple[int, ...] = ()
+    same_dtype: tuple[int, ...] = ()
     python: bool = False
     refuses_mixed: bool = False
     takes_mixed: Callable[..., bool] | None = None
@@ -87,7 +87,7 @@ def read_signature(name: str, first: str) -> Signature:
     agreed = shared is not None and 0 < len(shared) == length and writable
     every = [a for schema in all_schemas(f"aten::{name}") for a in schema.arguments if not a.kwarg_only]
     dtype_positional = any(a.name in ("dtype", "out_dtype") for a in every)
-    statistics, beside = _statistics(name, overloads)
+    statistics, same_dtype = _statistics(name, overloads)
     op = op_facts.RENAMED.get(name, name).removesuffix("_")
     if not statistics and not name.endswith("_"):
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
@@ -96,7 +96,7 @@ def read_signature(name: str, first: str) -> Signature:
         tail=_tail([arguments[length:] for arguments in overloads]) if agreed else (),
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
-        beside=beside,
+        same_dtype=same_dtype,
         refuses_mixed=refuses_mixed(op),
         takes_mixed=TAKES_MIXED.get(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),

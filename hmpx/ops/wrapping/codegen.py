@@ -231,14 +231,14 @@ def make_wrapper(
     }
     target, first = TARGETS.get(rule), f"_{tensors[0].name}_dtype"
     wanted = first if target is None else "_target"
-    kept = {parameters[i] for i in (*signature.statistics, *signature.beside)}
+    kept = {parameters[i] for i in (*signature.statistics, *signature.same_dtype)}
     # FP32 statistics, and the tensors beside them, are right for every input; so is an absent one.
     right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
     right = [f"_{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"_{p.name}_dtype"]
     if target is None and kept:
         right.insert(0, f"{first} in _eligible")
-    if signature.beside:  # a bias without a weight gets one
-        weight, bias = (parameters[i].name for i in signature.beside)
+    if signature.same_dtype:  # a bias without a weight gets one
+        weight, bias = (parameters[i].name for i in signature.same_dtype)
         right.append(f"({bias} is None or {weight} is not None)")
     fields["right"] = " and ".join(right) or "True"
     body = ""

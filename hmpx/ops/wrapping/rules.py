@@ -139,12 +139,12 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
     names = [p.name for p in signature.lead or ()]
     written = {*signature.statistics, *(names[i] for i in signature.statistics if i < len(names))}
-    follow = {*signature.beside, *(names[i] for i in signature.beside)}
+    follow = {*signature.same_dtype, *(names[i] for i in signature.same_dtype)}
     places = {**dict(enumerate(args)), **kwargs}
-    beside = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)
+    theirs = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)
 
     def fit(key: Any, value: Any) -> Any:
-        return value if key in written else cast(value, beside if key in follow else dtype)
+        return value if key in written else cast(value, theirs if key in follow else dtype)
 
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
 
@@ -262,12 +262,12 @@ def _with_weight(signature: Signature, args: tuple) -> tuple:
 
     On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
     """
-    weight, bias = (args[i] if i < len(args) else None for i in signature.beside or (len(args), len(args)))
+    weight, bias = (args[i] if i < len(args) else None for i in signature.same_dtype or (len(args), len(args)))
     if weight is not None or bias is None or not is_eligible(bias):
         return args
     with torch.no_grad():
         ones = torch.ones_like(bias)
-    return (*args[: signature.beside[0]], ones, *args[signature.beside[0] + 1 :])
+    return (*args[: signature.same_dtype[0]], ones, *args[signature.same_dtype[0] + 1 :])
 
 
 def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
@@ -275,8 +275,10 @@ def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor,
 
     What stands beside them is widened with them.
     """
-    group = {i: args[i] for i in (*signature.statistics, *signature.beside) if i < len(args) and is_eligible(args[i])}
-    if not signature.beside or all(each.dtype in (torch.float32, args[0].dtype) for each in group.values()):
+    group = {
+        i: args[i] for i in (*signature.statistics, *signature.same_dtype) if i < len(args) and is_eligible(args[i])
+    }
+    if not signature.same_dtype or all(each.dtype in (torch.float32, args[0].dtype) for each in group.values()):
         return args, []
     wide = {i: cast(each, torch.float32) for i, each in group.items()}
     written = [(group[i], wide[i]) for i in signature.statistics if i in wide and wide[i] is not group[i]]
