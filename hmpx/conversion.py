@@ -33,7 +33,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.lists import SIDES, read_lists
 from hmpx.ops.policies.policy import WHERE, OptLevel, Policy, Unknown, Where, build_policy
 from hmpx.ops.user_functions import check_functions
-from hmpx.ops.wrapping.observing import FirstStep, Observer, Several, VerboseLog, positions_in_words
+from hmpx.ops.wrapping.observing import FirstStep, Observer, ObserverGroup, VerboseLog, positions_in_words
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach
@@ -91,7 +91,7 @@ class Conversion(Installation):
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._log = VerboseLog()
         self._rounded: dict[str, int] = {}
-        self._said: set[str] = set()
+        self._logged_once: set[str] = set()
         self._first_step = FirstStep(policy.low_precision)
         self.prepared: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self.prepared_by: Any = None  # the recipe, if `hmpx.prepare` has made this conversion
@@ -200,7 +200,7 @@ class Conversion(Installation):
     def _change(self, changes: Changes) -> None:
         everywhere = self.where == "everywhere"
         observers = [*([self._log] if self._verbose else ()), *process_state.observers]
-        observer = Several(observers) if observers else None
+        observer = ObserverGroup(observers) if observers else None
 
         self._put_variables(changes, observer)
         for rule in self.rules:
@@ -225,7 +225,7 @@ class Conversion(Installation):
     def _put_variables(self, changes: Changes, observer: Observer | None) -> None:
         """Give the variables of the process those of this conversion."""
         own = {"prepared": self.prepared, "learn": self._learn, "observer": observer}
-        own |= {"gradients_rounded": self._rounded, "said": self._said}
+        own |= {"gradients_rounded": self._rounded, "logged_once": self._logged_once}
         for noted in ("models", "averages"):
             own[noted] = modules = dict[int, Any]()
             changes.callback(modules.clear)

@@ -110,7 +110,7 @@ awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 first_steps: list[Callable[[], None]] = []
 
 # What the conversion in force has logged, of messages that it logs once (ops.wrapping.observing).
-said: set[str] = set()
+logged_once: set[str] = set()
 
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
 # `watching_writes` watches those ways to write to a tensor that leave no trace.

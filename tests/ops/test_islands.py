@@ -170,7 +170,7 @@ def test_a_region_is_a_models_where_it_opens_inside_of_a_forward(where, caplog):
             caplog.clear()
             assert getattr(trainer, method)().dtype is dtype, method
             assert caplog.text.count("Trainer.training_step, which is no forward") == (method == "training_step")
-            process_state.said.clear()
+            process_state.logged_once.clear()
 
 
 @WHERE

@@ -90,7 +90,7 @@ class Observer(Protocol):
         ...
 
 
-class Several:
+class ObserverGroup:
     """Observers around one another, the first outermost."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -290,8 +290,8 @@ def positions_in_words(policy: Policy) -> str:
 def say_once(level: int, said: str, frame: types.FrameType) -> None:
     """Log a message with the user's line, once in a conversion."""
     with _lock:
-        new = said not in process_state.said
-        process_state.said.add(said)
+        new = said not in process_state.logged_once
+        process_state.logged_once.add(said)
     if new:
         logger.log(level, "hmpx: %s: %s", users_line(frame), said)
 
