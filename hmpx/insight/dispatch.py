@@ -18,10 +18,18 @@ from typing import Any
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, autograd_node, graph_task, private, tree_map_only
+from hmpx.base.torch_private import (
+    DISPATCH,
+    TorchDispatchMode,
+    autograd_node,
+    graph_task,
+    private,
+    tree_leaves,
+    tree_map_only,
+)
 from hmpx.insight.finding import Finding, Names
 from hmpx.insight.notes import Notes, OpCall, Schema, own_frame
-from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample
+from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample, view_of
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.ops.wrapping.overriding import PLAIN
 
@@ -249,13 +257,33 @@ class OpWatch(TorchDispatchMode):
 
     def _look(self, op: OpCall) -> None:
         if op.is_view and (facts := self._notes.facts(op.given[0])):
-            for result in op.results:
-                self._notes.add(result, **facts)
+            for at, result in enumerate(op.results):
+                self._notes.add(result, **_seen_through(op, at, facts))
         for see in self._see[op.stage]:
             try:
                 see(self._notes, op)
             except Exception as error:  # of one look, which hides nothing from the next
                 note_trouble(self._trouble, error)
+
+
+def _seen_through(op: OpCall, at: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a tensor as those of a view of it, which may have fewer numbers, or in another order.
+
+    What the numbers were in FP32 is seen through the same view; other facts that hold numbers are left out.
+    """
+    given, view = op.given[0], op.results[at]
+    if view_of(view) == view_of(given):
+        return facts
+    handed_on = {name: fact for name, fact in facts.items() if name not in ("derived", "read", "sum", "exact")}
+    if "exact" in facts and op.args[0] is given and view.dtype is given.dtype:
+        func, rest, kwargs, exact = op.func, op.args[1:], op.kwargs, facts["exact"]
+
+        def seen() -> Tensor | None:
+            whole = exact()
+            return None if whole is None else tree_leaves(func(whole, *rest, **kwargs))[at]
+
+        handed_on["exact"] = seen
+    return handed_on
 
 
 def is_of_hook(frame: FrameType) -> bool:

@@ -33,6 +33,8 @@ _OF_LIBRARY = "the line is a library's, so change what you call it with"
 _OpOverload = private("torch._ops.OpOverload")
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
 _COPIES = frozenset(("copy_", "_foreach_copy_", "fill_"))  # which read nothing of what was there
+# How many of an op's results torch writes in full; the rest of log_alpha, beyond a sequence's end, is what was there.
+_WRITTEN = {"_ctc_loss": 1, "_cudnn_ctc_loss": 1}
 _REDUCES = {"reduce_scatter": "reduce-scatter", "all": "all-reduce", "reduce": "reduce"}  # by a part of the op's name
 
 
@@ -207,7 +209,8 @@ class OpCall:
 
     @property
     def nonfinite(self) -> Tensor | None:
-        return next((each for each in self.results if each.numel() and not is_finite(each)), None)
+        written = self.results[: _WRITTEN.get(self.name)]
+        return next((each for each in written if each.numel() and not is_finite(each)), None)
 
     def is_called_from(self, *names: str) -> bool:
         """Whether one of the nearest frames has such a function's name, or is in a file whose path ends so."""

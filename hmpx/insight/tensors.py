@@ -86,9 +86,9 @@ def memory(tensor: Tensor) -> int:
         return -id(part)
 
 
-def view_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+def view_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
     """Return what two tensors have in common that are one view of the same memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def called_in_fp32(func: Callable, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Tensor]) -> Any:

@@ -59,6 +59,54 @@ def test_wrong_begins_at_an_error_and_where_a_gradient_depends_on_it(name):
     assert read.wrong == is_off and not logged.wrong, (str(read), str(logged))
 
 
+VIEWS = {
+    "the whole": lambda p: p,
+    "transposed, of the same shape": lambda p: p.t(),
+    "a part": lambda p: p[3:9],
+    "the second of two": lambda p: p.chunk(2, 1)[1],
+    "of one dimension": lambda p: p.view(-1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_a_view_shows_is_off_as_far_as_its_own_numbers_are(name):
+    """Logarithms of a view of probabilities that BF16 has rounded, beside those of the same numbers in FP64."""
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    view = VIEWS[name]
+    exact = view(x.double().softmax(0)).log()
+    off = float((view(x.softmax(0)).log().double() - exact).norm() / exact.norm())
+    found = found_in(lambda out: out.square().mean() - 0 * view(x.clone().requires_grad_().softmax(0)).log().sum())
+    one = only(found, "log")
+    assert not one.wrong and f"off by {100 * off:.1f} %" in one.said, (one, off)
+
+
+def test_a_state_of_which_fewer_rows_go_on_is_looked_at():
+    """As in recurrent layers over sequences that are packed."""
+
+    def loss_of(out):
+        state, sizes = torch.zeros(4, 4, dtype=BF16), (4, 4, 3, 3, 1)
+        for size in sizes:
+            state = state[:size] + 0.1 * out[:size].to(BF16)
+        return state.float().square().mean()
+
+    assert not found_in(loss_of).findings
+
+
+def test_numbers_that_torch_leaves_unwritten_are_no_nan():
+    """The second result of CTC's loss, beyond the ends of shorter sequences and targets."""
+
+    def loss_of(out):
+        log_probs = out[:12, None].expand(12, 4, 4).log_softmax(-1)
+        lengths = torch.tensor([12, 10, 9, 12]), torch.tensor([5, 4, 5, 3])
+        return F.ctc_loss(log_probs, torch.ones(4, 5, dtype=torch.long), *lengths)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # it fills such memory with NaN
+    try:
+        assert not found_in(loss_of).findings
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 POLES = {
     "acos": torch.acos,
     "atanh": torch.atanh,
