@@ -28,7 +28,7 @@ from hmpx.base.torch_private import (
     tree_map_only,
 )
 from hmpx.insight.finding import Finding, Names
-from hmpx.insight.notes import Notes, OpCall, Schema, own_frame
+from hmpx.insight.notes import Notes, OpCall, Schema, own_frame, without_numbers
 from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample, view_of
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.ops.wrapping.overriding import PLAIN
@@ -256,6 +256,7 @@ class OpWatch(TorchDispatchMode):
                     notes.note_weight(t, op.stage == "forward")
 
     def _look(self, op: OpCall) -> None:
+        self._notes.begin_op(op.schema.targets(op.args, op.kwargs) if op.schema.written else ())
         if op.is_view and (facts := self._notes.facts(op.given[0])):
             for at, result in enumerate(op.results):
                 self._notes.add(result, **_seen_through(op, at, facts))
@@ -274,7 +275,7 @@ def _seen_through(op: OpCall, at: int, facts: dict[str, Any]) -> dict[str, Any]:
     given, view = op.given[0], op.results[at]
     if view_of(view) == view_of(given):
         return facts
-    handed_on = {name: fact for name, fact in facts.items() if name not in ("derived", "read", "sum", "exact")}
+    handed_on = without_numbers(facts)
     if "exact" in facts and op.args[0] is given and view.dtype is given.dtype:
         func, rest, kwargs, exact = op.func, op.args[1:], op.kwargs, facts["exact"]
 

@@ -33,11 +33,8 @@ _OF_LIBRARY = "the line is a library's, so change what you call it with"
 _OpOverload = private("torch._ops.OpOverload")
 NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split())
 _COPIES = frozenset(("copy_", "_foreach_copy_", "fill_"))  # which read nothing of what was there
-# How many of an op's results torch writes in full; the rest of log_alpha, beyond a sequence's end, is what was there.
-_WRITTEN = {"_ctc_loss": 1, "_cudnn_ctc_loss": 1}
+_WRITTEN = {"_ctc_loss": 1, "_cudnn_ctc_loss": 1}  # how many results are written in full; log_alpha is in part
 _REDUCES = {"reduce_scatter": "reduce-scatter", "all": "all-reduce", "reduce": "reduce"}  # by a part of the op's name
-
-
 _AROUND = ("_dynamo/eval_frame.py", "torch/_compile.py")  # Dynamo, once imported, adds frames around a dispatch mode's
 
 
@@ -223,10 +220,15 @@ class OpCall:
         return any(next(modules(each), None) is not None for each in calls)
 
 
+def without_numbers(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a tensor that hold where it has other numbers, or shows them in another order."""
+    return {name: fact for name, fact in facts.items() if name not in ("derived", "read", "sum", "exact")}
+
+
 class Notes:
     """What the ops tell: lines at which something was found, and facts of tensors, as long as the tensors live.
 
-    Facts, by name:
+    Facts, by name; derived, read, sum and exact hold until an op writes:
         moment: "square", "mean", "mean of square" or "square of mean".
         cast: the dtype before the last cast, and the line of this cast.
         derived: samples of the older tensors that it was computed of, by address; and what it would be in FP32.
@@ -273,7 +275,10 @@ class Notes:
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
         self.node: int | None = None  # the last of them
         self._readers: dict[int | None, set[Spot]] = {}  # by node, the lines whose results the op reads
-        self._facts: dict[tuple, tuple[StorageWeakRef, dict[str, Any]]] = {}  # by memory: a subclass comes as an alias
+        # By memory, as a subclass comes as an alias; each with the number of the op that made it.
+        self._facts: dict[tuple, tuple[StorageWeakRef, int, dict[str, Any]]] = {}
+        self._written: dict[int, int] = {}  # by memory: the number of the last op that has written to it
+        self._ops, self._writes = 0, set[int]()  # the number of this op, and the memory that it writes to
 
     def place(self, frame: python_types.FrameType) -> Place:
         return self._places.of(frame)
@@ -412,16 +417,27 @@ class Notes:
         """Return the facts of a tensor. Only `add` may change them."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return {}
-        storage, facts = self._facts.get(view_of(tensor), (None, {}))
-        return facts if storage is not None and not storage.expired() else {}
+        storage, made, facts = self._facts.get(view_of(tensor), (None, 0, {}))
+        if storage is None or storage.expired():
+            return {}
+        return without_numbers(facts) if made < self._written.get(memory(tensor), 0) else facts
 
     def add(self, tensor: Tensor, **facts: Any) -> None:
         if len(self._facts) > self._MOST:
             self._facts.clear()
-        self._facts[view_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), {**self.facts(tensor), **facts}
+        known = self.facts(tensor)
+        known = without_numbers(known) if memory(tensor) in self._writes else known
+        held = StorageWeakRef(tensor.untyped_storage())
+        self._facts[view_of(tensor)] = held, self._ops, {**known, **facts}
+
+    def begin_op(self, written: Sequence[Tensor]) -> None:
+        """Count an op, which writes to these tensors. What is known of their numbers holds until the next op."""
+        self._written.update(dict.fromkeys(self._writes, self._ops))
+        self._ops, self._writes = self._ops + 1, {*map(memory, written)}
 
     def forget_facts(self) -> None:
         self._facts.clear()
+        self._written.clear()
         self._nodes.clear()
         self._readers.clear()
         self._weights_of.clear()

@@ -80,6 +80,35 @@ def test_what_a_view_shows_is_off_as_far_as_its_own_numbers_are(name):
     assert not one.wrong and f"off by {100 * off:.1f} %" in one.said, (one, off)
 
 
+def _half(p):
+    return p.mul_(0.5)
+
+
+def _copy(p):
+    return p.copy_(p.flip(0) * 0.1)
+
+
+def _part(p):
+    p[:8] = 0.9
+    return p
+
+
+@pytest.mark.parametrize("write", [_half, _copy, _part])
+def test_what_is_written_to_is_not_off_from_what_it_was(write):
+    """Logarithms of what a line has made of probabilities in place: only their own rounding counts."""
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    written = write(x.softmax(0))
+    off = float((written.log().double() - written.double().log()).norm() / written.double().log().norm())
+
+    def loss_of(out):
+        with torch.no_grad():
+            given = write(x.softmax(0))
+        return out.square().mean() - 0 * given.requires_grad_().log().sum()
+
+    one = only(found_in(loss_of), "log")
+    assert not one.wrong and f"off by {100 * off:.1f} %" in one.said, (one, off)
+
+
 def test_a_state_of_which_fewer_rows_go_on_is_looked_at():
     """As in recurrent layers over sequences that are packed."""
 

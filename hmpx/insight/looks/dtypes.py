@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name, tensors_in
-from hmpx.base.torch_private import base_of
+from hmpx.base.torch_private import base_of, version_of
 from hmpx.insight.dispatch import Look, OpLook, few, in_autocast
 from hmpx.insight.finding import Finding, Names, percent, some
 from hmpx.insight.notes import Notes, OpCall, Place, Spot
@@ -332,10 +332,22 @@ def hand_on(op: OpCall, notes: Notes) -> None:
     elif squares := _squares(op, notes):
         notes.add(op.out, squares=squares)
     if (rounded := _rounded(op, notes)) is not None:
-        is_small = op.out.numel() <= SAMPLED and (exact := _later(op, notes)()) is not None
-        notes.add(op.out, rounded=rounded, **({"exact": lambda: exact} if is_small else {}))
+        can_be_repeated = op.out.numel() <= SAMPLED and not op.schema.written
+        exact = _later(op, notes)() if can_be_repeated else None
+        notes.add(op.out, rounded=rounded, **({} if exact is None else {"exact": lambda: exact}))
     elif op.name == "_to_copy" and op.out.dtype in LOW and op.given and op.given[0].dtype is torch.float32:
-        notes.add(op.out, exact=weakref.ref(op.given[0]))
+        notes.add(op.out, exact=_as_it_is(op.given[0]))
+
+
+def _as_it_is(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """Return a function that returns a tensor, and None if it is gone or was written to."""
+    there, version = weakref.ref(tensor), version_of(tensor)
+
+    def unchanged() -> Tensor | None:
+        found = there()
+        return found if found is not None and version_of(found) == version else None
+
+    return unchanged
 
 
 def _later(op: OpCall, notes: Notes) -> Callable[[], Tensor | None]:
@@ -343,7 +355,7 @@ def _later(op: OpCall, notes: Notes) -> Callable[[], Tensor | None]:
 
     def source(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return notes.facts(value).get("exact", weakref.ref(value))
+            return notes.facts(value).get("exact", _as_it_is(value))
         return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
 
     func, args, kwargs = op.func, [*map(source, op.args)], {key: source(value) for key, value in op.kwargs.items()}
