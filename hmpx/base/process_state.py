@@ -92,7 +92,7 @@ observers: list[Any] = []
 # Who looks at casts to FP8, by thread (insight.recording); empty while nobody does.
 fp8_watchers: dict[int, Any] = {}
 
-# How many gradients were rounded stochastically, by their name (ops.computing.fp8_casts): of the conversion in force,
+# How many gradients were rounded stochastically, by their name (ops.policies.fp8_format): of the conversion in force,
 # or of products outside of one.
 gradients_rounded: dict[str, int] = {}
 

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.base import process_state
 from hmpx.insight.run_state import kept
-from hmpx.ops.computing.fp8_casts import in_parts, mixed, to_e2m1
-from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
+from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format, in_parts, mixed, to_e2m1
 from hmpx.rounding.shared import derive_key
 from tests.support.numbers import quantize
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hmpx.ops.computing.fp8_casts import in_parts
+from hmpx.ops.policies.fp8_format import in_parts
 
 BF16 = torch.bfloat16
 
@@ -47,6 +47,6 @@ def nearly_equal(one, other, differ, by=1):
 
 
 def quantize(x, name, form, dim, scaling, weight=False, site=""):
-    """Codes of FP8, and the scale: ``codes.float() * scale`` are the numbers that `x` becomes: `fp8_casts`."""
+    """Codes of FP8, and the scale: ``codes.float() * scale`` are the numbers that `x` becomes: `fp8_format`."""
     codes, scale, whole = in_parts(x, name, form, dim, scaling, weight, site)
     return codes, scale if whole is None else torch.ops.aten.mul(scale, whole)  # which no list names

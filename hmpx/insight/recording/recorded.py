@@ -27,7 +27,7 @@ from hmpx.insight.report import (
     size,
     times,
 )
-from hmpx.ops.computing.fp8_casts import spills_of
+from hmpx.ops.policies.fp8_format import spills_of
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ they are cast after that; the codes of a whole weight wait on each rank, unless 
 
 `cast_both` runs kernels in Triton (`fp8_triton`). It reads a matrix twice (once where blocks share scales), and writes
 both codings, laid out as the products want them. In launches: the largest magnitude and the codes, with one fill of
-zeros in front where lines share scales; blocks need one. `fp8_casts` computes the same codes in aten ops, which
+zeros in front where lines share scales; blocks need one. `fp8_format` computes the same codes in aten ops, which
 compilers see into; that is what runs elsewhere.
 
 Sums are taken as torchao and TransformerEngine take them: of the output with fast accumulation, of gradients without.

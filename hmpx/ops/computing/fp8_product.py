@@ -27,8 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hmpx.base.process_state import fp8_watchers
-from hmpx.ops.computing.fp8_casts import decoded, encoded, factors, in_parts, mixed, of_scales
-from hmpx.ops.policies.fp8_format import BLOCK, Format
+from hmpx.ops.policies.fp8_format import BLOCK, Format, decoded, encoded, factors, in_parts, mixed, of_scales
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ A matrix is read as (M, N) with neighbours along N. `last` are its codes for a p
 `first` are those for a sum along M, of the transposed matrix, whose rows are padded with zeros to `HELD` codes, as
 hardware wants the length of a sum.
 
-The numbers are those of `fp8_casts`, to the bit. There a factor is taken in FP64; of a BF16 number, a division in FP32
+The numbers are those of `fp8_format`, to the bit. There a factor is taken in FP64; of a BF16 number, a division in FP32
 that is rounded to nearest comes to the same. Magnitudes are compared as the bits of FP32, which are ordered as the
 numbers are, with inf and then NaN above all.
 """
