@@ -1,7 +1,5 @@
 """Every test starts with torch as it was made, and fails if it ends with anything else."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

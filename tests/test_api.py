@@ -1,7 +1,5 @@
 """The reference is what the docstrings say, and names everything that is public."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hmpx

@@ -1,7 +1,5 @@
 """A change that hmpx makes outside itself is taken back where it still stands, and left with a warning where not."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

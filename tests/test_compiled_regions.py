@@ -1,7 +1,5 @@
 """Compiled code under regions: operators alone, asyncio tasks, checkpointed bodies, threads; and how many graphs."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

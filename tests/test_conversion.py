@@ -1,7 +1,5 @@
 """convert and restore: what is installed, what comes back, what a failure leaves behind."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import logging

@@ -1,7 +1,5 @@
 """On a GPU: the kernels' bits, a training's bits, several GPUs, streams and graphs. `bench gpu` runs these."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -3,8 +3,6 @@
 Each fails with the name of the file that is to be edited.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

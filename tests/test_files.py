@@ -1,7 +1,5 @@
 """A file that hmpx writes is there as a whole, or as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """A child that is forked while another thread is at work in hmpx finds no lock held."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """hmpx is deleted from `sys.modules` and imported again, as notebooks do."""
 
-from __future__ import annotations
-
 import textwrap
 
 from tests.support import python

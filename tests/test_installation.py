@@ -1,7 +1,5 @@
 """One conversion, and one recipe, is in force at a time; a ``with`` gives back the one that it replaced."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

@@ -1,7 +1,5 @@
 """The op lists are found in a wheel, in an editable install and in a checkout, and a wheel is pure."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One owner of what casts keep for the whole process: it says what is in use, and nobody else keeps any."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What hmpx reads of the functions that are running: their variables, which it must not keep."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 

@@ -1,7 +1,5 @@
 """Regions as decorators, in compiled code and in listed functions; and HMP's own names."""
 
-from __future__ import annotations
-
 import inspect
 import os
 

@@ -1,7 +1,5 @@
 """Whatever is done can be undone, and is undone where it breaks: after each of its steps, everything is as it was."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

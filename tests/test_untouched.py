@@ -1,7 +1,5 @@
 """The picture that every test is held against: it sees what is left behind, wherever that is, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -3,8 +3,6 @@
 Run by the command in the README's developer part, in an environment of its own: PJRT_DEVICE=CPU, lazy tensors.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

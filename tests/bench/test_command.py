@@ -1,7 +1,5 @@
 """The command of the bench: what it refuses before it measures, and the tables that it prints and writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

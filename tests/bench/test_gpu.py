@@ -1,7 +1,5 @@
 """`bench gpu`: one line where there is no GPU; else a process for each part, a JSON, a page, and what fell short."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`bench host`: what a step costs the host, without a GPU, and which rows exceed their limits."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """What tables are made of: memory, measured of allocations of known size, and the published shapes of models."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

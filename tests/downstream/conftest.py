@@ -1,7 +1,5 @@
 """The libraries that people use, offline and silent."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

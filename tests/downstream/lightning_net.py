@@ -1,7 +1,5 @@
 """The network of the loop by hand, as a module of Lightning."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 from torch import nn
 

@@ -1,7 +1,5 @@
 """`hmpx.prepare` before and after `accelerator.prepare`: what Accelerate alone has; `test_trainers` has the rest."""
 
-from __future__ import annotations
-
 import accelerate
 import pytest
 import torch

@@ -3,8 +3,6 @@
 PEFT, bitsandbytes and torchao have the bits of a loop by hand; TRL and sentence-transformers train as in FP32.
 """
 
-from __future__ import annotations
-
 import copy
 
 import peft

@@ -1,7 +1,5 @@
 """`hmpx.compare` on architectures that people train, built tiny from their configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The examples for trainers, shorter than by default: they run, show progress, and come to what they say."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people do with models, under `convert()`: copy, pickle, save, recompute, generate."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

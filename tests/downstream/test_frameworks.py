@@ -1,7 +1,5 @@
 """The frameworks under a recipe that does not fit, and beside hmpx."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

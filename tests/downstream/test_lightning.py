@@ -1,7 +1,5 @@
 """`HmpxPrecision` in Lightning's hands: what Lightning alone has; `test_trainers` has what every trainer does."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from types import SimpleNamespace

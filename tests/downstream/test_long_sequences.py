@@ -4,8 +4,6 @@ They say "FP32 here" in the manner of their library, which differs from one vers
 own in ../README.md, which runs this file with older ones.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

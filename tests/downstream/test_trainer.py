@@ -1,7 +1,5 @@
 """`HmpxCallback` in the hands of transformers' Trainer: what this one alone has; `test_trainers` has the rest."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

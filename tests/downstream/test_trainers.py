@@ -1,7 +1,5 @@
 """What hmpx promises in every trainer's hands: the bits of a loop by hand, of an unbroken run, of an eager one."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

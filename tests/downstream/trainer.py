@@ -1,7 +1,5 @@
 """A tiny GPT-2 under transformers' Trainer, and the same steps in a loop by hand."""
 
-from __future__ import annotations
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 

@@ -5,8 +5,6 @@ and of one that goes on from a checkpoint of its middle; and `by_hand`, the mode
 `how` is "", "compiled", or "recomputing" for activation checkpointing; `clip` is a word of `CLIPS`.
 """
 
-from __future__ import annotations
-
 import accelerate
 import lightning.pytorch as pl
 import torch

@@ -1,7 +1,5 @@
 """What one or two checkpoints tell, read in every form, against trainings of which it is known."""
 
-from __future__ import annotations
-
 import json
 import math
 

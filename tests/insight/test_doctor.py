@@ -1,7 +1,5 @@
 """`doctor` finds each fault that was planted in a training, and is silent where it was not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a finding says to do, done: the finding is gone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

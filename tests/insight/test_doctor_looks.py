@@ -1,7 +1,5 @@
 """What `doctor` judges one by one: parameters, writes however spelt, the path to a NaN, what nobody looked at."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """`doctor` says WRONG of what it has measured, and of nothing else; what it has not looked at it says."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`doctor` says of numbers what it says: WRONG begins at an error that was measured, and a cure was tried."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """`doctor` on two ranks: shards are looked at as weights are, and replicas are compared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

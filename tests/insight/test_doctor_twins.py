@@ -1,7 +1,5 @@
 """`doctor` measures how far weights, averages and counts move, and says what it could not look at."""
 
-from __future__ import annotations
-
 import re
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """A record finds the listed ops that no patch in Python reaches, and names the user's line."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

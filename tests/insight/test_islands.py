@@ -1,7 +1,5 @@
 """What record, explain and the verbose log say of regions of torch.autocast, and of positions in low precision."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

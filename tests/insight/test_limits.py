@@ -4,8 +4,6 @@ Each row makes the number that a limit is about out of numbers that BF16 and FP1
 moves it: 100 weights of which 89 move as they should have kept 0.89 of their way.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

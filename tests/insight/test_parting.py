@@ -1,7 +1,5 @@
 """Where two runs part: what `record --hash` keeps of a run, and what `report --diff` says of two."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """What doctor says that everything is in, and what `--expect` says that has changed, of small trainings."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """What doctor says that gradients are summed in on two ranks, and what `--expect` says there."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """The dtypes, calls, casts and bytes that `record` writes down are those that torch's dispatcher sees."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

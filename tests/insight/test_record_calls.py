@@ -1,7 +1,5 @@
 """What `record` writes down of single calls, beside numbers worked out by hand, and what it leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import tracemalloc

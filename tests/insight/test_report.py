@@ -1,7 +1,5 @@
 """A record as it is shown: the table in a terminal, the page in a browser, and two records side by side."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

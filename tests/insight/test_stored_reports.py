@@ -1,7 +1,5 @@
 """What doctor, record, compare and tune print of two models, stored whole: one with a fault, one without."""
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The search of `tune` beside trying every choice, on problems whose errors are known."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

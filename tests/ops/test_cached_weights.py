@@ -1,7 +1,5 @@
 """`cached_weights`: the bits of plain casts, one cast a weight, and nothing stale however a weight is written to."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import itertools

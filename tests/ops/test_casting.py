@@ -1,7 +1,5 @@
 """The rules of `oplists/README.md`, each on the ops a person would meet, against torch's own results."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The catalogue: it knows what the lists name, and what it says of torch is measured."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from pathlib import Path

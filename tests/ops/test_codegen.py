@@ -1,7 +1,5 @@
 """Written wrappers: their source is what the docstring shows, and the code that runs tells the rule."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import linecache

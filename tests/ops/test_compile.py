@@ -1,7 +1,5 @@
 """torch.compile under a conversion: whole graphs, the bits of eager, and nothing stale."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import subprocess

@@ -3,8 +3,6 @@
 A row for each op that has code of its own, and for each kind of list. `test_compile.py` has models, regions and steps.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Ops that torch composes in C++ follow their parts, as torch's profiler sees these; and views stay views."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -1,7 +1,5 @@
 """The map of dtypes: whatever asks for one gets its successor, and afterwards everything is as before."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

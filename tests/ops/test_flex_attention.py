@@ -1,7 +1,5 @@
 """`flex_attention` in a list: query, key and value are cast, score functions and block masks are not."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """convert and restore run no code of the objects that they look through, and undo themselves completely."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

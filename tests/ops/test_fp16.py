@@ -1,7 +1,5 @@
 """FP16 as the low precision of a conversion: whatever BF16 does, with the other dtype."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

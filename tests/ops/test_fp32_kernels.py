@@ -1,7 +1,5 @@
 """Ops that run in BF16 or FP16, computed by FP32 kernels: held against FP64 and against native kernels."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Casts to FP8 by kernels: in Triton's interpreter, on the CPU, and compiled for a GPU that is not there."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import logging

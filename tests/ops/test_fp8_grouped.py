@@ -1,7 +1,5 @@
 """Grouped products in FP8: torchao's numbers where it has a CPU reference, and what does not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A user's own functions: decorators, and dotted names in lists."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import importlib

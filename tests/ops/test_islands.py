@@ -1,7 +1,5 @@
 """`torch.autocast` regions and questions where op lists cast; the oracle is torch.autocast, or the model in FP32."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

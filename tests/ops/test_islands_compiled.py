@@ -1,7 +1,5 @@
 """`torch.autocast` regions in compiled, exported and traced code where op lists cast; the oracle is the eager model."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

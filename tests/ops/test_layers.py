@@ -1,7 +1,5 @@
 """Norms, recurrent layers, embeddings, encoders and losses under casts, as people call them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Op list files: what reads, what is refused, and what the refusal says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

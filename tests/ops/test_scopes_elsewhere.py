@@ -1,7 +1,5 @@
 """Module rules and `casts` regions beside the rest of torch: compiled, scripted, replicated, sharded."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

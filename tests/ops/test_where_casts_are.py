@@ -1,7 +1,5 @@
 """In which dtype an op runs: each situation under each setting, in eager code."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """`activate`: optimizers are attached as they are made, models cast before they are distributed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

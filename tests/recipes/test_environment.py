@@ -1,7 +1,5 @@
 """The recipe that environment variables stand for."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -5,8 +5,6 @@ FP32 masters and gradients beside FP32 copies (`updates/test_programs`), dtypes 
 `torch.autocast("xla")` on an XLA device (`test_xla`).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

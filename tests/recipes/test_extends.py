@@ -1,7 +1,5 @@
 """`extends`: a recipe that changes another one. The nearest word wins, wherever it is said."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Each key of a recipe arrives where it acts, by `prepare` and by `activate`: what it changes is seen there."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Parameters that stay in the dtype in which they come, and are named."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The recipe key `parameters`: other dtypes and other ways to hold weights and state, by the names of parameters."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

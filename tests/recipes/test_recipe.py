@@ -1,7 +1,5 @@
 """Recipes, and `prepare`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import OrderedDict

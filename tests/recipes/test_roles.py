@@ -1,7 +1,5 @@
 """`<head>`, `<norms>` and `<last 15%>` in `modules`, and the recipes that have them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m hmpx run`` and HMPX_RECIPE: scripts that know nothing of hmpx, run as a user runs them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

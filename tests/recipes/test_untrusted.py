@@ -1,7 +1,5 @@
 """Files that somebody else has written: whatever is in them is read at once, or is an error with file and line."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

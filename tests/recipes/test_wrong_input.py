@@ -1,7 +1,5 @@
 """Wrong input, and what is said of it: `data/wrong_input.txt` has files, who reads them, and each error as a whole."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

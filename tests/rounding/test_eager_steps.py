@@ -1,7 +1,5 @@
 """The twin of the kernels' steps, in torch's operators, beside the kernels in C: to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The folder that compiled kernels are kept in: what is damaged or planted there is not loaded."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

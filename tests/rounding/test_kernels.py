@@ -1,7 +1,5 @@
 """One implementation a backend, the same bits from each."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

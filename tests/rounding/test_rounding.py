@@ -1,7 +1,5 @@
 """Stochastic rounding: the numbers against pure Python integers, their quality, and the corners of the format."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

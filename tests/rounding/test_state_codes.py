@@ -1,7 +1,5 @@
 """State in codes: every code and scale against an oracle, the mean, the corners, parts of a tensor, torchao."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The kernels in Triton: in its interpreter, on the CPU, and compiled for a GPU that is not there."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

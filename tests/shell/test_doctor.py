@@ -1,7 +1,5 @@
 """`doctor` from the shell: the script runs as ever, and what is wrong is told beneath it."""
 
-from __future__ import annotations
-
 import json
 import re
 

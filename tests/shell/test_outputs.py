@@ -1,7 +1,5 @@
 """What a command writes replaces no file, unless it is asked to."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """`record` and `report` from the shell: scripts that know nothing of hmpx, and some that do."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The shell commands, run as a user runs them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

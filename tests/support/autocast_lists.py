@@ -1,7 +1,5 @@
 """The lists that cast as `torch.autocast` does on a CPU."""
 
-from __future__ import annotations
-
 from hmpx.ops.policies.lists import shipped
 
 _SIDES = ("bf16", "fp32", "promote")

@@ -1,7 +1,5 @@
 """Blocks of a transformer that tests of casts call."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """For tests of compiled code: each begins and ends with nothing compiled; some need a Dynamo that traces regions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Trains a model while `hmpx.doctor` looks at it."""
 
-from __future__ import annotations
-
 import torch
 
 import hmpx

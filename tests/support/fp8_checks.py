@@ -5,8 +5,6 @@ Triton's interpreter rounds to FP8 in its own way. In its place stands torch's c
 even one, which is what the instruction of a GPU does (PTX: cvt.rn.satfinite).
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Runs a module of checks in an interpreter of its own: Triton reads its variables when it is imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

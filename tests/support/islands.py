@@ -1,7 +1,5 @@
 """Models with `torch.autocast` regions inside; each computes the same under torch.autocast and under op lists."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters of several shapes, in two groups of an attached optimizer, for tests of steps that follow each other."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn, optim
 

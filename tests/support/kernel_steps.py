@@ -1,7 +1,5 @@
 """Steps for the kernels: parameters whose weights and states are held in every way."""
 
-from __future__ import annotations
-
 import torch
 
 from hmpx.rounding import stochastic

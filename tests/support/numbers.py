@@ -1,7 +1,5 @@
 """Numbers that rounding has to get right, and a rounding to BF16 that torch does not have."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

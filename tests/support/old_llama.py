@@ -1,7 +1,5 @@
 """A Llama in the style of older transformers: a region of torch.autocast holds its angles in FP32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

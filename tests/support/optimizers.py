@@ -1,7 +1,5 @@
 """Optimizers that hmpx does not know, of the kinds that people write."""
 
-from __future__ import annotations
-
 from torch import optim
 
 

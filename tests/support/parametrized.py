@@ -1,7 +1,5 @@
 """Layers with each of torch's own parametrizations."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

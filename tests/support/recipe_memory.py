@@ -1,7 +1,5 @@
 """What a training under a recipe holds and takes, measured, beside its footprint; for any device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What a recording of one call says."""
 
-from __future__ import annotations
-
 import hmpx
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import Site

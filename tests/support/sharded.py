@@ -1,7 +1,5 @@
 """A small model, the ways to shard it, and a hash that is the same however tensors are cut."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

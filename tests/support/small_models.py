@@ -1,7 +1,5 @@
 """Small models of the kinds that people train, with batches and a loss; each trains well in BF16."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """State in codes, worked out another way: from a list of all numbers that a code has, without their bits."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """Named parameters and gradients that several tests train with, the same for every dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

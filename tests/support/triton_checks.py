@@ -3,8 +3,6 @@
 A check is a function here whose name begins with `check_`. The process prints, in JSON, what each has raised.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from unittest import mock

@@ -1,7 +1,5 @@
 """Ranks that differ are told of it, on all ranks, and Join is refused."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What becomes of an attachment: copied, pickled, given more parameters, detached, forgotten."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """What somebody else does beside a step, or in its middle: ranks that die, forks, scalers, loads, lookups by object."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

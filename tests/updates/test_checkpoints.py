@@ -1,7 +1,5 @@
 """Checkpoints of attached optimizers: what is saved, what is loaded, what hooks of the user see, what is lost."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What an attachment wants of its parameters is its own: others come and go, and parameters change, and it holds."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

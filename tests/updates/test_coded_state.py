@@ -1,7 +1,5 @@
 """State in codes goes to and from other dtypes and codes, and keeps updates as large as FP32 state does."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -1,7 +1,5 @@
 """The step number and the seed in checkpoints and groups; `test_programs.py` has groups that come, go and change."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

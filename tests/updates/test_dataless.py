@@ -1,7 +1,5 @@
 """Tensors without data: `FakeTensorMode` and the meta device tell a run's dtypes and sizes before it is paid for."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Checkpoints through torch.distributed.checkpoint: saved on some ranks, resumed on others, to the bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

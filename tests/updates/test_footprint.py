@@ -1,7 +1,5 @@
 """The table of bytes against memory that is measured."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

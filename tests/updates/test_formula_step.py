@@ -1,7 +1,5 @@
 """Steps by a formula where no kernel takes the parameters as they are held: the bits of the kernels in C."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from itertools import cycle

@@ -1,7 +1,5 @@
 """The fused kernels, beside the optimizers' own classes in float64."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import math

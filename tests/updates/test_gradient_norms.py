@@ -1,7 +1,5 @@
 """Norms of gradients beside an attached optimizer: FP64 of exact squares, whatever the ranks hold of them."""
 
-from __future__ import annotations
-
 import fractions
 import math
 

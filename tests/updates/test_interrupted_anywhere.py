@@ -1,7 +1,5 @@
 """An interrupt at each instruction of hmpx's own code in a step: nothing stays taken, and every signal is handled."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Lack of memory where random programs do not see it; `test_programs.py` has it at any operation of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import signal

@@ -3,8 +3,6 @@
 `test_programs.py` has steps of each way and optimizer after every other change, beside FP32 copies.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import weakref

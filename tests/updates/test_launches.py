@@ -1,7 +1,5 @@
 """What a step may tell an accelerator; and what `support.launches` counts, against counts by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

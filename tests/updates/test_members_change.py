@@ -1,7 +1,5 @@
 """Parameters that come, go and are replaced: their names, their masters, and what is said."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,7 +1,5 @@
 """How much memory a step takes beside weights, gradients and state."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest

@@ -1,7 +1,5 @@
 """The names that random numbers are keyed by: where they come from, and that no two are the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

@@ -3,8 +3,6 @@
 bitsandbytes comes with the extra `large`; what is not installed is skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Parameters that share elements in memory: an error says who they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

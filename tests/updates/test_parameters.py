@@ -1,7 +1,5 @@
 """Rules for parameters: each is held as an optimizer of its own would hold it, and checkpoints go on with that."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -3,8 +3,6 @@
 `tests/support/programs.py` says what a program is and how to run more of them; `oracle.py` what it is held against.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

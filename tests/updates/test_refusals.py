@@ -1,7 +1,5 @@
 """What `attach` and `detach` do not take is refused, with the reason, and nothing is attached."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

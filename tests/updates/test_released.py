@@ -1,7 +1,5 @@
 """Gradients that were released: whoever asks for them gets an error, and never a zero."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

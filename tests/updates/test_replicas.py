@@ -1,7 +1,5 @@
 """DistributedDataParallel and ZeroRedundancyOptimizer: replicas stay one model, whatever each rank's generator does."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

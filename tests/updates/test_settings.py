@@ -3,8 +3,6 @@
 They are `attach`'s arguments, the fields of `Settings`, and the keys of a recipe.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import MISSING, fields

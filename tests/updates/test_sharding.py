@@ -1,7 +1,5 @@
 """Sharded parameters: the weights are those of one process, however they are cut."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What a step does to gradients, beside the same optimizer on FP32 copies; weights written past the shown list."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Kept steps of classes that hmpx does not know, beside the same steps with new FP32 copies in each of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

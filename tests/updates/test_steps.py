@@ -1,7 +1,5 @@
 """Steps as people call them: after others in a region, and with arguments that are no closure."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback

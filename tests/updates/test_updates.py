@@ -3,8 +3,6 @@
 `test_programs.py` compares the bits of every optimizer, in every layout, with those on FP32 copies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

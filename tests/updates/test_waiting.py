@@ -1,7 +1,5 @@
 """Released gradients that wait, so that their parameters step together; `test_programs.py` has the steps that break."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

@@ -1,7 +1,5 @@
 """Who computes a step where nobody says `fused`: hmpx or the optimizer, as its class and its options say."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
