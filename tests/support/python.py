@@ -2,7 +2,8 @@
 
 To import torch and its compiler takes a program 4 seconds; a fork of a process that has both takes a few milliseconds.
 What is forked is as a fresh interpreter would be: nothing but torch is imported, hmpx is not, and arguments,
-environment, folder, standard streams and exit status are the program's own. What an interpreter reads when it starts,
+environment, folder, standard streams and exit status are the program's own. Only ``python -m hmpx``, which would take a
+second to load its commands and to write its first wrappers, finds both done. What an interpreter reads when it starts,
 its flags and variables such as `OMP_NUM_THREADS` and `ATEN_CPU_CAPABILITY`, is read no more: a test of these starts
 `sys.executable` itself, and so do some of the others, one for each way to start.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -30,6 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOCKET = "HMPX_TESTS_PYTHON"  # the variable by which a `python` of the shell finds the server
+WITH_HMPX = "-hmpx"  # what the address of the second server, which has hmpx imported, ends with
 SERVE = "import torch, torch._dynamo, torch.utils.cpp_extension; from tests.support import python; python.serve()"
 
 
@@ -86,7 +89,7 @@ def _end(process: subprocess.Popen, place: str, starter: int) -> None:
 
 def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[int, ...]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
+        connection.connect(address + WITH_HMPX * (arguments[:2] == ["-m", "hmpx"]))
         socket.send_fds(connection, [json.dumps([arguments, cwd, env]).encode() + b"\n"], list(fds))
         return int(connection.makefile().readline())
 
@@ -97,21 +100,12 @@ def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[in
 def serve() -> None:
     """Listen, and fork for each request; only what is forked returns from here, as the program that was asked for."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # no program looks through what all of them share, which would copy that memory for each
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(os.environ[SOCKET])
-        listening.listen(64)
-        print("ready", flush=True)
-        starter = os.getppid()
-        while True:
-            if not select.select([listening], [], [], 2)[0]:
-                if os.getppid() != starter:  # it was killed
-                    os._exit(0)
-                continue
-            connection, _ = listening.accept()
-            if not os.fork():
-                break
-            connection.close()
+    listening = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+    for each, end in zip(listening, ("", WITH_HMPX), strict=True):
+        each.bind(os.environ[SOCKET] + end)
+        each.listen(64)
+    print("ready", flush=True)
+    connection = _forked(listening)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     received, fds, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not received.endswith(b"\n"):
@@ -124,6 +118,43 @@ def serve() -> None:
         os.dup2(fd, number)
         os.close(fd)
     _become(*json.loads(received))
+
+
+def _forked(listening: list[socket.socket]) -> socket.socket:
+    """Return, in a fork, the connection of a request. The first for hmpx makes the server that has it imported."""
+    gc.freeze()  # no program looks through what all of them share, which would copy that memory for each
+    starter = os.getppid()
+    while True:
+        ready = select.select(listening, [], [], 2)[0]
+        if not ready and os.getppid() != starter:  # it was killed
+            os._exit(0)
+        if listening[1:] and listening[1] in ready:
+            if not os.fork():
+                listening.pop(0).close()
+                _import_hmpx()
+                return _forked(listening)
+            listening.pop().close()
+        elif ready:
+            connection, _ = listening[0].accept()
+            if not os.fork():
+                for each in listening:
+                    each.close()
+                return connection
+            connection.close()
+
+
+def _import_hmpx() -> None:
+    """Load every command, and write the wrappers of casts everywhere and in models."""
+    try:
+        main = importlib.import_module("hmpx.shell.main")
+        for module, _ in main._COMMANDS.values():
+            importlib.import_module(f"hmpx.shell.{module}")
+        hmpx = importlib.import_module("hmpx")
+        hmpx.convert().restore()
+        hmpx.activate("bf16-sr").restore()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
 
 
 def _status(pid: int, connection: socket.socket) -> int:
