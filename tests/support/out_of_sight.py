@@ -1,7 +1,8 @@
 """What `convert()` need not look through in most tests.
 
 It looks through everything that is alive for captured names, and what test libraries bring along, a million objects and
-two thousand modules, would cost each test a second.
+two thousand modules, would cost each test a second. Nor does a record in most tests look for those who hold a function
+where no name leads, which it does among all objects once more.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from hmpx.ops import sweep
 _LIBRARIES = {"_pytest", "dill", "matplotlib", "mpmath", "numpy", "pluggy", "pygments", "scipy", "setuptools", "sympy"}
 _LIBRARIES |= {"triton", "yaml", *sys.stdlib_module_names}
 _BEFORE = sweep._OFF_LIMITS
+_OTHERS = sweep.Sweep.others
 
 
 def hide() -> None:
     """Take all objects out of the garbage collector's lists, and let these libraries' modules stay as they are."""
     gc.collect()
     gc.freeze()
+    sweep.Sweep.others = lambda self: None
     _leave(_BEFORE | _LIBRARIES)
 
 
@@ -35,6 +38,7 @@ def hide_what_has_come() -> None:
 def show() -> None:
     """Have everything looked through, as in a user's process."""
     gc.unfreeze()
+    sweep.Sweep.others = _OTHERS
     _leave(_BEFORE)
 
 
