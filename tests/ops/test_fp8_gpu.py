@@ -1,10 +1,8 @@
 """Casts to FP8 by kernels: in Triton's interpreter, on the CPU, and compiled for a GPU that is not there."""
 
-import ast
 import importlib.util
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hmpx
 from hmpx.ops.computing import matrix_products
-from tests.support.fresh_python import run
+from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
-SOURCE = ast.parse((Path(__file__).parents[1] / "support/fp8_checks.py").read_text(encoding="utf-8"))
-CHECKS = [each.name for each in SOURCE.body if isinstance(each, ast.FunctionDef) and each.name.startswith("check_")]
+SLOW = {"check_the_largest_number_in_each_tile_of_a_program", "check_cached_weights_keep_codes"}
+CHECKS = checks_of(ROOT / "tests/support/fp8_checks.py", SLOW)
 wants_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def raised():
-    return run("tests.support.fp8_checks", TRITON_INTERPRET="1")
+def raised(request):
+    return run("tests.support.fp8_checks", *asked_for(request), TRITON_INTERPRET="1")
 
 
 @wants_triton

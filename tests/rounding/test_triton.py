@@ -1,25 +1,23 @@
 """The kernels in Triton: in its interpreter, on the CPU, and compiled for a GPU that is not there."""
 
-import ast
 import importlib.util
 import re
 
 import pytest
 
 from hmpx.rounding import native
-from tests.support.fresh_python import ROOT, run
+from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
-SOURCE = ast.parse((ROOT / "tests/support/triton_checks.py").read_text(encoding="utf-8"))
-CHECKS = [
-    f.name for f in SOURCE.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_") and not f.args.args
-]
+# Of shards the quick tests have `check_a_part_is_written_with_the_numbers_of_its_elements`.
+SLOW = {"check_codes_of_special_values", "check_codes_of_shards", "check_a_shard_takes_the_numbers_of_its_elements"}
+CHECKS = checks_of(ROOT / "tests/support/triton_checks.py", SLOW | {"check_a_list_of_all_ways_at_once"})
 IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers", "check_a_shard_takes_the_numbers_of_its_elements")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def raised():
-    return run("tests.support.triton_checks", TRITON_INTERPRET="1")
+def raised(request):
+    return run("tests.support.triton_checks", *asked_for(request), TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("check", CHECKS)
