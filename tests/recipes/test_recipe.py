@@ -21,6 +21,20 @@ BF16 = torch.bfloat16
 NXD = {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
 
 
+def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "mine.txt").write_text("linear\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("opt_level: O1\nbf16_file_path: lists/mine.txt\nweights: split\nseed: 7\n")
+    recipe = read_recipe(path)
+    assert recipe.bf16_file_path == str(tmp_path / "lists" / "mine.txt") and recipe.weights == "split"
+    assert as_recipe(dataclasses.asdict(recipe)) == recipe == as_recipe(recipe) == as_recipe(str(path))
+    assert recipe.policy().bf16 == ("linear",)
+    with hmpx.activate(path) as handle:
+        (tmp_path / "lists" / "mine.txt").unlink()
+        assert yaml.safe_load(str(handle.recipe))["bf16"] == ["linear"]
+
+
 def test_dtypes_in_short_and_torchs_own(tmp_path):
     long = as_recipe({"parameter_dtype": "bfloat16", "parameters": {"*.norm*": "float32"}, "state_dtype": "bfloat16"})
     (tmp_path / "short.yaml").write_text('parameters: {"*.norm*": fp32}\nstate_dtype: bf16\n')
@@ -115,20 +129,6 @@ def test_a_recipe_that_differs_between_ranks_and_a_cast_that_comes_too_late():
     first, second = ranks.run(2, _refused)
     assert "weights is 'master', not 'nearest'" in second[0] and "rank 1 differs from rank 0" in second[0]
     assert all("before the model is wrapped" in messages[1] for messages in (first, second))
-
-
-def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
-    (tmp_path / "lists").mkdir()
-    (tmp_path / "lists" / "mine.txt").write_text("linear\n")
-    path = tmp_path / "mine.yaml"
-    path.write_text("opt_level: O1\nbf16_file_path: lists/mine.txt\nweights: split\nseed: 7\n")
-    recipe = read_recipe(path)
-    assert recipe.bf16_file_path == str(tmp_path / "lists" / "mine.txt") and recipe.weights == "split"
-    assert as_recipe(dataclasses.asdict(recipe)) == recipe == as_recipe(recipe) == as_recipe(str(path))
-    assert recipe.policy().bf16 == ("linear",)
-    with hmpx.activate(path) as handle:
-        (tmp_path / "lists" / "mine.txt").unlink()
-        assert yaml.safe_load(str(handle.recipe))["bf16"] == ["linear"]
 
 
 @pytest.mark.parametrize(

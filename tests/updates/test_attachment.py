@@ -31,6 +31,21 @@ class WholeState(optim.SGD):
         return self.__dict__
 
 
+def test_detach_leaves_nothing_behind():
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    before = set(vars(optimizer)), set(optimizer.param_groups[0])
+    handle = hmpx.attach(optimizer, "master", state_dtype=torch.float32)
+    assert "weights='master'" in repr(handle) and handle.active
+    train(named, optimizer, 0, 2)
+    hmpx.detach(optimizer)
+    hmpx.detach(optimizer)
+    assert not handle.active and "detached" in repr(handle)
+    assert (set(vars(optimizer)), set(optimizer.param_groups[0])) == before
+    assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not step_hooks._attached
+
+
 def test_copies_that_take_every_attribute_along_step_themselves():
     p = parameter(4)
     optimizer = Copying([p], lr=0.5)
@@ -45,21 +60,6 @@ def test_copies_that_take_every_attribute_along_step_themselves():
     again = pickle.loads(pickle.dumps(whole))
     step_by(again)
     assert (again.param_groups[0]["params"][0] == 0.5).all()
-
-
-def test_detach_leaves_nothing_behind():
-    named = parameters()
-    optimizer = optim.AdamW(named, lr=1e-2)
-    before = set(vars(optimizer)), set(optimizer.param_groups[0])
-    handle = hmpx.attach(optimizer, "master", state_dtype=torch.float32)
-    assert "weights='master'" in repr(handle) and handle.active
-    train(named, optimizer, 0, 2)
-    hmpx.detach(optimizer)
-    hmpx.detach(optimizer)
-    assert not handle.active and "detached" in repr(handle)
-    assert (set(vars(optimizer)), set(optimizer.param_groups[0])) == before
-    assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
-    assert not step_hooks._attached
 
 
 @needs_grad_dtype

@@ -16,6 +16,44 @@ from tests.support.training import parameter, parameters, step_by, train, weight
 BF16 = torch.bfloat16
 
 
+class OwnStateDict(optim.SGD):
+    def state_dict(self):
+        return {"state": {}, "param_groups": []}
+
+
+WRONG = [
+    ({"weights": "stochastik"}, "none of 'stochastic', .*did you mean 'stochastic'"),
+    ({"weights": ["master"]}, "is none of 'stochastic'"),
+    ({"weights": nn.Linear(2, 2)}, r"weights is a Linear, not one of .*; did you mean model=\?"),
+    ({"seed": -1}, "seed -1 is out of range"),
+    ({"seed": 2**64}, "out of range"),
+    ({"state_dtype": torch.float16}, "state_dtype=torch.float16 is none of"),
+    ({"state_dtype": "fp16"}, "state_dtype=torch.float16 is none of"),
+    ({"state_dtype": "8bits"}, "state_dtype='8bits' is none of .*'8bit', 'fp8', '4bit'; did you mean '8bit'"),
+    ({"use_master_weights_in_ckpt": True}, "'stochastic' has no masters"),
+    ({"names": ["a", "b"]}, "2 names for 3 parameters"),
+    ({"names": ["a", "b", "a"]}, "the name 'a' is given to parameters 0 and 2"),
+    ({"names": ["a", "b", 3]}, "the name of parameter 2 is 3, not a string"),
+    ({"names": 5}, "names is 5, not a list of strings"),
+    ({"names": ["\ud800", "b", "c"]}, "cannot be printed"),
+    ({"model": nn.Linear(2, 2)}, "parameter 0 of the optimizer is not in the model"),
+    ({"model": nn.Linear(2, 2), "names": []}, "not from both"),
+    ({"model": 5}, "model is an int, not a torch.nn.Module"),
+    ({"fused": "yes"}, "fused='yes' is neither True nor False"),
+]
+OWN = ({"weights": "split", "use_master_weights_in_ckpt": True}, "OwnStateDict.state_dict runs no hooks")
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_attached():
+    for cls, (options, message) in [*((optim.SGD, each) for each in WRONG), (OwnStateDict, OWN)]:
+        optimizer = cls([p for _, p in parameters()], lr=0.1)
+        before = set(vars(optimizer))
+        with pytest.raises(hmpx.HmpxError, match=message):
+            hmpx.attach(optimizer, **options)
+        assert set(vars(optimizer)) == before and not step_hooks._attached, options
+        assert not optimizer._optimizer_load_state_dict_pre_hooks, options
+
+
 def test_attaching_again():
     optimizer = optim.SGD(parameters(), lr=0.1)
     handle = hmpx.attach(optimizer, "split", seed=3)
@@ -61,44 +99,6 @@ def test_a_shell_around_tensors_is_refused_where_it_trains():
         other = "bfloat16" if dtype is torch.float32 else "float32"
         with pytest.raises(hmpx.HmpxError, match="give it no dtype"):
             hmpx.prepare(model, optimizer, {"parameters": {"weight": {"dtype": other}}})
-
-
-class OwnStateDict(optim.SGD):
-    def state_dict(self):
-        return {"state": {}, "param_groups": []}
-
-
-WRONG = [
-    ({"weights": "stochastik"}, "none of 'stochastic', .*did you mean 'stochastic'"),
-    ({"weights": ["master"]}, "is none of 'stochastic'"),
-    ({"weights": nn.Linear(2, 2)}, r"weights is a Linear, not one of .*; did you mean model=\?"),
-    ({"seed": -1}, "seed -1 is out of range"),
-    ({"seed": 2**64}, "out of range"),
-    ({"state_dtype": torch.float16}, "state_dtype=torch.float16 is none of"),
-    ({"state_dtype": "fp16"}, "state_dtype=torch.float16 is none of"),
-    ({"state_dtype": "8bits"}, "state_dtype='8bits' is none of .*'8bit', 'fp8', '4bit'; did you mean '8bit'"),
-    ({"use_master_weights_in_ckpt": True}, "'stochastic' has no masters"),
-    ({"names": ["a", "b"]}, "2 names for 3 parameters"),
-    ({"names": ["a", "b", "a"]}, "the name 'a' is given to parameters 0 and 2"),
-    ({"names": ["a", "b", 3]}, "the name of parameter 2 is 3, not a string"),
-    ({"names": 5}, "names is 5, not a list of strings"),
-    ({"names": ["\ud800", "b", "c"]}, "cannot be printed"),
-    ({"model": nn.Linear(2, 2)}, "parameter 0 of the optimizer is not in the model"),
-    ({"model": nn.Linear(2, 2), "names": []}, "not from both"),
-    ({"model": 5}, "model is an int, not a torch.nn.Module"),
-    ({"fused": "yes"}, "fused='yes' is neither True nor False"),
-]
-OWN = ({"weights": "split", "use_master_weights_in_ckpt": True}, "OwnStateDict.state_dict runs no hooks")
-
-
-def test_what_does_not_fit_is_refused_and_nothing_is_attached():
-    for cls, (options, message) in [*((optim.SGD, each) for each in WRONG), (OwnStateDict, OWN)]:
-        optimizer = cls([p for _, p in parameters()], lr=0.1)
-        before = set(vars(optimizer))
-        with pytest.raises(hmpx.HmpxError, match=message):
-            hmpx.attach(optimizer, **options)
-        assert set(vars(optimizer)) == before and not step_hooks._attached, options
-        assert not optimizer._optimizer_load_state_dict_pre_hooks, options
 
 
 def test_the_seed_of_a_region_is_a_number_of_64_bits():

@@ -18,6 +18,17 @@ from tests.support.training import parameter, parameters, set_gradients, step_by
 BF16 = torch.bfloat16
 
 
+def test_a_step_in_a_region_keeps_what_rounding_to_nearest_loses():
+    found = []
+    for region in (contextlib.nullcontext(), hmpx.disable_casts()):
+        p = nn.Parameter(torch.ones(5000, dtype=BF16))
+        p.grad = torch.ones_like(p)
+        with region:
+            optim.SGD([p], lr=1e-3).step()
+        found.append(p.detach().float().mean().item())
+    assert found[0] == 1 and found[1] == pytest.approx(1 - 1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "dtype, how", [(torch.float32, "plain"), (BF16, "plain"), (BF16, "region"), (BF16, "attached")]
 )
