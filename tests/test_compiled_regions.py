@@ -101,9 +101,9 @@ def test_threads_in_disable_casts_compile_nothing_anew(graphs):
     "where, reentrant, backend",
     [
         ("everywhere", False, "aot_eager"),
-        ("everywhere", True, "eager"),
-        ("model", False, "eager"),
-        ("model", True, "aot_eager"),
+        ("model", True, "eager"),
+        pytest.param("everywhere", True, "aot_eager", marks=pytest.mark.slow),
+        pytest.param("model", False, "eager", marks=pytest.mark.slow),
     ],
 )
 def test_a_region_in_a_checkpointed_body_has_the_bits_of_eager(where, reentrant, backend):

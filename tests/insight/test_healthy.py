@@ -6,10 +6,10 @@ import torch
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.small_models import MODELS
+from tests.support.spanning import spanning
 
 
-@pytest.mark.parametrize("lists", [None, "autocast-cpu"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "lists"), spanning(MODELS, [None, "autocast-cpu"]))
 def test_a_healthy_model_is_called_healthy(name, lists):
     torch.manual_seed(0)
     found = hmpx.compare(*MODELS[name](dropout=0.1), lists=lists)
@@ -20,8 +20,7 @@ def test_a_healthy_model_is_called_healthy(name, lists):
     assert found.passes == 2 * len(MODELS[name](dropout=0.1)[1]) + 2
 
 
-@pytest.mark.parametrize("lists", [{}, AUTOCAST_LISTS], ids=["default", "autocast"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "lists"), spanning(MODELS, [AUTOCAST_LISTS, {}]))
 def test_healthy_models_raise_no_alarm(name, lists):
     model, batches, loss_of = MODELS[name](dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

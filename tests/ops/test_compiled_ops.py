@@ -77,7 +77,8 @@ ROWS |= {
     if "fp8" in lists and "fp8_format" not in lists
 }
 SLOW = {"FP8 rowwise", "FP8 mx", "FP8 blockwise"} | {each for each in ROWS if each.endswith(", rowwise")}
-SLOW -= {"FP8 linear, rowwise", "FP8 bmm, rowwise"}
+SLOW |= {"parametrized by spectral_norm", "parametrized by older spectral_norm"}
+SLOW -= {"FP8 linear, rowwise"}
 
 
 def result_and_gradients(function, inputs, parameters):

@@ -22,6 +22,7 @@ from hmpx.ops.policies.policy import Rule, build_policy
 from tests.support.recorded import escaped
 from tests.support.same import same
 from tests.support.samples import database, samples
+from tests.support.spanning import spanning
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -383,8 +384,7 @@ def _by_torch(name, *, grad):
     return _outcome(make, shape, torch.autocast("cpu", dtype=BF16), grad=grad)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(("name", "grad"), spanning(JOINED, (True, False)))
 def test_products_inside_of_an_op_have_the_bits_of_autocast(name, grad):
     """Under autocast's lists the state of a recurrence stays in FP32, in the results and in all gradients."""
     wanted = _by_torch(name, grad=grad)

@@ -77,7 +77,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["eager", "compiled before", *(pytest.param(each, marks=pytest.mark.slow) for each in [*WAYS][1:3])]
+)
 def test_it_is_computed_as_if_cast_by_hand(way, listed):
     """Whatever the dtypes that the three come in, forward and backward, call after call."""
     query, key, value = inputs()

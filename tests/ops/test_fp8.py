@@ -23,6 +23,7 @@ from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
 from tests.support.numbers import quantize
 from tests.support.planted import gradient_error, gradients
+from tests.support.spanning import spanning
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
                weight_tensorwise=True)  # fmt: skip
@@ -192,13 +193,14 @@ def test_the_numbers_of_scaled_mm(scaling, names, dtype):
     assert distance(multiply(a, b, *ours, How(form, "scaled_mm", False), torch.float32), exact) < 3e-7
 
 
-@pytest.mark.parametrize("kernels", ["native", "float32"])
-@pytest.mark.parametrize(
-    "form",
-    [{}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True},
-     "rowwise", "blockwise", "mx", "mxfp4", {**FORMATS["nvfp4"].keys(), "stochastic": False, "hadamard": False}],
-    ids=str,
-)  # fmt: skip
+FORMS = [
+    *({}, {"scaling": "rowwise"}, {"scaling": "rowwise", "weight_tensorwise": True}, {"power_of_two": True}),
+    *("rowwise", "blockwise", "mx", "mxfp4"),
+    {**FORMATS["nvfp4"].keys(), "stochastic": False, "hadamard": False},
+]
+
+
+@pytest.mark.parametrize(("form", "kernels"), spanning(FORMS, ("native", "float32")), ids=str)
 def test_a_product_is_rounded_once(form, kernels):
     """Each element lies within half a last place of the FP64 product of the codes: output and both gradients."""
     torch.manual_seed(0)

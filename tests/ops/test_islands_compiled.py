@@ -1,7 +1,5 @@
 """`torch.autocast` regions in compiled, exported and traced code where op lists cast; the oracle is the eager model."""
 
-import itertools
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -13,6 +11,7 @@ import hmpx
 from tests.support.compiling import nothing_compiled  # noqa: F401
 from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
 from tests.support.same import same
+from tests.support.spanning import spanning
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])
@@ -21,29 +20,34 @@ COMPILED = ["a block", "a decorator", "nested", "a question first"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-PAIRS = [("eager", "everywhere"), ("aot_eager", "model")]
-PAIRS += [
-    pytest.param(backend, where, marks=pytest.mark.slow)
-    for backend, where in itertools.product(("eager", "aot_eager", "inductor"), ("everywhere", "model"))
-    if (backend, where) not in PAIRS
-]
+PAIRS = [("eager", "everywhere"), ("aot_eager", "model"), ("aot_eager", "everywhere"), ("eager", "model")]
 
 
-@pytest.mark.parametrize(("backend", "where"), PAIRS)
-def test_whole_graphs_have_the_dtypes_and_bits_of_eager(backend, where):
-    for name in COMPILED:
-        net = Net(BODIES[name])
-        compiled = torch.compile(net, backend=backend, fullgraph=True)
-        with hmpx.convert(where=where, **LISTS):
-            expected = net(X)
-            for _ in range(2):
-                found = compiled(X)
-                assert [each.dtype for each in found] == [each.dtype for each in expected], name
-                assert backend == "inductor" or same(found, expected), name
-            sum(each.float().sum() for each in found).backward()
-            with hmpx.disable_casts():
-                assert same(compiled(X), net(X)), name
-        assert same(compiled(X), net(X)), name
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        *spanning(COMPILED, PAIRS),
+        *(
+            pytest.param(name, ("inductor", where), marks=pytest.mark.slow)
+            for name in COMPILED
+            for where in ("model", "everywhere")
+        ),
+    ],
+)
+def test_whole_graphs_have_the_dtypes_and_bits_of_eager(name, pair):
+    backend, where = pair
+    net = Net(BODIES[name])
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    with hmpx.convert(where=where, **LISTS):
+        expected = net(X)
+        for _ in range(2):
+            found = compiled(X)
+            assert [each.dtype for each in found] == [each.dtype for each in expected]
+            assert backend == "inductor" or same(found, expected)
+        sum(each.float().sum() for each in found).backward()
+        with hmpx.disable_casts():
+            assert same(compiled(X), net(X))
+    assert same(compiled(X), net(X))
 
 
 def in_region(region, function):
@@ -76,8 +80,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("where", ["model", "everywhere"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "where"), spanning(SCRIPTS, ["model", "everywhere"]))
 def test_a_compiled_step_with_the_scripts_own_region_has_the_bits_of_eager(name, where):
     """Around a model, ``torch.autocast(enabled=False)`` is the switch of a script, and the model is cast."""
     region, build = SCRIPTS[name]
@@ -192,19 +195,19 @@ class Angles(nn.Module):
         return angles, self.linear(angles.cos())
 
 
-WAYS = {
+PROGRAMS = {
     "export, strict": lambda model, *inputs: torch.export.export(model, inputs, strict=True).module(),
     "export": lambda model, *inputs: torch.export.export(model, inputs, strict=False).module(),
     "trace": torch.jit.trace,
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PROGRAMS)
 def test_exported_and_traced_programs_keep_their_islands(way):
     model, positions = Angles(), torch.arange(300)[None]
     exact = model(positions)[0]
     with hmpx.convert(where="model", **LISTS):
-        expected, program = model(positions), WAYS[way](model, positions)
+        expected, program = model(positions), PROGRAMS[way](model, positions)
     assert torch.equal(expected[0], exact) and expected[1].dtype is BF16
     assert same(program(positions), expected)
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.same import same
+from tests.support.spanning import spanning
 from tests.support.tensor_classes import (
     Asks,
     ByImport,
@@ -293,8 +294,7 @@ CALLS = {
 ROUNDED = {RoundsWeights: {"linear", "layer"}, RoundsByTable: {"linear", "layer", "x @ w", "matmul"}, Forgetful: set()}
 
 
-@pytest.mark.parametrize("way", ["", "float32 kernels, recorded"])
-@pytest.mark.parametrize("cls", ROUNDED)
+@pytest.mark.parametrize(("cls", "way"), spanning(ROUNDED, ["", "float32 kernels, recorded"]))
 def test_a_class_is_asked_whose_casts_are_plain_tensors(cls, way):
     """As under torch.autocast; what it does not do itself is cast."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hmpx
+from tests.support.spanning import spanning
 
 KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 RECIPES = ("lean8", "flash", "hmp-o1", "hmp-o2", "bf16-sr")
@@ -38,8 +39,7 @@ def test_it_is_the_gradient_of_torch_and_one_line_names_a_list_that_asks_for_a_c
         assert len(lines) == 1 and lines[0].startswith(f"hmpx: {op} is in the {asked} list, and its gradient is sparse")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "kind"), spanning(RECIPES, KINDS))
 def test_it_trains_as_with_a_dense_gradient(kind, recipe):
     weights = []
     for sparse in (True, False):

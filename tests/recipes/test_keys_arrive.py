@@ -114,13 +114,15 @@ BY_DEFAULT = ("fp32", "fp32_file_path", "promote", "promote_file_path", "kernels
 @pytest.mark.parametrize("key", SEEN)
 @pytest.mark.filterwarnings("ignore")
 def test_a_key_arrives_where_it_acts(key, road, tmp_path, monkeypatch):
-    """And what is seen is not there without it."""
+    """And what is seen is not there without it, which one road shows for both."""
     monkeypatch.chdir(tmp_path)
     for op in ("exp", "dot", "linear"):
         (tmp_path / f"{op}.txt").write_text(f"{op}\n")
     keys, look, seen = SEEN[key]
     assert look(*road(keys)) == seen
     hmpx.restore()
+    if road is activated:
+        return
     without = {name: value for name, value in keys.items() if name != key}
     with contextlib.suppress(AttributeError, RuntimeError):  # torch refuses a mixture, or there is no attachment
         assert look(*road(without)) != seen or key in BY_DEFAULT

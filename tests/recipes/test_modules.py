@@ -203,8 +203,8 @@ def _product(x, weight):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("part", [Multiplies(), _product])
-def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(part, caplog):
+@pytest.mark.parametrize(("part", "active"), [(Multiplies(), False), (_product, True)])
+def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(part, active, caplog):
     def train(recipe, active=False):
         caplog.clear()
         with hmpx.activate(recipe) if active else contextlib.nullcontext():
@@ -217,21 +217,20 @@ def test_scripted_code_is_named_and_the_rules_that_are_named_keep_it_in_fp32(par
             finally:
                 hmpx.restore()
 
-    for active in (False, True):
-        cure: dict = {}
-        for keys in ({}, {"modules": ...}, {"parameters": ...}):
-            with pytest.raises(RuntimeError, match="TorchScript"):
-                train({"extends": "bf16-sr", **{key: cure[key] for key in keys}}, active)
-            name = "1.inside.0" if isinstance(part, nn.Module) else "1"
-            assert f"'{name}', '{name.replace('1', '3')}': scripted code" in caplog.text and len(caplog.messages) == 1
-            cure = {
-                key: value for each in re.findall("`(.*?)`", caplog.text) for key, value in yaml.safe_load(each).items()
-            }
-            assert cure == {
-                "modules": {"1": "float32", "3": "float32"},
-                "parameters": {"1.*": "float32", "3.*": "float32"},
-            }, keys
-        assert train({"extends": "bf16-sr", **cure}, active) is FP32 and not caplog.text
+    cure: dict = {}
+    for keys in ({}, {"modules": ...}, {"parameters": ...}):
+        with pytest.raises(RuntimeError, match="TorchScript"):
+            train({"extends": "bf16-sr", **{key: cure[key] for key in keys}}, active)
+        name = "1.inside.0" if isinstance(part, nn.Module) else "1"
+        assert f"'{name}', '{name.replace('1', '3')}': scripted code" in caplog.text and len(caplog.messages) == 1
+        cure = {
+            key: value for each in re.findall("`(.*?)`", caplog.text) for key, value in yaml.safe_load(each).items()
+        }
+        assert cure == {
+            "modules": {"1": "float32", "3": "float32"},
+            "parameters": {"1.*": "float32", "3.*": "float32"},
+        }, keys
+    assert train({"extends": "bf16-sr", **cure}, active) is FP32 and not caplog.text
     assert train({"extends": "bf16-sr", "opt_level": None, "parameter_dtype": "float32"}) is FP32 and not caplog.text
     assert train({"extends": "autocast-cpu", "modules": cure["modules"]}) is FP32 and not caplog.text
 

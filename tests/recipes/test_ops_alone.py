@@ -7,6 +7,7 @@ import torch
 
 import hmpx
 from hmpx.recipes.reading import as_recipe, read_recipe
+from tests.support.spanning import spanning
 
 LISTS = {"bf16": ["linear"], "fp32": ["softmax"], "modules": {"2": {"fp32": ["linear"]}}}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -26,8 +27,7 @@ def stated(form, tmp_path):
     return path if form == "file" else {"extends": path, "promote": ["add"]}
 
 
-@pytest.mark.parametrize("form", ["dict", "file", "extended"])
-@pytest.mark.parametrize("how", ["prepare", "activate"])
+@pytest.mark.parametrize(("form", "how"), spanning(["dict", "file", "extended"], ["prepare", "activate"]))
 def test_fp32_weights_stay_and_ops_run_as_the_lists_say(form, how, tmp_path, caplog):
     recipe = stated(form, tmp_path)
     with caplog.at_level(logging.WARNING, "hmpx"):

@@ -323,7 +323,11 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize(
     ("count", "kept", "kind"),
-    [(2, 1, nn.ModuleList), (7, 2, nn.ModuleDict), (20, 3, lambda blocks: nn.Sequential(*blocks))],
+    [
+        (2, 1, nn.ModuleList),
+        (7, 2, nn.ModuleDict),
+        pytest.param(20, 3, lambda blocks: nn.Sequential(*blocks), marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_blocks_and_the_head_stay_in_bf16(count, kept, kind):
     """At least 15 %, as torchtitan has it: of 32 blocks the last 5, of 36 the last 6."""
@@ -402,7 +406,17 @@ class Routed(nn.Module):
         return self.head(x), self.router(x)
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if read_recipe(name).fp8])
+OF_FP8 = [name for name in recipe_names() if read_recipe(name).fp8]
+BASES = {"torchao-float8-tensorwise", "torchao-nvfp4"}  # whose roles the others take over
+
+
+def test_recipes_of_fp8_have_the_roles_of_one_of_two():
+    assert [*dict.fromkeys(str(read_recipe(name).modules) for name in OF_FP8 if name not in BASES)] == [
+        str(read_recipe("torchao-float8-tensorwise").modules)
+    ]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in BASES)) for n in OF_FP8])
 def test_recipes_of_fp8_leave_heads_and_routers_out_of_it(name):
     torch.manual_seed(0)
     headless = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))  # fits nothing, which is no error

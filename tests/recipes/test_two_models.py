@@ -15,6 +15,7 @@ from torch import nn
 
 import hmpx
 from hmpx.base import process_state
+from tests.support.spanning import spanning
 
 AUTOCAST, FP8 = "autocast-cuda", "torchao-float8-rowwise"
 FP32 = {"parameter_dtype": "float32"}
@@ -96,8 +97,7 @@ def assert_same(found, wanted):
     assert [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)] == []
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("pair", "swapped"), spanning(PAIRS, (False, True)))
 def test_each_model_computes_what_it_computes_alone(pair, swapped, caplog):
     recipes = PAIRS[pair][::-1] if swapped else PAIRS[pair]
     wanted = [alone(seed, recipe) for seed, recipe in enumerate(recipes)]
@@ -109,8 +109,7 @@ def test_each_model_computes_what_it_computes_alone(pair, swapped, caplog):
     assert ["ops outside of all models, such as losses, follow those of" in each for each in caplog.messages] == [True]
 
 
-@pytest.mark.parametrize("ended", [0, 1])
-@pytest.mark.parametrize("pair", ["other lists", "products"])
+@pytest.mark.parametrize(("pair", "ended"), spanning(["other lists", "products"], [0, 1]))
 def test_the_undo_of_one_leaves_the_other(pair, ended):
     wanted = [alone(seed, recipe) for seed, recipe in enumerate(PAIRS[pair])]
     both = [prepared(seed, recipe) for seed, recipe in enumerate(PAIRS[pair])]

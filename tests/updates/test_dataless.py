@@ -13,6 +13,7 @@ import hmpx
 from hmpx.updates.checkpoints import MASTER_KEY
 from tests.support.optimizers import UnlistedAdamW, UnlistedSGD
 from tests.support.same import same
+from tests.support.spanning import spanning
 from tests.support.training import parameters, weights
 
 BF16 = torch.bfloat16
@@ -47,8 +48,7 @@ def trained(place, cls=torch.optim.AdamW, options=None, **how):
         return described(optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("kernels", ["native", "float32"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("place", "kernels"), spanning(PLACES, ["native", "float32"]))
 def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
     def run(here):
         with here(), hmpx.convert(kernels=kernels):
@@ -60,7 +60,7 @@ def test_a_model_without_data_has_the_dtypes_of_one_with_data(place, kernels):
                 kept = it(torch.randn(3, 130)).dtype
             return out.dtype, loss.dtype, kept, [p.grad.dtype for p in it.parameters()]
 
-    found = run(place)
+    found = run(PLACES[place])
     assert found == run(contextlib.nullcontext) and found[:3] == (BF16, torch.float32, BF16)
 
 

@@ -305,10 +305,11 @@ def test_state_of_another_dtype_is_named(dtype, state_dtype):
 
 
 OF_EACH_KERNEL = ("AdamW", "SGD momentum", "Adagrad", "RMSprop momentum", "NAdam", "Lion")
-OTHERS = [name for name in CONFIGURATIONS if name not in OF_EACH_KERNEL]
+ONE_EACH = [*zip(CONFIGURATIONS, cycle(PREFIXES))]
+OTHERS = [each for each in product(OF_EACH_KERNEL, PREFIXES) if each not in ONE_EACH]
 
 
-@pytest.mark.parametrize("name, code", [*product(OF_EACH_KERNEL, PREFIXES), *zip(OTHERS, cycle(PREFIXES))])
+@pytest.mark.parametrize("name, code", [*ONE_EACH, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_state_in_codes_is_that_of_the_fp32_kernel_rounded(name, code, monkeypatch):
     """Rows that are whole blocks, and longer and shorter ones; the steps after the first are planned ones, too."""
     cls, options = CONFIGURATIONS[name]
