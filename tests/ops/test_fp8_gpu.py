@@ -13,7 +13,7 @@ import hmpx
 from hmpx.ops.computing import matrix_products
 from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
-SLOW = {"check_the_largest_number_in_each_tile_of_a_program", "check_cached_weights_keep_codes"}
+SLOW = {"check_the_largest_number_in_the_other_tiles", "check_cached_weights_keep_codes_of_other_forms"}
 CHECKS = checks_of(ROOT / "tests/support/fp8_checks.py", SLOW)
 wants_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

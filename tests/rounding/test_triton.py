@@ -8,10 +8,10 @@ import pytest
 from hmpx.rounding import native
 from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
-# Of shards the quick tests have `check_a_part_is_written_with_the_numbers_of_its_elements`.
-SLOW = {"check_codes_of_special_values", "check_codes_of_shards", "check_a_shard_takes_the_numbers_of_its_elements"}
+SLOW = {"check_more_codes_of_special_values", "check_codes_of_shards_in_other_rows", "check_a_shard_of_other_rows"}
 CHECKS = checks_of(ROOT / "tests/support/triton_checks.py", SLOW | {"check_a_list_of_all_ways_at_once"})
 IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers", "check_a_shard_takes_the_numbers_of_its_elements")
+IN_C += ("check_a_shard_of_other_rows",)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 

@@ -81,8 +81,16 @@ def check_codes_and_scales_are_those_of_aten():
 
 def check_the_largest_number_in_each_tile_of_a_program():
     """Two programs look through six tiles each, where a GPU's have so many in a matrix of more than 4096 x 4096."""
+    assert_largest_of_tiles(0, 6, 11)
+
+
+def check_the_largest_number_in_the_other_tiles():
+    assert_largest_of_tiles(1, 2, 3, 4, 5, 7, 8, 9, 10)
+
+
+def assert_largest_of_tiles(*tiles):
     with mock.patch.object(fp8_gpu, "_MATRIX", 2):
-        for tile in range(12):
+        for tile in tiles:
             x = numbers(300, 512)
             x[128 * (tile // 4) + 5, 128 * (tile % 4) + 7] = 3000
             assert_cast(x, FORMS["tensorwise"])
@@ -205,7 +213,18 @@ def check_launches_of_a_layer():
 
 def check_cached_weights_keep_codes():
     """Of BF16 weights and of casts of FP32 ones: cast once, and again when somebody has written."""
-    for dtype, name in itertools.product((torch.bfloat16, torch.float32), ("tensorwise", "rowwise", "blockwise")):
+    assert_codes_are_kept((torch.bfloat16, "rowwise"), (torch.float32, "tensorwise"))
+
+
+def check_cached_weights_keep_codes_of_other_forms():
+    assert_codes_are_kept(
+        *((torch.bfloat16, name) for name in ("tensorwise", "blockwise")),
+        *((torch.float32, name) for name in ("rowwise", "blockwise")),
+    )
+
+
+def assert_codes_are_kept(*cases):
+    for dtype, name in cases:
         m, k, n = (128, 512, 512) if name == "blockwise" else (20, 64, 48)
         w, x = torch.nn.Parameter(torch.randn(n, k, dtype=dtype)), torch.randn(m, k).bfloat16()
         cast, casts = fp8_gpu.cast_both, []

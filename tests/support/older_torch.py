@@ -17,7 +17,7 @@ WANTED = {
             "test_fp8.py::test_the_numbers_of_scaled_mm[",
             "test_fp8.py::test_layers_are_one_graph_whose_casts_a_compiler_sees[rowwise]",
             "test_fp8_gpu.py::test_in_the_interpreter[check_products_are_those_of_aten]",
-            "test_fp8_gpu.py::test_in_the_interpreter[check_cached_weights_keep_codes]",
+            "test_fp8_gpu.py::test_in_the_interpreter[check_cached_weights_keep_codes",
         ),
         "its Triton's interpreter, of 3.6 and before, does not count with NumPy 2.4's numbers": (
             "test_fp8_gpu.py::test_in_the_interpreter[check_codes_and_scales_are_those_of_aten]",
