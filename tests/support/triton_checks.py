@@ -137,19 +137,25 @@ def assert_codes_of_shards(*rows):
 
 def check_steps_are_those_in_c():
     """To the bit: no step has fused multiply-adds, and roots and quotients are rounded to nearest."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for weight, state, grad in ((bf16, fp32, bf16), (fp32, bf16, fp32)):
-        for kernel in STEPS:
-            for scalars in STEPS[kernel]:
-                results = []
-                for module in (native, triton):
-                    results.append(stepped(kernel, scalars, weight, state, grad))
-                    table.step_list(module, kernel, results[-1], 2**63 + 5)
-                for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
-                    for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
-                        assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
-                    p = one.weight.tensor
-                    assert p.numel() == 1 or not torch.equal(p, before.weight.tensor)
+    assert_steps_are_those_in_c(torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+def check_steps_of_fp32_weights_are_those_in_c():
+    assert_steps_are_those_in_c(torch.float32, torch.bfloat16, torch.float32)
+
+
+def assert_steps_are_those_in_c(weight, state, grad):
+    for kernel in STEPS:
+        for scalars in STEPS[kernel]:
+            results = []
+            for module in (native, triton):
+                results.append(stepped(kernel, scalars, weight, state, grad))
+                table.step_list(module, kernel, results[-1], 2**63 + 5)
+            for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
+                for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
+                    assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
+                p = one.weight.tensor
+                assert p.numel() == 1 or not torch.equal(p, before.weight.tensor)
 
 
 def read_by_the_specification(held):
@@ -301,27 +307,36 @@ def trained(by, options):
         return [p.detach() for p in params.values()] + states
 
 
+EVERY_WAY = {
+    "weights": "split8",
+    "parameters": {"a": {"weights": "master"}, "b": {"weights": "nearest"}, "c": {"weights": "split"}},
+}
+
+
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
+    assert_attached_alike({"state_dtype": "8bit", **EVERY_WAY}, {"fused": False, "state_dtype": "4bit", **EVERY_WAY})
+
+
+def check_optimizers_attached_otherwise():
+    own = {"fused": False}
+    assert_attached_alike(
+        {"state_dtype": "4bit", **EVERY_WAY},
+        {"state_dtype": torch.bfloat16},
+        *({**own, "state_dtype": each} for each in ("8bit", "4bit")),
+        *({**own, "state_dtype": each, **EVERY_WAY} for each in ("fp8", "8bit", torch.bfloat16)),
+        {**own, **EVERY_WAY},
+    )
+
+
+def assert_attached_alike(*ways):
     launched, start = [], triton.start
 
     def started(kernel, *args):
         launched.append(kernel)
         start(kernel, *args)
 
-    ways = {"a": "master", "b": "nearest", "c": "split"}
-    every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
-    for options in (
-        {"state_dtype": "8bit", **every_way},
-        {"state_dtype": "4bit", **every_way},
-        {"state_dtype": torch.bfloat16},
-        {"fused": False, "state_dtype": "8bit"},
-        {"fused": False, "state_dtype": "4bit"},
-        {"fused": False, "state_dtype": "fp8", **every_way},
-        {"fused": False, "state_dtype": "8bit", **every_way},
-        {"fused": False, "state_dtype": torch.bfloat16, **every_way},
-        {"fused": False, **every_way},
-    ):
+    for options in ways:
         launched.clear()
         with (
             mock.patch.object(triton, "start", started),
@@ -335,6 +350,4 @@ def check_attached_optimizers():
 
 
 if __name__ == "__main__":
-    print_checks(
-        globals(), lambda name: torch.no_grad() if name != "check_attached_optimizers" else contextlib.nullcontext()
-    )
+    print_checks(globals(), lambda name: contextlib.nullcontext() if "attached" in name else torch.no_grad())
