@@ -15,8 +15,8 @@ from bench.models import LISTS
 from hmpx.base.torch_private import copy_all
 from hmpx.rounding import eager, native, table, triton
 from hmpx.updates.attach import attach
-from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
+from hmpx.updates.holding.stores import Weights
 
 _LR = 1e-4
 _KEY = 0x9E3779B97F4A7C15  # of the random numbers

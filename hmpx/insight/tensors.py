@@ -86,7 +86,10 @@ def memory(tensor: Tensor) -> int:
         return -id(part)
 
 
-def view_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+View = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # address, shape, strides, dtype
+
+
+def view_of(tensor: Tensor) -> View:
     """Return what two tensors have in common that are one view of the same memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

@@ -21,9 +21,8 @@ from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, MORE, SIDES, shipp
 from hmpx.ops.policies.policy import OPT_LEVELS, WHERE
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
-from hmpx.updates.holding.settings import SWITCHES
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
-from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.holding.stores import SWITCHES, WAYS
 
 NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
 _NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")

@@ -22,7 +22,7 @@ from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
 from hmpx.recipes.keys import HEAD, LAST, MODULES, NORMS, PARAMETERS, ROUTERS
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.holding.settings import fits_none
+from hmpx.updates.holding.stores import fits_none
 from hmpx.updates.stepping.names import names_in, plain_names
 
 Module = torch.nn.Module

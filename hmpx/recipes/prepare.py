@@ -30,7 +30,7 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
-from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.ranks import compare
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 

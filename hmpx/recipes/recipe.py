@@ -32,8 +32,8 @@ from hmpx.recipes.keys import (
     spelled_out,
 )
 from hmpx.updates.footprint import Footprint, footprint
-from hmpx.updates.holding.settings import Settings, Weights
 from hmpx.updates.holding.state_forms import state_name, state_named
+from hmpx.updates.holding.stores import Settings, Weights
 from hmpx.version import __version__
 
 

@@ -14,7 +14,7 @@ from hmpx.base.torch_private import RELEASED
 from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.holding.settings import Rules, Settings, Weights
+from hmpx.updates.holding.stores import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import check_methods, own_attachment, takes_hooks
 from hmpx.updates.ranks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps

@@ -18,9 +18,9 @@ from hmpx.errors import HmpxError
 from hmpx.updates import step_hooks
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.sharding import is_sharded, widened
 from hmpx.updates.holding.state_dtypes import release_state
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.optimizer_hooks import (
     ATTRIBUTE,
     attach_copy,

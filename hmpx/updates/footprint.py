@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
-from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.holding.stores import WAYS, Settings
 from hmpx.updates.stepping.released import Waiting
 from hmpx.updates.stepping.transfers import room_size
 

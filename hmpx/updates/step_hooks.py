@@ -36,7 +36,7 @@ from hmpx.base.torch_private import has
 from hmpx.errors import HmpxError
 from hmpx.updates import around_steps, gradients, optimizer_hooks, ranks
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment, takes_hooks
 from hmpx.updates.ranks import replicas
 from hmpx.updates.stepping import released, step_count

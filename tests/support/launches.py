@@ -24,9 +24,8 @@ from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, tree_leaves
 from hmpx.rounding import devices, native, triton
 from hmpx.rounding.table import Launch, Table, TableRow
 from hmpx.updates.attach import attach
-from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
-from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.holding.stores import WAYS, Weights
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

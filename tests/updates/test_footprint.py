@@ -13,9 +13,8 @@ import hmpx
 from hmpx.recipes.reading import read_recipe
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
-from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.holding.stores import WAYS, Settings
 from tests.support import ranks
 from tests.support.bench import memory
 from tests.support.recipe_memory import RECIPES, assert_memory_of

@@ -12,7 +12,7 @@ import torch
 
 import hmpx
 from hmpx.recipes.recipe import DTYPES
-from hmpx.updates.holding.settings import Settings, Way
+from hmpx.updates.holding.stores import Settings, Way
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
 OTHER = {  # a legal value of each setting that is not its default, and what else it needs

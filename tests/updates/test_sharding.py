@@ -20,8 +20,8 @@ from hmpx.rounding.shared import Span
 from hmpx.rounding.state_codes import EIGHT_BITS
 from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.held import HeldCodes, HeldState, RoundingKey, Segment, held_states
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.sharding import Box
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.stepping import fused_batch
 from hmpx.updates.stepping.released import Released
 from tests.support import ranks

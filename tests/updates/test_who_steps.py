@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.footprint import footprint
-from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.stepping.optimizer_classes import formula_of
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.same import same

@@ -22,7 +22,17 @@ from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, some
 from hmpx.insight.notes import Notes, OpCall, Spot, own_frame
-from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, has_numbers, held_here, is_finite, is_masked, view_of
+from hmpx.insight.tensors import (
+    LOW,
+    Tensor,
+    View,
+    called_in_fp32,
+    has_numbers,
+    held_here,
+    is_finite,
+    is_masked,
+    view_of,
+)
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.wrapping.overriding import PLAIN
@@ -301,7 +311,7 @@ class RepeatableCall:
     args: tuple
     kwargs: dict[str, Any]
     result: weakref.ref[Tensor]
-    key: tuple[int, torch.Size, torch.dtype]
+    key: View
     node: int | None
     size: int
     versions: list[int]
@@ -326,7 +336,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: deque[RepeatableCall] = deque()
-        self._made: dict[tuple[int, torch.Size, torch.dtype], RepeatableCall] = {}
+        self._made: dict[View, RepeatableCall] = {}
         self._of_node: dict[int, RepeatableCall] = {}
         self._bytes = 0
 

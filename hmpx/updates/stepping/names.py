@@ -22,8 +22,8 @@ from hmpx.base.torch_private import ZERO
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment, Way, held_dtype
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.sharding import box_of, is_shell, local, refuse_shell, share
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.stepping.optimizer_classes import wants_bf16
 
 Tensor = torch.Tensor

@@ -17,9 +17,8 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.native import expect_kernels
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.held import USUAL, RoundingKey, Segment
-from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import adopt_states, find_weights_of
-from hmpx.updates.holding.stores import WAYS, Stores
+from hmpx.updates.holding.stores import WAYS, Settings, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
