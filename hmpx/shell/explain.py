@@ -15,10 +15,9 @@ from hmpx.insight.explain import explain_op, is_known, list_lines, ops_table, re
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.reading import as_recipe, recipe_names
-from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.recipe import MODES, Footprint, Recipe
 from hmpx.shell.main import Parser
 from hmpx.shell.options import add_recipe_options, keys_asked, recipe_asked, with_options
-from hmpx.updates.footprint import MODES, Footprint
 
 _CODE = re.compile(r"\.py$|\.\w+:\d+$")
 _FILES = (".txt", ".json", ".yaml", ".yml")

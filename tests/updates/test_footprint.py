@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.recipes.reading import read_recipe
+from hmpx.recipes.recipe import footprint
 from hmpx.shell.main import main
-from hmpx.updates.footprint import footprint
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS, Settings
 from tests.support import ranks

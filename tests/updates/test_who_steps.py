@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates.footprint import footprint
+from hmpx.recipes.recipe import footprint
 from hmpx.updates.holding.stores import Settings
 from hmpx.updates.stepping.optimizer_classes import formula_of
 from tests.support.formulas import CONFIGURATIONS
