@@ -20,8 +20,7 @@ import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
-from hmpx.insight.finding import some
-from hmpx.insight.places import reason
+from hmpx.insight.finding import reason, some
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.overlays import Overlay

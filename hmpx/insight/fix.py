@@ -12,10 +12,9 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.finding import Finding
+from hmpx.insight.finding import Finding, numberless, short_places
 from hmpx.insight.looks import dtypes
 from hmpx.insight.looks.checks import LISTED
-from hmpx.insight.places import numberless, short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.lists import MORE

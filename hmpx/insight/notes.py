@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx import rounding, updates
 from hmpx.base.tensors import tensors_in
 from hmpx.base.torch_private import LINES, private
-from hmpx.insight.places import CallPlaces, Place
+from hmpx.insight.finding import CallPlaces, Place
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, memory, view_of
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame

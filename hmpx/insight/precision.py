@@ -19,10 +19,9 @@ import torch
 from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.finding import Finding, some
+from hmpx.insight.finding import Finding, numberless, some
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import Moves
-from hmpx.insight.places import numberless
 from hmpx.insight.report import Field, Grid, amount, grouped, number, short_dtypes, table
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.keys import HEAD, NORMS, ROUTERS

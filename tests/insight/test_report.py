@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.insight.places import short_places
+from hmpx.insight.finding import short_places
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import DeviceSide
 from hmpx.insight.recording.recorded import RoundTrip

@@ -16,12 +16,11 @@ import torch
 
 from hmpx.base.torch_private import private
 from hmpx.insight.dispatch import OpLook
-from hmpx.insight.finding import Finding, Names, percent, some
+from hmpx.insight.finding import MIXING, Finding, Names, percent, short_places, some
+from hmpx.insight.finding import unchosen as unchosen_dtype
 from hmpx.insight.looks.dtypes import MATMULS, OFF, SAMPLED, hand_on
 from hmpx.insight.looks.nonfinite import CONSTANTS, overflow
 from hmpx.insight.notes import BACKWARD, Notes, OpCall, Spot
-from hmpx.insight.places import MIXING, short_places
-from hmpx.insight.places import unchosen as unchosen_dtype
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
 from hmpx.ops.policies.catalog import canonical, catalog

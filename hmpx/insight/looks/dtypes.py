@@ -19,9 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of, version_of
 from hmpx.insight.dispatch import Look, OpLook, few, in_autocast
-from hmpx.insight.finding import Finding, Names, percent, some
+from hmpx.insight.finding import Finding, Names, percent, short_place, some
 from hmpx.insight.notes import Notes, OpCall, Place, Spot
-from hmpx.insight.places import short_place
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
 from hmpx.updates.stepping.names import parameters

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hmpx.errors import HmpxError
-from hmpx.insight.places import in_a_line, short_place, short_places
+from hmpx.insight.finding import in_a_line, short_place, short_places
 from hmpx.insight.recording.recorded import (
     SUMS,
     WHERE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight.places import at_place, short_places
+from hmpx.insight.finding import at_place, short_places
 from hmpx.insight.recording.hashed_runs import OPS, CallPair, Iteration, Run, differing, read
 from hmpx.insight.recording.hashes import HashedCall
 from hmpx.insight.recording.recorded import LogDiff, Site, difference

@@ -25,8 +25,8 @@ from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
+from hmpx.insight.finding import CallPlaces, Place, reason_of_call, unchosen
 from hmpx.insight.notes import OF_STEPS
-from hmpx.insight.places import CallPlaces, Place, reason_of_call, unchosen
 from hmpx.insight.recording.findings import Escaped, RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Fp8Casts, Site, watched

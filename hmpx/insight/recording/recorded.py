@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hmpx.base.process_state import fp8_watchers
-from hmpx.insight.places import at_place, numberless
+from hmpx.insight.finding import at_place, numberless
 from hmpx.insight.report import (
     Field,
     Grid,

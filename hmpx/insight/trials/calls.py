@@ -16,7 +16,7 @@ from hmpx.base import run_in_region
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import graph_task, in_torch_func, tree_leaves, tree_map_only
 from hmpx.conversion import installed
-from hmpx.insight.places import in_a_line, reason_of_call
+from hmpx.insight.finding import in_a_line, reason_of_call
 from hmpx.insight.report import dtype_steps
 from hmpx.insight.tensors import LOW, Tensor, differentiable, dtypes, floating
 from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved

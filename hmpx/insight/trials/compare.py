@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hmpx.insight.dispatch import OpWatch
+from hmpx.insight.finding import in_a_line
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.notes import Notes
-from hmpx.insight.places import in_a_line
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import (

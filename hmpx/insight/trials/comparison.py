@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.places import at_place, numberless, short_places
+from hmpx.insight.finding import at_place, numberless, short_places
 from hmpx.insight.report import Bars, Field, Grid, Lines, Report, grouped, short_dtypes
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import CallSite

@@ -29,7 +29,7 @@ import torch
 from hmpx.base.process_state import lock, observers
 from hmpx.conversion import Conversion, install
 from hmpx.insight import run_state
-from hmpx.insight.places import CallPlaces, in_a_line
+from hmpx.insight.finding import CallPlaces, in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, is_recomputing
 from hmpx.insight.trials.subject import Subject

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base.files import write
-from hmpx.insight.places import short_places
+from hmpx.insight.finding import short_places
 from hmpx.insight.report import Field, Grid, Lines, Report, amount, short_dtypes
 from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import SLACK, Search

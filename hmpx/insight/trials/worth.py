@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hmpx.base import run_in_region
 from hmpx.base.torch_private import tree_map
 from hmpx.insight import run_state
-from hmpx.insight.places import in_a_line
+from hmpx.insight.finding import in_a_line
 from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, in_fp32, is_recomputing, is_transformed
