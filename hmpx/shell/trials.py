@@ -17,8 +17,8 @@ import torch
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.trials.compare import compare
+from hmpx.insight.trials.search import LOWS
 from hmpx.insight.trials.tune import tune
-from hmpx.insight.trials.worth import LOWS
 from hmpx.ops.policies.lists import SIDES
 from hmpx.shell.main import Parser
 from hmpx.shell.options import add_force, add_recipe_options, check_outputs, note_run, outputs_asked, recipe_asked

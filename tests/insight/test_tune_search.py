@@ -7,8 +7,7 @@ import random
 import pytest
 
 from hmpx.insight.trials.runs import Effect
-from hmpx.insight.trials.search import Search
-from hmpx.insight.trials.worth import NameInModule, Worth, Worths
+from hmpx.insight.trials.search import NameInModule, Search, Worth, Worths
 
 NAMES = "abcdefghij"
 

@@ -19,10 +19,9 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.tensors import LOW
 from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, compute_in_fp32, compute_uncast
 from hmpx.insight.trials.runs import Effect, Progress, Runs, observed
-from hmpx.insight.trials.search import Search
+from hmpx.insight.trials.search import LOWS, Chosen, Low, Search, Worths, words_of
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.trials.tuned import STEADY, Tuned, choices_of, lists_and_rules, policy_of, recipe_of
-from hmpx.insight.trials.worth import LOWS, Chosen, Low, Worths, words_of
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policies.fp8_format import FORMATS

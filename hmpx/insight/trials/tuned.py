@@ -13,8 +13,7 @@ from hmpx.base.files import write
 from hmpx.insight.finding import short_places
 from hmpx.insight.report import Field, Grid, Lines, Report, amount, short_dtypes
 from hmpx.insight.trials.runs import Effect
-from hmpx.insight.trials.search import SLACK, Search
-from hmpx.insight.trials.worth import WIDE, Chosen, Low, NameInModule, Unit, Worths, words_of
+from hmpx.insight.trials.search import SLACK, WIDE, Chosen, Low, NameInModule, Search, Unit, Worths, words_of
 from hmpx.ops.policies.lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
