@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import hmpx
 from hmpx.insight.checkpoints import tensors
 from hmpx.insight.checkpoints.files import checkup
-from hmpx.insight.checkpoints.opened import matched, opened
-from hmpx.insight.checkpoints.tensors import movement, ulp
+from hmpx.insight.checkpoints.tensors import matched, movement, opened, ulp
 from hmpx.shell.main import main
 
 BF16 = torch.bfloat16
