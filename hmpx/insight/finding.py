@@ -1,6 +1,9 @@
 """`Finding`: one thing that a look has found, to be printed, saved, or answered by a recipe.
 
 What is to be done is said in the words of the script's own loop, or of the trainer that owns it.
+
+`Place` is where an op was called and why it has its rule: the line, modules and tensors by name, read from the frames
+of the call.
 """
 
 from __future__ import annotations

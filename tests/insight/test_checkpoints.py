@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn import functional as F
 
 import hmpx
-from hmpx.insight.checkpoints import tensors
-from hmpx.insight.checkpoints.files import checkup
-from hmpx.insight.checkpoints.tensors import matched, movement, opened, ulp
+from hmpx.insight.checkpoints import checkup, tensors
+from hmpx.insight.stored_tensors import matched, movement, opened, ulp
 from hmpx.shell.main import main
 
 BF16 = torch.bfloat16

@@ -8,6 +8,9 @@
    goes on behind that.
 4. A unit that was left out is tried in the place of units that save less.
 5. Units that save next to nothing are added if the error does not grow: this saves casts.
+
+What an op saves are the FLOPs that it could have in low precision (`worth_of`), which also finds ops that cannot run in
+it.
 """
 
 from __future__ import annotations

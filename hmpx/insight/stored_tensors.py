@@ -4,6 +4,8 @@ An optimizer moves a weight by about as much whether the weight is large or smal
 which rounding hides nothing. So the ways of the finest weights, rounded to the grid of each other weight, are what a
 file shows where nothing was lost. `kept` is the way that was gone over this: 1 is healthy, 0 is dead. Stochastic
 rounding adds its noise to the way, and gives more than 1.
+
+A checkpoint is opened as it lies on a disk: names, dtypes and shapes at once, numbers a few rows at a time.
 """
 
 from __future__ import annotations
@@ -244,7 +246,6 @@ def seen(name: str, before: Stored | None, after: Stored, rate: float, bar: Bar)
     return FileTensor(name, after.shape, dtypes, numbers, were, is_same, zeroed, moved, digit, lost)
 
 
-Tensor = torch.Tensor
 _INDICES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 _FILES = "*.safetensors", "*.bin", "*.pt", "*.pth"
 _STATE = "optimizer.pt", "optimizer.bin"  # beside the weights, in a folder of a trainer

@@ -1,1 +1,0 @@
-"""`doctor --files`: what one or two checkpoints tell, without a script."""
