@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
@@ -227,7 +229,7 @@ def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], findings: Iterabl
     for key, value in keys.items():
         lines += _comment(reasons.get(key, ""))
         if isinstance(value, dict):
-            lines += [f"{key}:", *(f'  "{name}": {_yaml(each)}' for name, each in value.items())]
+            lines += [f"{key}:", *(f"  {json.dumps(name)}: {_yaml(each)}" for name, each in value.items())]
         else:
             lines.append(f"{key}: {_yaml(value)}")
     left = [
@@ -246,7 +248,18 @@ def _yaml(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_yaml, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str):
+        return _plain_or_quoted(value)
+    return "null" if value is None else str(value).lower()
+
+
+def _plain_or_quoted(text: str) -> str:
+    """Return a text as YAML, quoted where it means something else without quotes, as a path with a "#" does."""
+    try:
+        means_itself = yaml.safe_load(f"[{text}]") == [text]
+    except yaml.YAMLError:
+        means_itself = False
+    return text if means_itself else json.dumps(text, ensure_ascii=False)
 
 
 def _comment(text: str) -> list[str]:

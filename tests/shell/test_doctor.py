@@ -146,17 +146,23 @@ def test_a_script_prints_and_computes_what_it_does_without(script, tmp_path):
 
 
 def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(script, tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "plain.yaml").write_text(
-        "bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n"
-    )
+    own = tmp_path / "own #1: first"  # which YAML reads as a comment and a mapping, if nobody quotes it
+    own.mkdir()
+    (own / "plain.yaml").write_text("bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n")
     source = SCRIPT.replace("F.cross_entropy(", "-(model[2].bias.softmax(-1)).log()[0] * 1e-9 + F.cross_entropy(")
     done = doctor(
-        tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
+        tmp_path,
+        "--recipe",
+        "own #1: first/plain.yaml",
+        "--set",
+        "seed=3",
+        "--fix",
+        "recipe.yaml",
+        script(source=source),
     )
     assert done.returncode == 1 and "not checked: " not in done.stderr, done.stderr  # at steps in FP32, rounded after
     lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
-    assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
+    assert lines[:2] == ['extends: "own #1: first/plain.yaml"', "seed: 3"], lines
     assert lines[2:] == ["fp32: [..., log, softmax]", "weights: stochastic"]
     policy = read_recipe(tmp_path / "recipe.yaml").policy()
     assert (policy.bf16, policy.fp32) == (("linear",), ("cross_entropy", "log", "softmax"))
