@@ -14,6 +14,7 @@ from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
+from hmpx.recipes.recipe import KEYS
 from hmpx.rounding import eager, shared, table
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
@@ -60,7 +61,8 @@ def test_the_scalars_of_a_kernel_have_one_order(kernel):
     read = {0, 1, *map(int, re.findall(r"s \+ (\d+)", branch))}  # the first two are read by all
     wanted = {i for i, name in enumerate(names) if name != "centered"}  # which Triton asks of the state
     assert read == wanted, f"rounding/triton_kernels.py: {kernel}"
-    assert all(len(scalars) == len(names) for scalars in STEPS[kernel]), "tests/support/kernel_steps.py: STEPS"
+    lengths = {len(scalars) for scalars in STEPS.get(kernel, ())}
+    assert lengths == {len(names)}, "tests/support/kernel_steps.py: STEPS"
 
 
 def test_an_optimizer_that_a_kernel_steps_is_tested_and_named():
@@ -91,27 +93,48 @@ def test_a_kind_of_tensor_has_one_number_everywhere():
     assert coded == {shared.CODED, *range(shared.FP8, len(names))}, "rounding/native_stored.c: is_coded"
 
 
+@pytest.mark.parametrize(("name", "functions"), [("native_stored.c", ("decode", "encode")), ("triton_kernels.py", ())])
+def test_each_code_has_a_branch_of_its_own(name, functions):
+    """But for the last, FOUR, to which `else` leads: a code without a branch would be read as pairs of four bits."""
+    code = text(name)
+    parts = [re.search(rf"\nstatic [^;{{]*\b{each}\(.*?\n}}", code, re.S)[0] for each in functions] or [code]
+    codes = [each for each, number in vars(shared).items() if number in shared.CODES and each in shared.HALF_BYTES]
+    for part in parts:
+        asked = re.findall(r"(?i)\bkind == (\w+)", part)
+        assert {*codes} - {"FOUR"} <= {*asked}, f"rounding/{name}: no branch of { ({*codes} - {*asked}) }"
+
+
 def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):
     assert {name: code.prefix for name, code in STATE_CODES.items()} == PREFIXES, (
         "tests/support/state_codes.py: PREFIXES"
     )
     for code in STATE_CODES.values():
         assert code_of(f"{code.prefix}exp_avg") is code and code_of(f"hmpx_no_{code.name}_exp_avg") is None
-    monkeypatch.setitem(_PREFIXES, f"{STATE_CODES['fp8'].prefix}e5m2_", STATE_CODES["8bit"])
-    assert code_of(f"{STATE_CODES['fp8'].prefix}e5m2_momentum") is STATE_CODES["8bit"], "the longest prefix decides"
+    monkeypatch.setitem(_PREFIXES, f"{STATE_CODES['fp8'].prefix}longer_", STATE_CODES["8bit"])
+    assert code_of(f"{STATE_CODES['fp8'].prefix}longer_momentum") is STATE_CODES["8bit"], "the longest prefix decides"
     _code_of.cache_clear()
 
 
-@pytest.mark.parametrize("key", _LEGAL)
-def test_explain_has_words_for_each_legal_value(key):
+# What kernels "auto" means depends on the CPU, and `verbose` changes no number.
+@pytest.mark.parametrize("key", sorted({*_LEGAL} - {"kernels", "verbose"}))
+def test_explain_has_words_of_its_own_for_each_legal_value(key):
+    beside = {"weights": "master"} if key == "use_master_weights_in_ckpt" else {}
+    said: dict[str, object] = {}
     for value in _LEGAL[key]:
-        keys = {key: value, **({"weights": "master"} if key == "use_master_weights_in_ckpt" else {})}
+        recipe = as_recipe({"parameter_dtype": "bfloat16", **beside, key: value})
         try:
-            recipe = as_recipe(keys)
-            recipe.settings()
-        except hmpx.HmpxError:  # it goes with another key alone
-            continue
-        assert recipe_lines(recipe), f"insight/explain.py: {key}: {value}"
+            lines = str(recipe_lines(recipe))
+        except KeyError as error:
+            raise AssertionError(f"insight/explain.py: no words for {key}: {value}") from error
+        assert lines not in said, f"insight/explain.py: {key}: {value} reads as {said[lines]}"
+        said[lines] = value
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_of_a_recipe_refuses_what_it_cannot_mean(key):
+    for value in ("no such value", 3.5, object):
+        with pytest.raises(hmpx.HmpxError):  # else recipes/keys.py takes any value
+            as_recipe({key: value})
 
 
 def test_the_page_names_each_key_of_a_recipe():

@@ -25,7 +25,6 @@ from hmpx.recipes.keys import (
     MAPPED,
     MODULES,
     PARAMETERS,
-    SWITCHES,
     check,
     dtype_of,
     nxd_keys,
@@ -261,13 +260,14 @@ class Recipe:
         Raises:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
-        own = {key: getattr(self, key) for key in ("weights", "seed", "fused", *SWITCHES)}
+        own = {key: getattr(self, key) for key in _SETTINGS if key not in ("state_dtype", PARAMETERS)}
         narrow = "bfloat16" in (self.parameter_dtype or "bfloat16", *self.dtype_map.values())
         with self.naming_lines():
             rules = self.parameter_rules.items()
             if not narrow and all(rule.get("dtype") != "bfloat16" for _, rule in rules):
-                for key in ("weights", "state_dtype", "fused", *SWITCHES):
-                    if (value := getattr(self, key)) != getattr(USUAL, key):
+                for key in _SETTINGS:
+                    value = getattr(self, key)
+                    if key not in ("seed", PARAMETERS) and value != getattr(USUAL, key):
                         raise HmpxError(
                             f"{key}: {str(value).lower()} would do nothing: by parameter_dtype all parameters are "
                             "float32, which get plain steps; say parameter_dtype: bfloat16 too",
@@ -286,6 +286,7 @@ class Recipe:
 
 
 KEYS = tuple(each.name for each in fields(Recipe))
+_SETTINGS = tuple(each.name for each in fields(Settings))  # keys that are settings of the optimizer
 USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights
 
