@@ -486,6 +486,12 @@ def test_a_product_that_torch_func_takes_apart_has_the_bits_of_autocast():
             assert same([call()], [wanted[name]]), name
     with hmpx.convert(bf16=["linear"], low_precision="float16"):
         assert calls["linear"]().dtype is torch.float32  # FP16 and an FP32 bias
+    grad = {"linear": lambda x: F.linear(x, w[0].to(x.device), b[0].to(x.device))}
+    grad["addmv"] = lambda x: torch.addmv(b[0].to(x.device), w[0].to(x.device), x[0])  # CPUs' autocast leaves it uncast
+    for device in ("cpu", "meta"):  # which has no autocast
+        with hmpx.convert(bf16=[*grad], where="everywhere"):
+            for name, call in grad.items():
+                assert torch.func.vjp(call, x.to(device))[0].dtype is BF16, (name, device)
     assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is BF16
 
 

@@ -167,17 +167,19 @@ def is_taken_apart(rule: Rule, signature: Signature, values: tuple) -> bool:
     if not signature.adds or rule not in LOW_RULES.values() or is_dynamo_compiling():
         return False
     layer = in_torch_func()
-    if layer is None:
+    if layer is None or not _has_autocast(device_of(values)):
         return False
     if layer.key() == _VMAP:
         return any(isinstance(t, Tensor) and _is_batched(t) for t in values)
-    return layer.key() in (_GRAD, _JVP)
+    return (
+        layer.key() in (_GRAD, _JVP) and signature.adds == "bias"
+    )  # not `addmv`, which autocast leaves uncast on a CPU
 
 
 def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -> Any:
     """Call `op` with torch's own autocast on, and no region of `torch.autocast`, which would be one of hmpx."""
     device = device_of((*args, *kwargs.values()))
-    if not (device and torch.amp.is_autocast_available(device)):
+    if not _has_autocast(device):
         return call(op, args, kwargs)
     before = _is_enabled(device), _dtype_of(device)
     torch.autocast_increment_nesting()
@@ -190,6 +192,10 @@ def autocast_inside(low: torch.dtype, op: Callable, args: tuple, kwargs: dict) -
         _set_dtype(device, before[1])
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()  # it holds the weights that were cast
+
+
+def _has_autocast(device: str) -> bool:
+    return bool(device) and torch.amp.is_autocast_available(device)
 
 
 def device_of(values: Iterable[Any]) -> str:
