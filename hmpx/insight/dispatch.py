@@ -277,11 +277,12 @@ def _seen_through(op: OpCall, at: int, facts: dict[str, Any]) -> dict[str, Any]:
         return facts
     handed_on = without_numbers(facts)
     if "exact" in facts and op.args[0] is given and view.dtype is given.dtype:
-        func, rest, kwargs, exact = op.func, op.args[1:], op.kwargs, facts["exact"]
+        func, rest, kwargs, exact, strides = op.func, op.args[1:], op.kwargs, facts["exact"], given.stride()
 
         def seen() -> Tensor | None:
             whole = exact()
-            return None if whole is None else tree_leaves(func(whole, *rest, **kwargs))[at]
+            lies_alike = whole is not None and whole.stride() == strides  # else `as_strided` shows other numbers
+            return tree_leaves(func(whole, *rest, **kwargs))[at] if lies_alike else None
 
         handed_on["exact"] = seen
     return handed_on

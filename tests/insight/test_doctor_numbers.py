@@ -78,6 +78,17 @@ def test_what_a_view_shows_is_off_as_far_as_its_own_numbers_are(name):
     assert not one.wrong and f"off by {100 * off:.1f} %" in one.said, (one, off)
 
 
+def test_numbers_that_lie_otherwise_in_fp32_are_seen_through_no_view():
+    """A cast of an expanded row is dense; the row itself cannot be viewed as one dimension."""
+    row = torch.rand(16, generator=torch.Generator().manual_seed(1)) + 1
+
+    def loss_of(out):
+        dense = row.expand(16, 16).to(BF16, memory_format=torch.contiguous_format)
+        return out.square().mean() - 0 * dense.view(-1).requires_grad_().log().sum()
+
+    assert not found_in(loss_of).wrong
+
+
 def _half(p):
     return p.mul_(0.5)
 
