@@ -186,11 +186,11 @@ class Precision:
 
 def _told_by(names: Sequence[str], others: Sequence[str]) -> str:
     """Return a part that all of these names have and none of the others; else the first, and how many more."""
-    ours, theirs = ([{*numberless(each).split(".")} for each in its] for its in (names, others))
-    own = set.intersection(*ours).difference(*theirs)
-    if own:
-        return next(part for part in names[0].split(".") if part in own)
     first, *more = dict.fromkeys(map(numberless, names))
+    own = {*first.split(".")}.intersection(*(numberless(each).split(".") for each in names))
+    own -= {"*", *(part for each in others for part in numberless(each).split("."))}
+    if own:
+        return next(part for part in first.split(".") if part in own)
     return first + (f" +{len(more)}" if more else "")
 
 

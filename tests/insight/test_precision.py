@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor import examined
-from hmpx.insight.precision import PrecisionRow, read_table
+from hmpx.insight.precision import Precision, PrecisionRow, read_table
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -184,6 +184,46 @@ def test_another_model_that_runs_without_gradients_has_rows():
     found = cells(train(Teaching()), "stored", "computed")
     assert found["Teaching.student.body.weight"] == ("float32", "float32")
     assert found["Net.body.weight"] == ("bfloat16", "bfloat16")
+
+
+class Again(torch.autograd.Function):
+    """Computes without gradients, and again in the backward pass, outside of autocast."""
+
+    @staticmethod
+    def forward(ctx, x, body, *parameters):
+        ctx.body = body
+        ctx.save_for_backward(x)
+        return body(x).float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            out = ctx.body(x := x.detach().requires_grad_())
+        own = [*ctx.body.parameters()]
+        of_x, *rest = torch.autograd.grad(out, [x, *own], gradient)
+        return of_x, None, *rest
+
+
+class Adjoint(Net):
+    def forward(self, tokens):
+        return self.lm_head(self.norm(Again.apply(self.embed(tokens), self.body, *self.body.parameters())))
+
+
+def test_what_a_function_computes_in_its_forward_and_again_in_its_backward_has_both_dtypes():
+    found = cells(train(Adjoint(), autocast=BF16), "computed")
+    assert found["body.weight"] == ("bfloat16 and float32",)
+    assert found["lm_head.weight"] == ("bfloat16",)
+
+
+def test_a_row_is_told_by_no_number_of_a_layer(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    names = ("layers.0.weight", "head.1.weight", "scale")
+    rows = [PrecisionRow(name, "rest", 1, "float32" if "." in name else "bfloat16") for name in names]
+    lines = Precision(rows).lines(100)
+    assert [line.split()[:2] for line in lines[1:]] == [["rest", "weight"], ["rest", "scale"]]
+    rows[1].name = "head.1.bias"
+    assert "layers.*.weight +1" in Precision(rows).lines(100)[1]
 
 
 def test_codes_are_named_by_their_class_and_computed_in_what_they_are_decoded_to():

@@ -42,7 +42,8 @@ _WATCHED = 4096  # elements of a parameter that are compared to see whether it m
 class SeenParameter:
     """What ops and steps have shown of one parameter.
 
-    computed, idle: the dtypes in which ops took it, of those with gradients and of forward passes without.
+    computed, idle: the dtypes in which ops took it, of those of a forward pass with gradients and of the others: of a
+        pass without, which a custom autograd function is, and of what a backward pass computes again.
     gradient: of its gradient; "freed" where that was freed before the step. summed: by what adds up, the dtypes.
     master: the dtype of what a line of the program fills it from. first: numbers of it before its first step.
     """
@@ -191,7 +192,7 @@ class Cells(Look):
             taken = op.out.dtype if op.schema.is_pointwise else t.dtype  # a sum or a product takes the wider one
             asked = asked_of(op.frame) if taken is torch.float32 else None
             self.widened = dtype_name(asked) if asked is not None else self.widened
-            dtypes = self.seen[p].computed if op.graphed else self.seen[p].idle
+            dtypes = self.seen[p].computed if op.graphed and op.stage != "backward" else self.seen[p].idle
             dtypes[dtype_name(asked or taken)] = None
 
     def _copied(self, op: OpCall) -> None:
