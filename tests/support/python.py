@@ -3,9 +3,10 @@
 To import torch and its compiler takes a program 4 seconds; a fork of a process that has both takes a few milliseconds.
 What is forked is as a fresh interpreter would be: nothing but torch is imported, hmpx is not, and arguments,
 environment, folder, standard streams and exit status are the program's own. Only ``python -m hmpx``, which would take a
-second to load its commands and to write its first wrappers, finds both done. What an interpreter reads when it starts,
-its flags and variables such as `OMP_NUM_THREADS` and `ATEN_CPU_CAPABILITY`, is read no more: a test of these starts
-`sys.executable` itself, and so do some of the others, one for each way to start.
+second to load its commands and to write its first wrappers, finds both done, and looks through no more than a test does
+(`out_of_sight`). What an interpreter reads when it starts, its flags and variables such as `OMP_NUM_THREADS` and
+`ATEN_CPU_CAPABILITY`, is read no more: a test of these starts `sys.executable` itself, and so do some of the others,
+one for each way to start.
 
 `run` calls a program. `folder()` is one for `PATH` with a `python` and a `torchrun` for the commands of a shell.
 """
@@ -16,6 +17,7 @@ import atexit
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -32,8 +34,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOCKET = "HMPX_TESTS_PYTHON"  # the variable by which a `python` of the shell finds the server
+_status_at_end: int | None = None  # of a program, unless a signal ends it
 WITH_HMPX = "-hmpx"  # what the address of the second server, which has hmpx imported, ends with
-SERVE = "import torch, torch._dynamo, torch.utils.cpp_extension; from tests.support import python; python.serve()"
+IMPORTED = ("torch", "torch._dynamo", "torch.utils.cpp_extension")
 
 
 def run(
@@ -74,7 +77,10 @@ def server() -> str:
         script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         script.chmod(0o755)
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE], cwd=ROOT, env={**os.environ, SOCKET: address}, stdout=subprocess.PIPE
+        [sys.executable, "-c", "from tests.support import python; python.serve()"],
+        cwd=ROOT,
+        env={**os.environ, SOCKET: address},
+        stdout=subprocess.PIPE,
     )
     atexit.register(_end, process, place, os.getpid())
     assert process.stdout and process.stdout.readline() == b"ready\n"
@@ -99,6 +105,9 @@ def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[in
 
 def serve() -> None:
     """Listen, and fork for each request; only what is forked returns from here, as the program that was asked for."""
+    atexit.register(_leave)  # before all others, so it is called after them
+    for module in IMPORTED:
+        importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listening = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
     for each, end in zip(listening, ("", WITH_HMPX), strict=True):
@@ -152,6 +161,7 @@ def _import_hmpx() -> None:
         hmpx = importlib.import_module("hmpx")
         hmpx.convert().restore()
         hmpx.activate("bf16-sr").restore()
+        importlib.import_module("tests.support.out_of_sight").hide()
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
@@ -166,13 +176,8 @@ def _status(pid: int, connection: socket.socket) -> int:
 
 
 def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
-    """Run what `python *arguments` runs; to return or to raise ends the interpreter as it ends any other.
-
-    Only the last pass of the garbage collector is left out: it would look at everything that torch is made of, and copy
-    the memory of all that, which is shared until then. That takes a second. Without it Triton reports leaks when all is
-    over, so nothing is said any more from then on.
-    """
-    atexit.register(_end_without_collecting)
+    """Run what `python *arguments` runs; to return or to raise ends the interpreter as it ends any other."""
+    global _status_at_end
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -193,15 +198,31 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
             with open(arguments[0], "rb") as source:
                 code = compile(source.read(), arguments[0], "exec")
             exec(code, vars(main))
+        _status_at_end = 0
+    except SystemExit as error:
+        _status_at_end = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
+        raise
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__.tb_next)  # type: ignore[union-attr]
+        _status_at_end = 1
         sys.exit(1)
 
 
-def _end_without_collecting() -> None:
-    gc.freeze()
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+def _leave() -> None:
+    """End here when all threads and functions for `atexit` are done.
+
+    To take everything apart that torch is made of, an interpreter copies the memory that it shares with the server, and
+    that takes half a second.
+    """
+    status = _status_at_end
+    for each in (*gc.get_objects(), sys.stdout, sys.__stdout__):
+        if issubclass(type(each), io.IOBase) and not each.closed:
+            try:
+                each.flush()  # as when the interpreter closes it
+            except OSError:
+                status = 120 if each is sys.stdout else status
+    if status is not None:
+        os._exit(status)
 
 
 # As the `python` of a shell
