@@ -65,6 +65,18 @@ def test_its_healthy_twin_is_silent(name):
     assert found.findings == [] and not found.wrong and not found.not_checked, str(found)
 
 
+def test_fp32_kernels_of_a_recipe_are_no_casts_there_and_back():
+    """A norm in FP32 before a product on the same line, and a product before a cast."""
+    with hmpx.activate("bf16-sr", kernels="float32"), hmpx.doctor() as found:
+        model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(4, 16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.findings == [] and not found.not_checked, str(found)
+
+
 def test_bytes_of_the_mend_stand_beside_those_of_today():
     """By hand: weight, gradient and two tensors of state; 2 bytes each today, and 4 for the state in FP32."""
     with hmpx.doctor() as found:

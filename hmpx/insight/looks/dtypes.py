@@ -23,6 +23,7 @@ from hmpx.insight.finding import Finding, Names, percent, short_place, some
 from hmpx.insight.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
+from hmpx.ops.computing.kernels import is_of_fp32_kernel
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
@@ -112,15 +113,16 @@ def look_at_casts(notes: Notes, op: OpCall) -> None:
         result, spot = notes.last_cast
         spot.numbers["dropped"] += result() is None
         notes.last_cast = None
+    is_cast = _is_cast(op) and not is_of_fp32_kernel(op.frame)  # which no line asks for
     for tensor in op.given if not op.is_view else ():
         if (cast := notes.facts(tensor).get("cast")) is not None:
             before, spot = cast
-            if _is_cast(op) and op.out.dtype is before:
+            if is_cast and op.out.dtype is before:
                 back = notes.note("cast back", op)
                 spot.numbers.update({"back": 1, "same_line": back.place.where == spot.place.where})
             else:
                 spot.numbers["used"] += 1
-    if op.stage == "forward" and _is_cast(op) and op.out.numel() > 1 and not isinstance(op.given[0], Parameter):
+    if op.stage == "forward" and is_cast and op.out.numel() > 1 and not isinstance(op.given[0], Parameter):
         before, kind = op.given[0].dtype, "cast up" if op.out.dtype is _WIDE else "cast down"
         spot = notes.note(kind, op, dtype_name(before), autocast=in_autocast(op.out))
         notes.add(op.out, cast=(before, spot))

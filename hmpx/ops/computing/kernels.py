@@ -199,8 +199,16 @@ _COMPUTED = next(each for each in _computing.__code__.co_consts if getattr(each,
 
 def asked_of(frame: types.FrameType) -> torch.dtype | None:
     """Return the dtype of the op that an FP32 kernel computes in this frame or near it; None where none does."""
-    near = itertools.islice(frames(frame), 6)
-    return next((each.f_locals.get("low") for each in near if each.f_code is _COMPUTED), None)
+    return next((each.f_locals.get("low") for each in _computing_near(frame)), None)
+
+
+def is_of_fp32_kernel(frame: types.FrameType) -> bool:
+    """Whether an op that this frame calls is one of those by which an FP32 kernel widens, computes and rounds."""
+    return any(_computing_near(frame))
+
+
+def _computing_near(frame: types.FrameType) -> Iterator[types.FrameType]:
+    return (each for each in itertools.islice(frames(frame), 6) if each.f_code is _COMPUTED)
 
 
 def _widening() -> Callable[[Tensor], Tensor]:

@@ -305,8 +305,6 @@ class Standing(Chunk):
                 state.shown = None if given is own else given
             shadow.states = [state]
         self._transfer = Operators([], [], [shadow.weight for shadow in self._shadows])
-        pairs = zip(self._counted, self._has_own, strict=True)
-        self._referred = [(count - has_own, 0, 0) for count, has_own in pairs]
 
     def _references(self) -> list[tuple[int, int, int]]:
         here = Counter(map(id, self._state))
@@ -348,7 +346,9 @@ class Standing(Chunk):
             if leaves_real:
                 for shadow in self._shadows:
                     shadow.hand_back(is_blind=True)
-            else:
+            else:  # an undo wakes shadows, too, maybe before they were counted
+                pairs = zip(self._counted, self._has_own, strict=True)
+                self._referred = [(count - has_own, 0, 0) for count, has_own in pairs]
                 super()._hand_back(optimizer)
         self._are_bound = leaves_shown and not self._without
         if self._is_quick:
