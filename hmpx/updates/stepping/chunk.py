@@ -403,7 +403,7 @@ class Chunk:
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
         for shadow in self._shadows:
-            for states, state in zip(self._states, shadow.states, strict=True):
+            for states, state in zip(self._states, shadow.states, strict=False):  # none before they were found
                 states.pop(getattr(shadow, "q", None), None)
                 state.undo()
             shadow.undo()

@@ -290,13 +290,12 @@ class Standing(Chunk):
         seen = [(version_of(p), part.view(p.shape)) for p, part in zip(self._params, weights, strict=True)]
         shown = [(None, 0) if g is None else (x, version_of(x)) for x, g in zip(self._xs, self._real, strict=True)]
         real = [(g, 0 if g is None else v) for g, v in zip(self._real, self._real_versions, strict=True)]
-        self._shadows = self._all[:]
-        for shadow, weights_of, shown_of, gradient in zip(self._shadows, seen, shown, real, strict=True):
+        for shadow, weights_of, shown_of, gradient in zip(self._all, seen, shown, real, strict=True):
             shadow.resume(weights_of, shown_of, gradient)
         # and the state of its parameter
         states, own_by_p = self._of_states, self._of_states.own
         content = dict(zip(own_by_p, zip(states.content(), states.given, strict=True), strict=True))
-        for shadow in self._shadows:
+        for shadow in self._all:
             state = ShownState(
                 self._state, shadow.segment, self._sight, own := own_by_p.get(shadow.p), states.weight_keys
             )
@@ -304,7 +303,8 @@ class Standing(Chunk):
                 state.content, given = content[shadow.p]
                 state.shown = None if given is own else given
             shadow.states = [state]
-        self._transfer = Operators([], [], [shadow.weight for shadow in self._shadows])
+        self._transfer = Operators([], [], [shadow.weight for shadow in self._all])
+        self._shadows = self._all[:]  # at last: an interrupt may come before it
 
     def _references(self) -> list[tuple[int, int, int]]:
         here = Counter(map(id, self._state))
