@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.process_state import over_forks
-from hmpx.base.torch_private import FSDP_SUMS, JOINS, SWAPPED
+from hmpx.base.torch_private import FSDP_SUMS, SWAPPED
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.sharding import is_sharded
 from hmpx.updates.ranks import exchange_in_fp32, exchange_of, hook_when_complete, in_job, reducers
-from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 
@@ -293,31 +291,3 @@ def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:
 def _widen(p: Parameter) -> None:
     if p.grad is not None and p.grad.dtype is torch.bfloat16:
         p.grad = p.grad.float()
-
-
-def watch_joins(changes: Changes) -> None:
-    """Refuse every `Join` of parameters that an attached optimizer steps, until `changes` are undone."""
-    if dist.is_available() and JOINS.is_on():
-        from torch.distributed.algorithms.join import Join
-
-        changes.put(
-            Attribute(Join, "__enter__", "torch.distributed.algorithms.Join.__enter__"), _entering(Join.__enter__)
-        )
-
-
-def _entering(enter: Callable) -> Callable:
-    @functools.wraps(enter)
-    def entering(join: Any) -> Any:
-        if join._enable and any(map(_is_attached, join._joinables)):
-            raise HmpxError(
-                "torch.distributed.algorithms.Join: ranks with fewer batches step less often than others, and the "
-                "rounding of an attached optimizer depends on the number of the step: give every rank as many batches "
-                "(drop_last=True of the sampler), or detach the optimizer"
-            )
-        return enter(join)
-
-    return entering
-
-
-def _is_attached(joinable: Any) -> bool:
-    return is_claimed(parameters(joinable) if isinstance(joinable, torch.optim.Optimizer) else joinable.parameters())

@@ -34,9 +34,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hmpx.base.changes import Changes
-from hmpx.base.torch_private import FP32_SUMS, graph_task, private
+from hmpx.base.changes import Attribute, Changes
+from hmpx.base.torch_private import FP32_SUMS, JOINS, graph_task, private
 from hmpx.errors import HmpxError
+from hmpx.updates.stepping.names import parameters
 
 _PATIENCE = timedelta(minutes=5)  # with which ranks wait for each other; less where the job's own timeout is less
 
@@ -186,6 +187,30 @@ def watch_wrapping(changes: Changes, wrapped: Callable[[DistributedDataParallel]
             handle = ddp.register_forward_pre_hook(first)  # by then, the user's communication hook is there
 
     changes.callback(register_module_module_registration_hook(registered).remove)
+
+
+def watch_joins(changes: Changes, is_claimed: Callable[[Iterable[torch.nn.Parameter]], bool]) -> None:
+    """Refuse every `Join` of parameters that an attached optimizer steps, until `changes` are undone."""
+    if not (dist.is_available() and JOINS.is_on()):
+        return
+    from torch.distributed.algorithms.join import Join
+
+    def is_attached(joinable: Any) -> bool:
+        is_optimizer = isinstance(joinable, torch.optim.Optimizer)
+        return is_claimed(parameters(joinable) if is_optimizer else joinable.parameters())
+
+    def entering(join: Any) -> Any:
+        if join._enable and any(map(is_attached, join._joinables)):
+            raise HmpxError(
+                "torch.distributed.algorithms.Join: ranks with fewer batches step less often than others, and the "
+                "rounding of an attached optimizer depends on the number of the step: give every rank as many batches "
+                "(drop_last=True of the sampler), or detach the optimizer"
+            )
+        return enter(join)
+
+    enter = Join.__enter__
+    entry = Attribute(Join, "__enter__", "torch.distributed.algorithms.Join.__enter__")
+    changes.put(entry, functools.wraps(enter)(entering))
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
