@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.process_state import over_forks
 from hmpx.base.torch_private import FSDP_SUMS, SWAPPED
 from hmpx.errors import HmpxError
-from hmpx.updates.holding.sharding import is_sharded
+from hmpx.updates.holding.sharding import is_sharded, shards_of
 from hmpx.updates.ranks import exchange_in_fp32, exchange_of, hook_when_complete, in_job, reducers
 
 Parameter = torch.nn.Parameter
@@ -258,27 +258,8 @@ def _refusing(method: Callable) -> Callable:
 
 def _sums_low(module: Any) -> bool:
     """Whether this module, without modules inside it, adds up gradients of `_summed` parameters in BF16."""
-    held = _shards(module)
+    held = shards_of(module)
     return any(each.sharded_param in _summed and each.mp_policy.reduce_dtype is not torch.float32 for each in held)
-
-
-def _shards(module: Any) -> Iterator[Any]:
-    """Return what FSDP2 holds of the parameters of a module, without modules inside it."""
-    state = module._get_fsdp_state()
-    one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
-    for group in getattr(state, "_fsdp_param_groups", one):
-        yield from group.fsdp_params
-
-
-def whole_copies(model: torch.nn.Module) -> dict[torch.Tensor, tuple[Parameter, torch.dtype | None]]:
-    """Return the whole parameters that FSDP2 computes with, each with the shards that it is a copy of, which alone are
-    stepped, and the dtype in which the policy wants gradients reduced; None for that of the parameter."""
-    module, found = sys.modules.get("torch.distributed.fsdp"), {}
-    for each in model.modules() if FSDP_SUMS.is_on() else ():
-        for held in _shards(each) if module is not None and isinstance(each, module.FSDPModule) else ():
-            if (copy := getattr(held, "_unsharded_param", None)) is not None:
-                found[copy] = held.sharded_param, held.mp_policy.reduce_dtype
-    return found
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

@@ -22,8 +22,7 @@ from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import LOW, sample
 from hmpx.ops.computing.kernels import asked_of
 from hmpx.ops.wrapping.callers import modules
-from hmpx.updates.gradients import whole_copies
-from hmpx.updates.holding.sharding import local
+from hmpx.updates.holding.sharding import local, whole_copies
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
 

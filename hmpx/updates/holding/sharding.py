@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from hmpx.base.torch_private import FakeTensor, private
+from hmpx.base.torch_private import FSDP_SUMS, FakeTensor, private
 from hmpx.errors import HmpxError
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.shared import Span
@@ -211,3 +211,22 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
 def sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and offsets, by dimension, of this rank's part of a DTensor that is sharded so."""
     return private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")(whole, mesh, placements)
+
+
+def shards_of(module: Any) -> Iterator[Any]:
+    """Return what FSDP2 holds of the parameters of a module, without modules inside it."""
+    state = module._get_fsdp_state()
+    one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []  # before torch 2.13
+    for group in getattr(state, "_fsdp_param_groups", one):
+        yield from group.fsdp_params
+
+
+def whole_copies(model: torch.nn.Module) -> dict[Tensor, tuple[torch.nn.Parameter, torch.dtype | None]]:
+    """Return the whole parameters that FSDP2 computes with, each with the shards that it is a copy of, which alone are
+    stepped, and the dtype in which the policy wants gradients reduced; None for that of the parameter."""
+    module, found = sys.modules.get("torch.distributed.fsdp"), {}
+    for each in model.modules() if FSDP_SUMS.is_on() else ():
+        for held in shards_of(each) if module is not None and isinstance(each, module.FSDPModule) else ():
+            if (copy := getattr(held, "_unsharded_param", None)) is not None:
+                found[copy] = held.sharded_param, held.mp_policy.reduce_dtype
+    return found
