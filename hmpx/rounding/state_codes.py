@@ -101,7 +101,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -240,3 +240,12 @@ def code_of(key: Any) -> StateCode | None:
 def _code_of(key: str) -> StateCode | None:
     prefix = max(filter(key.startswith, _PREFIXES), key=len, default="")  # "hmpx_fp8_" begins "hmpx_fp8_e5m2_", too
     return _PREFIXES.get(prefix)
+
+
+def is_coded(state: Any) -> TypeGuard[dict]:
+    """Whether some of a parameter's state is in codes of a few bits."""
+    if isinstance(state, dict):
+        for key in state:  # a loop, as every step asks this of every parameter
+            if code_of(key) is not None:
+                return True
+    return False

@@ -20,7 +20,8 @@ from hmpx.insight.report import size
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, has_numbers, sample, widened
 from hmpx.rounding.native import PLAIN
-from hmpx.updates.holding.held import HeldState, held_states, is_coded
+from hmpx.rounding.state_codes import is_coded
+from hmpx.updates.holding.held import HeldState, held_states
 from hmpx.updates.holding.sharding import is_sharded, local
 from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.stepping.names import parameters

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout, CodeName, StateCode
 from hmpx.rounding.devices import shows_values
 from hmpx.rounding.shared import Keys, Span
-from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of
+from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of, is_coded
 from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.sharding import Box, full, held_part, is_cut_from, like, local, part_of, share
 
@@ -374,12 +374,3 @@ def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
     coded = {key: code_of(key) for key in state}
     own = {key: key if code is None else key.removeprefix(code.prefix) for key, code in coded.items()}
     return {own[key]: value for key, value in state.items() if not key.startswith(SCALES)}
-
-
-def is_coded(state: Any) -> TypeGuard[dict]:
-    """Whether some of a parameter's state is in codes of a few bits."""
-    if isinstance(state, dict):
-        for key in state:  # a loop, as every step asks this of every parameter
-            if code_of(key) is not None:
-                return True
-    return False

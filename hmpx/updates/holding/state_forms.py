@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from hmpx.base.tensors import dtype_name
 from hmpx.rounding.coding import BLOCK, StateCode
 from hmpx.rounding.devices import shows_values
-from hmpx.rounding.state_codes import STATE_CODES, code_of
+from hmpx.rounding.state_codes import STATE_CODES, code_of, is_coded
 from hmpx.updates.holding.held import (
     HeldCodes,
     HeldState,
@@ -37,7 +37,6 @@ from hmpx.updates.holding.held import (
     StateDtype,
     checked_codes,
     held_states,
-    is_coded,
 )
 from hmpx.updates.holding.sharding import box_of, full, is_sharded, local
 from hmpx.updates.holding.state_dtypes import (

@@ -20,6 +20,7 @@ import torch
 from hmpx.base.torch_private import version_of
 from hmpx.rounding import native
 from hmpx.rounding.devices import shows_values
+from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import (
     Held,
     HeldState,
@@ -28,7 +29,6 @@ from hmpx.updates.holding.held import (
     Segment,
     entries,
     held_states,
-    is_coded,
     laid_as,
 )
 from hmpx.updates.holding.sharding import full, held_part, is_sharded, like, local, part_of

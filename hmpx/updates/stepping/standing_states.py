@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hmpx.base.torch_private import copy_all
-from hmpx.updates.holding.held import Held, HeldCodes, HeldState, HeldTensor, Segment, held_states, is_coded
+from hmpx.rounding.state_codes import is_coded
+from hmpx.updates.holding.held import Held, HeldCodes, HeldState, HeldTensor, Segment, held_states
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment
 from hmpx.updates.holding.state_forms import InCodes, form_of
 from hmpx.updates.stepping.optimizer_classes import by_memory
