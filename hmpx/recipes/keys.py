@@ -27,6 +27,7 @@ from hmpx.updates.holding.stores import SWITCHES, WAYS
 NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
 _NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STATE_DTYPES = {state_name(each): each for each in STATE_FORMS}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
 # Patterns of `modules` that say what a module is for. One that ends in "?" may fit no module of a model.
@@ -38,7 +39,7 @@ OF_OPS = frozenset((*LIST_KEYS, *LISTS, "opt_level", MODULES, "kernels", "where"
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
     "parameter_dtype": (*DTYPES, None),
-    "state_dtype": tuple(map(state_name, STATE_FORMS)),
+    "state_dtype": tuple(STATE_DTYPES),
     "kernels": KERNELS,
     "where": WHERE,
     "weights": tuple(WAYS),

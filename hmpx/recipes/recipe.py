@@ -25,12 +25,13 @@ from hmpx.recipes.keys import (
     MAPPED,
     MODULES,
     PARAMETERS,
+    STATE_DTYPES,
     check,
     dtype_of,
     nxd_keys,
     spelled_out,
 )
-from hmpx.updates.holding.state_forms import STATE_FORMS, state_name, state_named
+from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
 from hmpx.updates.holding.stores import WAYS, Settings, Weights
 from hmpx.updates.stepping.released import Waiting
 from hmpx.updates.stepping.transfers import room_size
@@ -282,7 +283,7 @@ class Recipe:
                     )
             ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
             own["parameters"] = ways if any(ways.values()) else {}  # `hmpx.attach` is not told of dtypes
-            return Settings(state_dtype=state_named(self.state_dtype), **own)
+            return Settings(state_dtype=STATE_DTYPES[self.state_dtype], **own)
 
 
 KEYS = tuple(each.name for each in fields(Recipe))

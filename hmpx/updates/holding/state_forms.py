@@ -228,11 +228,6 @@ def state_name(dtype: StateDtype) -> str:
     return dtype if isinstance(dtype, str) else dtype_name(dtype)
 
 
-def state_named(name: str) -> StateDtype:
-    """Return the key of `STATE_FORMS` with this name."""
-    return next(dtype for dtype in STATE_FORMS if state_name(dtype) == name)
-
-
 def find_weights_of(optimizer: Optimizer, segments: list[Segment]) -> None:
     """Before a step, find the weights in state that a load or another setting has brought.
 
