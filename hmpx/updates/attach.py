@@ -20,7 +20,7 @@ from hmpx.updates.ranks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
-from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
+from hmpx.updates.stepping.names import BF16Parameters, given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.names import parameters as parameters_of
 from hmpx.updates.stepping.optimizer_classes import (
     FUSED,
@@ -32,7 +32,6 @@ from hmpx.updates.stepping.optimizer_classes import (
     replaced_step,
     scope_of,
 )
-from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import refuse_graphs
 
 logger = logging.getLogger("hmpx")
@@ -270,7 +269,7 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
         RELEASED.require()
     refuse_graphs(optimizer)
     # Raises where a parameter is of a kind that cannot be updated.
-    WeightUpdates(settings, given).segments(optimizer)
+    BF16Parameters(settings, given).segments(optimizer)
     is_replaced = replaced_step(optimizer) is not None or (type(optimizer) in SCOPES and not is_own(type(optimizer)))
     if is_replaced or scope_of(optimizer) == "whole":
         refuse_lookups(optimizer)
