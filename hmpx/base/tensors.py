@@ -1,4 +1,7 @@
-"""The tensors in containers (lists, tuples, mappings, in which calls hand them over) and in modules; dtypes by name."""
+"""The tensors in containers (lists, tuples, mappings, in which calls hand them over) and in modules; dtypes by name.
+
+Also whether the values of a tensor may be looked at: on an accelerator that takes long, and some tensors have none.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hmpx.base.torch_private import FakeTensor
 
 # What most arguments are that hold nothing; to ask whether one is a mapping takes longer.
 ATOMS: frozenset[type] = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
@@ -59,6 +64,32 @@ def with_items(container: Any, items: Collection[Any]) -> Any:
     for key, item in zip(range(len(items)) if isinstance(new, list) else list(new.keys()), items, strict=True):
         new[key] = item
     return new
+
+
+# Whether the values of a tensor may be looked at
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether it is cheap to look at a value: on a CPU, with data. On an accelerator the host would wait."""
+    return tensor.is_cpu and not isinstance(tensor, FakeTensor)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Return whether the values of `tensor` are computed later, in one graph with what comes after it."""
+    return tensor.device.type in ("xla", "lazy")
+
+
+def lacks_data(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device or of a `FakeTensorMode`: it has a shape, a dtype and no data.
+
+    A step on such tensors gives dtypes and sizes, asks for no value, and keeps nothing for real steps.
+    """
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def shows_values(tensor: Tensor) -> bool:
+    """Return whether it is cheap to look at a tensor's values: a lazy one would have to be computed first."""
+    return not is_lazy(tensor) and not lacks_data(tensor)
 
 
 # Modules, read as torch keeps them: no method is called that a class may override, since modules of others are read

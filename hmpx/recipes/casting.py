@@ -21,13 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.base import process_state
-from hmpx.base.tensors import dtype_name, modules_in, own_parameters
+from hmpx.base.tensors import dtype_name, is_lazy, modules_in, own_parameters
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import has_forward
 from hmpx.recipes.keys import DTYPES, dtype_of, dtypes_in_yaml
 from hmpx.recipes.module_patterns import deciding_patterns, module_names
 from hmpx.recipes.recipe import Recipe
-from hmpx.rounding.devices import is_lazy
 from hmpx.updates.holding.sharding import is_sharded, is_shell, refuse_shell, widened
 from hmpx.updates.ranks import replicas
 

@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted
+from hmpx.base.tensors import is_on_host
+from hmpx.rounding.devices import kernels_for, reinterpreted
 from hmpx.rounding.native import FP32, StoredTensor, is_plain
 from hmpx.rounding.shared import Keys, Span, derive_key
 from hmpx.rounding.stochastic import random_numbers

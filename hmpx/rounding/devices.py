@@ -1,4 +1,4 @@
-"""What differs between devices: kernels, whether a value may be looked at, and operations on bits that mean one thing.
+"""What differs between devices: kernels, and operations on bits that mean one thing.
 
 On XLA an int32 ``>>`` of a negative number is a division that rounds; `torch.bitwise_right_shift` by a 0-dim tensor is
 the arithmetic shift. `Tensor.view(dtype)` is not lowered there, and ends the graph; a bitcast of XLA's own does not.
@@ -13,35 +13,12 @@ from types import ModuleType
 
 import torch
 
-from hmpx.base.torch_private import FakeTensor
+from hmpx.base.tensors import is_lazy, is_on_host, lacks_data
 from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
 
 Tensor = torch.Tensor
 _XLA_TYPES = {torch.int16: "s16", torch.int32: "s32", torch.float32: "f32", torch.bfloat16: "bf16"}
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Return whether it is cheap to look at a value: on a CPU, with data. On an accelerator the host would wait."""
-    return tensor.is_cpu and not isinstance(tensor, FakeTensor)
-
-
-def is_lazy(tensor: Tensor) -> bool:
-    """Return whether the values of `tensor` are computed later, in one graph with what comes after it."""
-    return tensor.device.type in ("xla", "lazy")
-
-
-def lacks_data(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device or of a `FakeTensorMode`: it has a shape, a dtype and no data.
-
-    A step on such tensors gives dtypes and sizes, asks for no value, and keeps nothing for real steps.
-    """
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def shows_values(tensor: Tensor) -> bool:
-    """Return whether it is cheap to look at a tensor's values: a lazy one would have to be computed first."""
-    return not is_lazy(tensor) and not lacks_data(tensor)
 
 
 @functools.cache

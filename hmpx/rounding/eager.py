@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from hmpx.base.tensors import is_lazy, is_on_host
 from hmpx.base.torch_private import copy_all, private
-from hmpx.rounding.devices import is_lazy, is_on_host, reinterpreted, shifted
+from hmpx.rounding.devices import reinterpreted, shifted
 from hmpx.rounding.shared import SCALARS_OF
 
 Tensor = torch.Tensor

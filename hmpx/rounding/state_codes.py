@@ -105,8 +105,9 @@ from typing import Any, TypeGuard
 
 import torch
 
+from hmpx.base.tensors import lacks_data
 from hmpx.rounding.coding import CodeName, StateCode
-from hmpx.rounding.devices import lacks_data, reinterpreted, shifted
+from hmpx.rounding.devices import reinterpreted, shifted
 from hmpx.rounding.shared import CODED, FLOATS, FOUR, FP8, SIXTEEN
 
 Tensor = torch.Tensor

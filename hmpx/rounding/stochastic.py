@@ -47,9 +47,10 @@ from typing import NamedTuple
 
 import torch
 
+from hmpx.base.tensors import is_on_host
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager
-from hmpx.rounding.devices import is_on_host, kernels_for, reinterpreted, shifted
+from hmpx.rounding.devices import kernels_for, reinterpreted, shifted
 from hmpx.rounding.shared import MAX_UINT64, Keys, Span, derive_key
 from hmpx.rounding.table import TableRow, launch_once, row_of_rounding
 

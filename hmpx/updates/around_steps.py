@@ -30,8 +30,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Cell, Changes
+from hmpx.base.tensors import is_on_host
 from hmpx.base.torch_private import CLIPPING, UNSCALING, copy_all, norms_of, powers_of, private
-from hmpx.rounding.devices import is_on_host
 from hmpx.updates.gradients import are_of_claimed, is_claimed
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.sharding import box_of, is_sharded, local

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hmpx.base.tensors import lacks_data
 from hmpx.errors import HmpxError
-from hmpx.rounding.devices import lacks_data
 from hmpx.updates.holding.held import Segment, checked_codes
 from hmpx.updates.holding.sharding import is_sharded
 from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks

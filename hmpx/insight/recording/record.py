@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.base import region_state, run_in_region
 from hmpx.base.process_state import lock, new_lock, observers
-from hmpx.base.tensors import dtype_name
+from hmpx.base.tensors import dtype_name, lacks_data
 from hmpx.base.torch_private import private
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
@@ -40,7 +40,6 @@ from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
-from hmpx.rounding.devices import lacks_data
 
 _lock = new_lock()  # of what several threads record
 _unasked = private("torch._C.DisableTorchFunctionSubclass")  # classes, which may know no function that reads a dtype

@@ -35,9 +35,8 @@ from torch.nn import Parameter
 
 from hmpx.base.changes import Attribute
 from hmpx.base.process_state import new_lock, open_caches, watching_writes
-from hmpx.base.tensors import tensors_in
+from hmpx.base.tensors import is_lazy, tensors_in
 from hmpx.base.torch_private import KEPT_CASTS, FakeTensor, dispatch_modes, in_torch_func, private, version_of
-from hmpx.rounding.devices import is_lazy
 
 logger = logging.getLogger("hmpx")
 

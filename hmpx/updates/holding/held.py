@@ -25,11 +25,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hmpx.base.tensors import dtype_name
+from hmpx.base.tensors import dtype_name, shows_values
 from hmpx.errors import HmpxError, kind_of
 from hmpx.rounding import native
 from hmpx.rounding.coding import BlockLayout, CodeName, StateCode
-from hmpx.rounding.devices import shows_values
 from hmpx.rounding.shared import Keys, Span
 from hmpx.rounding.state_codes import EIGHT_BITS, SCALES, STATE_CODES, code_of, is_coded
 from hmpx.rounding.stochastic import Rounding, round_all

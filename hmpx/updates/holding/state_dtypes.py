@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import optim
 
+from hmpx.base.tensors import shows_values
 from hmpx.base.torch_private import FakeTensor
 from hmpx.rounding.coding import StateCode
-from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import code_of, is_coded
 from hmpx.updates.holding.held import HeldCodes, HeldTensor, entries, held_states
 from hmpx.updates.holding.sharding import full, is_sharded

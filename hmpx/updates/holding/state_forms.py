@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hmpx.base.tensors import dtype_name
+from hmpx.base.tensors import dtype_name, shows_values
 from hmpx.rounding.coding import BLOCK, StateCode
-from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import STATE_CODES, code_of, is_coded
 from hmpx.updates.holding.held import (
     HeldCodes,

@@ -33,10 +33,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmpx.base.tensors import dtype_named
+from hmpx.base.tensors import dtype_named, lacks_data, shows_values
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding import native
-from hmpx.rounding.devices import kernels_for, lacks_data, shows_values
+from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.stochastic import check_seed, join, read_masters, split
 from hmpx.updates.holding.held import Held, RoundingKey, Segment, Way, Weights, laid_as
 from hmpx.updates.holding.sharding import held_part, is_sharded, like, local

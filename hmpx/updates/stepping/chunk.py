@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from hmpx.base.tensors import is_lazy
 from hmpx.base.torch_private import dispatch_modes, version_of
 from hmpx.errors import HmpxError
-from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.table import Table
 from hmpx.updates.holding.held import RoundingKey, Segment, by_own_keys
 from hmpx.updates.holding.sharding import is_sharded, local

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from hmpx.base.tensors import dtype_name
+from hmpx.base.tensors import dtype_name, is_lazy, lacks_data
 from hmpx.base.torch_private import add_to_all
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, table
-from hmpx.rounding.devices import is_lazy, kernels_for, lacks_data
+from hmpx.rounding.devices import kernels_for
 from hmpx.rounding.native import KERNELS, StoredTensor
 from hmpx.rounding.shared import name_id
 from hmpx.rounding.state_codes import SCALES, STATE_CODES

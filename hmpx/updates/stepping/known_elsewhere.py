@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from hmpx.base.tensors import shows_values
 from hmpx.base.torch_private import KEPT_SHADOWS, private
 from hmpx.errors import HmpxError
-from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment
 from hmpx.updates.holding.sharding import local
 

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hmpx.base.tensors import shows_values
 from hmpx.base.torch_private import ZERO
 from hmpx.errors import HmpxError, kind_of
-from hmpx.rounding.devices import shows_values
 from hmpx.updates.holding.held import Segment, Way, held_dtype
 from hmpx.updates.holding.sharding import box_of, is_shell, local, refuse_shell, share
 from hmpx.updates.holding.stores import Settings

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.tensors import shows_values
 from hmpx.base.torch_private import version_of
 from hmpx.rounding import native
-from hmpx.rounding.devices import shows_values
 from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import (
     Held,
