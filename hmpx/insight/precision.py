@@ -29,9 +29,8 @@ from hmpx.recipes.module_patterns import with_role
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import SCALES, code_of
 from hmpx.updates.holding.sharding import is_sharded
-from hmpx.updates.optimizer_hooks import own_attachment
 from hmpx.updates.ranks import replicas
-from hmpx.updates.stepping.names import names_in, parameters, plain_names
+from hmpx.updates.stepping.names import names_in, own_attachment, parameters, plain_names
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer

@@ -15,12 +15,20 @@ from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.stores import Rules, Settings, Weights
-from hmpx.updates.optimizer_hooks import check_methods, own_attachment, takes_hooks
+from hmpx.updates.optimizer_hooks import check_methods, takes_hooks
 from hmpx.updates.ranks import compare, refuse
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
-from hmpx.updates.stepping.names import BF16Parameters, given_names, has_bf16, inside_zero, named, share_names
+from hmpx.updates.stepping.names import (
+    BF16Parameters,
+    given_names,
+    has_bf16,
+    inside_zero,
+    named,
+    own_attachment,
+    share_names,
+)
 from hmpx.updates.stepping.names import parameters as parameters_of
 from hmpx.updates.stepping.optimizer_classes import (
     FUSED,

@@ -21,16 +21,9 @@ from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.sharding import is_sharded, widened
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.holding.stores import Settings
-from hmpx.updates.optimizer_hooks import (
-    ATTRIBUTE,
-    attach_copy,
-    own_attachment,
-    replaced_methods,
-    watch_step,
-    widen_hyperparameters,
-)
+from hmpx.updates.optimizer_hooks import attach_copy, replaced_methods, watch_step, widen_hyperparameters
 from hmpx.updates.stepping import released, step_count
-from hmpx.updates.stepping.names import named, parameters
+from hmpx.updates.stepping.names import ATTRIBUTE, named, own_attachment, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import SEED_KEY

@@ -17,9 +17,9 @@ from hmpx.base.tensors import lacks_data
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.held import Segment, checked_codes
 from hmpx.updates.holding.sharding import is_sharded
-from hmpx.updates.optimizer_hooks import own_attachment, takes_hooks
+from hmpx.updates.optimizer_hooks import takes_hooks
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import inside_zero, parameters
+from hmpx.updates.stepping.names import inside_zero, own_attachment, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY, VERSION_KEY
 from hmpx.version import __version__

@@ -35,14 +35,13 @@ from hmpx.updates.holding.state_dtypes import find_again, weight_keys
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.ranks import watch_wrapping
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import has_bf16, parameters
+from hmpx.updates.stepping.names import ATTRIBUTE, has_bf16, own_attachment, parameters
 from hmpx.updates.stepping.optimizer_classes import replaced_step
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
 
-ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _NOT_LOADED = "nothing was loaded. Without the key, the load starts from 0"
 _WIDENED = (
@@ -51,11 +50,6 @@ _WIDENED = (
 )
 logger = logging.getLogger("hmpx")
 _loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
-
-
-def own_attachment(optimizer: Optimizer) -> Any:
-    """Return the attachment that an optimizer holds itself, or None; see `attach.attached`."""
-    return vars(optimizer).get(ATTRIBUTE)
 
 
 def install(changes: Changes, is_installed: Callable[[], object], loaded: Callable[[Optimizer], None]) -> None:

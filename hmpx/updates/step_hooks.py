@@ -37,10 +37,10 @@ from hmpx.errors import HmpxError
 from hmpx.updates import around_steps, gradients, optimizer_hooks, ranks
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.stores import Settings
-from hmpx.updates.optimizer_hooks import ATTRIBUTE, own_attachment, takes_hooks
+from hmpx.updates.optimizer_hooks import takes_hooks
 from hmpx.updates.ranks import replicas
 from hmpx.updates.stepping import released, step_count
-from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
+from hmpx.updates.stepping.names import ATTRIBUTE, has_bf16, inside_zero, own_attachment, parameters, share_names
 from hmpx.updates.stepping.optimizer_classes import HOOK, cell_of, is_watched, own_step
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall

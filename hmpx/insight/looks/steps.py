@@ -16,8 +16,7 @@ import torch
 
 from hmpx.insight.looks.twin import NotChecked, Twin, twins_of
 from hmpx.insight.tensors import LOW, sample, ulp
-from hmpx.updates.optimizer_hooks import own_attachment
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import own_attachment, parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of
 from hmpx.updates.stepping.released import Released
 

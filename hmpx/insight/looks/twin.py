@@ -23,8 +23,7 @@ from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import HeldState, held_states
 from hmpx.updates.holding.sharding import is_sharded, local
-from hmpx.updates.optimizer_hooks import own_attachment
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import own_attachment, parameters
 from hmpx.updates.stepping.optimizer_classes import own_step, scope_of
 
 Tensor = torch.Tensor

@@ -25,8 +25,7 @@ from hmpx.insight.tensors import LOW, has_numbers, low_dtype, memory, sample
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.held import Way
 from hmpx.updates.holding.sharding import local
-from hmpx.updates.optimizer_hooks import own_attachment
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import own_attachment, parameters
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

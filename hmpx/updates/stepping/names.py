@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names, where they stand in the whole, which share memory.
+"""What an optimizer holds: its attachment, and its parameters, with their names and what they share in memory.
 
 The rounding key depends on names. Parameters that share elements in memory (one weight under two names, or views of one
 buffer that overlap) are refused: the second update would undo the first. Views of one buffer that do not overlap (a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,9 +31,15 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
+ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
 # Of an optimizer inside another one: the names that the outer one knows.
 _shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes inside a wrapped module
+
+
+def own_attachment(optimizer: Optimizer) -> Any:
+    """Return the attachment that an optimizer holds itself, or None; see `attach.attached`."""
+    return vars(optimizer).get(ATTRIBUTE)
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:
