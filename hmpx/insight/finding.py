@@ -33,7 +33,7 @@ from hmpx.ops.forwards import overlay_that_casts
 from hmpx.ops.policies.catalog import Op, catalog
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
-from hmpx.ops.wrapping.observing import Point, Seen
+from hmpx.ops.wrapping.observing import EntryPoint, Seen
 from hmpx.ops.wrapping.rules import is_explicit
 
 _INDENT = " " * 7  # as long as "WRONG  "
@@ -362,7 +362,7 @@ def reason(op: Op, policy: Policy) -> str:
     return f"none: {in_none}; torch's own function, untouched"
 
 
-def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | None = None) -> str:
+def reason_of_call(point: EntryPoint, seen: Seen, policy: Policy, frame: FrameType | None = None) -> str:
     """Say why one call, made in `frame`, was cast as it was, or was not."""
     op = catalog().get(point.op)
     if point.op == "to":

@@ -30,7 +30,7 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.rebinding import Rebinding
 from hmpx.ops.wrapping.callers import runs_later
-from hmpx.ops.wrapping.observing import Point, Seen, observed, say_beats_island
+from hmpx.ops.wrapping.observing import EntryPoint, Seen, observed, say_beats_island
 from hmpx.ops.wrapping.rules import cast_arguments
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patching
@@ -140,7 +140,7 @@ def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool], wh
         if observer is None or rule is None:
             return _called(wrapped, rule, active, *args, **kwargs)
         plain, run = (functools.partial(each, wrapped, rule, active) for each in (_called, _seen))
-        return observed(Point(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
+        return observed(EntryPoint(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
 
     if not inspect.isfunction(function):
         return UserFunction(function, call)

@@ -36,7 +36,7 @@ from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_read
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames
-from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen
+from hmpx.ops.wrapping.observing import EntryPoint, Observer, Run, Seen
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.ops.wrapping.switch import is_outside
@@ -139,7 +139,7 @@ class Recorder:
             known = self._codes[id(caller)] = caller, caller.co_filename.startswith(OF_STEPS)
         return known[1]
 
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+    def __call__(self, point: EntryPoint, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.leaves(frame.f_code):
             return run(*args, **kwargs)
         with _unasked():
@@ -166,7 +166,7 @@ class Recorder:
                 self._fp8.setdefault(id(site), (site, Fp8Casts()))[1].take(casts)
         return seen
 
-    def _site(self, point: Point, seen: Seen, frame: types.FrameType, tensors: _Tensors) -> Site | None:
+    def _site(self, point: EntryPoint, seen: Seen, frame: types.FrameType, tensors: _Tensors) -> Site | None:
         """Return the site of a call; None for a call that is not recorded."""
         given, inside, result = tensors
         if not given and not result:
@@ -188,7 +188,7 @@ class Recorder:
         return self._sites[key]
 
     def _new_site(
-        self, point: Point, seen: Seen, frame: types.FrameType, place: Place, tensors: _Tensors
+        self, point: EntryPoint, seen: Seen, frame: types.FrameType, place: Place, tensors: _Tensors
     ) -> Site | None:
         if any(each.f_code.co_filename.startswith(OF_STEPS) for each in frames(frame)):
             return None

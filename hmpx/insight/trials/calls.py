@@ -19,7 +19,7 @@ from hmpx.conversion import installed
 from hmpx.insight.finding import in_a_line, reason_of_call
 from hmpx.insight.report import dtype_steps
 from hmpx.insight.tensors import LOW, Tensor, differentiable, dtypes, floating
-from hmpx.ops.wrapping.observing import Point, Run, Seen, unobserved
+from hmpx.ops.wrapping.observing import EntryPoint, Run, Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 from hmpx.ops.wrapping.rules import METHODS, TARGETS
 
@@ -65,7 +65,7 @@ class Asked(NamedTuple):
 
     site: CallSite
     number: tuple[int, int] | None
-    point: Point
+    point: EntryPoint
     run: Run
     args: tuple
     kwargs: dict

@@ -36,7 +36,7 @@ from hmpx.insight.trials.subject import Subject
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.policy import Policy
-from hmpx.ops.wrapping.observing import Observer, Point, Run, Seen, unobserved
+from hmpx.ops.wrapping.observing import EntryPoint, Observer, Run, Seen, unobserved
 
 _ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
 _LEAST = 1e-5  # of the size of all: smaller gradients are rounding, such as of a bias before a norm, which has none
@@ -147,7 +147,7 @@ class Runs:
     def leaves(self, caller: types.CodeType) -> bool:
         return False
 
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+    def __call__(self, point: EntryPoint, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         """Find the site of a call, and let the current run compute it, with the random numbers of FP32."""
         if self._now is None:
             return run(*args, **kwargs)

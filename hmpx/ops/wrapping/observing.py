@@ -39,7 +39,7 @@ from hmpx.ops.wrapping.switch import is_outside
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class EntryPoint:
     """One entry point of an op under one rule; of a user's own function, the function.
 
     op: its name in a list. label: how it is called. rule: that casts its arguments, None for none. follows:
@@ -85,7 +85,7 @@ class Observer(Protocol):
         """Return whether the observer skips the calls inside a function, such as a step of an optimizer."""
         ...
 
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+    def __call__(self, point: EntryPoint, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         """Observe one call made in `frame`. It usually returns ``run(*args, **kwargs)``."""
         ...
 
@@ -100,13 +100,15 @@ class ObserverGroup:
     def leaves(self, caller: types.CodeType) -> bool:
         return all([observer.leaves(caller) for observer in self._observers])
 
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+    def __call__(self, point: EntryPoint, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         for observer in reversed(self._observers):
             run = functools.partial(_around, observer, point, run, frame)
         return run(*args, **kwargs)
 
 
-def _around(observer: Observer, point: Point, run: Run, frame: types.FrameType, /, *args: Any, **kwargs: Any) -> Seen:
+def _around(
+    observer: Observer, point: EntryPoint, run: Run, frame: types.FrameType, /, *args: Any, **kwargs: Any
+) -> Seen:
     return observer(point, run, frame, args, kwargs)
 
 
@@ -118,7 +120,7 @@ _thread = _Observing()
 
 
 def observed(
-    point: Point, observer: Observer, plain: Callable, run: Run, caller: types.FrameType, args: tuple, kwargs: dict
+    point: EntryPoint, observer: Observer, plain: Callable, run: Run, caller: types.FrameType, args: tuple, kwargs: dict
 ) -> Any:
     """Give one call to the observer; a call inside an observed call goes to `plain`."""
     if _thread.inside or is_dynamo_compiling():
@@ -195,7 +197,7 @@ class VerboseLog:
     def leaves(self, caller: types.CodeType) -> bool:
         return False
 
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+    def __call__(self, point: EntryPoint, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         seen = run(*args, **kwargs)
         if seen.casting and point.rule is not None:
             dtypes = [_dtypes(values) for values in ((args, kwargs), (seen.args, seen.kwargs), (seen.result,))]

@@ -33,7 +33,7 @@ from hmpx.ops.policies.composition import accepts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import make_wrapper, widening
-from hmpx.ops.wrapping.observing import Observer, Point, observed, reporting
+from hmpx.ops.wrapping.observing import EntryPoint, Observer, observed, reporting
 from hmpx.ops.wrapping.overriding import call, called_by_torch, public, stand_in
 from hmpx.ops.wrapping.rules import TARGETS, call_cast, eligible_dtypes, is_explicit
 from hmpx.ops.wrapping.switch import WIDEN, Switch, forward_scope
@@ -150,7 +150,7 @@ def build_choice(
 
     def build(case: Case) -> Callable:
         if observer is not None:
-            point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
+            point = EntryPoint(op, entry.label, case.rule, original, case.follows, entry.in_place)
             wrapper = _observed(entry, point, original, running(case), switch, observer)
         elif case.rule is None:
             return running(case)
@@ -256,7 +256,7 @@ def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
 
 
 def _observed(
-    entry: Entry, point: Point, original: Callable, run: Callable, switch: Switch, observer: Observer
+    entry: Entry, point: EntryPoint, original: Callable, run: Callable, switch: Switch, observer: Observer
 ) -> Callable:
     public(original)
     if point.rule is None:
