@@ -86,7 +86,7 @@ class Iterations:
 
 
 _no_dispatch, _no_function = private("torch._C._DisableTorchDispatch"), private("torch._C.DisableTorchFunctionSubclass")
-FEW = 256  # elements of one tensor that are looked at, at most
+SAMPLE_SIZE = 256  # elements of one tensor that are looked at, at most
 MOST = 2**22  # elements of a tensor that is copied whole, as what an op writes there hangs on all of it
 ITERATION = 50_000  # ops of one iteration that are looked at, at most
 _TROUBLES = 3  # errors of looks that are told
@@ -231,7 +231,7 @@ class OpWatch(TorchDispatchMode):
         if node is None and any(memory(t) in self._notes.born for t in targets):
             return None
         if schema.is_pointwise or schema.is_norm:
-            return [few(t).clone() for t in targets]
+            return [sampled(t).clone() for t in targets]
         given = floating((*args, *kwargs.values()))
         if node is not None or not any(t.numel() > 1 and not any(t is each for each in targets) for t in given):
             return None  # nothing is added to what was there
@@ -307,9 +307,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def few(tensor: Tensor) -> Tensor:
+def sampled(tensor: Tensor) -> Tensor:
     """Return a small tensor as it is, and a sample of a larger one."""
-    return tensor.detach() if tensor.numel() <= FEW else sample(tensor, FEW)
+    return tensor.detach() if tensor.numel() <= SAMPLE_SIZE else sample(tensor, SAMPLE_SIZE)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of, version_of
-from hmpx.insight.dispatch import Look, OpLook, few, in_autocast
+from hmpx.insight.dispatch import Look, OpLook, in_autocast, sampled
 from hmpx.insight.finding import Finding, Names, percent, short_place, some
 from hmpx.insight.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.report import number
@@ -276,7 +276,7 @@ class PositionTables(Look):
         if not is_data or _is_known(self._grids, table):
             return
         self._grids[memory(table)] = StorageWeakRef(table.untyped_storage())
-        if low_dtype(few(table)) is None:
+        if low_dtype(sampled(table)) is None:
             return
         rows = table.detach().reshape(-1, table.shape[-1] if table.shape[-1] <= _COLUMNS else 1)
         rows = rows[:: max(len(rows) // _ROWS, 1)]

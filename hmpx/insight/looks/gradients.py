@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.dispatch import FEW, Look, few
+from hmpx.insight.dispatch import SAMPLE_SIZE, Look, sampled
 from hmpx.insight.finding import Finding, Names, asked, percent
 from hmpx.insight.looks.checks import LIMIT
 from hmpx.insight.looks.dtypes import OFF
@@ -64,7 +64,7 @@ class Scale(Look):
     def see(self, notes: Notes, op: OpCall) -> None:
         for result in op.results if not op.is_view else ():
             if result.dtype is torch.float16 and result.numel() > 1:
-                size = sample(result, FEW).float().abs()
+                size = sample(result, SAMPLE_SIZE).float().abs()
                 tiny = (size > 0) & (size < _NORMAL)
                 self._has_half = True
                 notes.note("gradient in FP16", op, nonzero=int((size > 0).sum()), tiny=int(tiny.sum()))
@@ -80,14 +80,15 @@ class Scale(Look):
         for key, optimizer in self._optimizers.items() if notes.skipped else ():
             if window_of(len(notes.skipped) + 1):
                 grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()}
-                self._made[key] = {p: few(held_here(grad)).clone() for p, grad in grads.items() if not grad.is_sparse}
+                dense = {p: grad for p, grad in grads.items() if not grad.is_sparse}
+                self._made[key] = {p: sampled(held_here(grad)).clone() for p, grad in dense.items()}
 
     def unscaled(self, optimizer: Optimizer, scale: float) -> None:
         made = self._made.pop(id(optimizer), {})
         made = {p: each for p, each in made.items() if p.grad is not None and not p.grad.is_sparse}
         if not made:
             return
-        now = [few(held_here(p.grad)).float() for p in made if p.grad is not None]
+        now = [sampled(held_here(p.grad)).float() for p in made if p.grad is not None]
         counts = [(p.numel() / each.numel()) ** 0.5 for p, each in made.items()]  # a sample stands for the whole
         was, is_now = (
             torch.cat([each.float().flatten() * n for each, n in zip(some, counts, strict=True)])
@@ -168,7 +169,7 @@ def _late(skipped: Sequence[bool]) -> Sequence[bool]:
 
 
 def _square(tensor: torch.Tensor) -> float:
-    part = few(tensor).float()
+    part = sampled(tensor).float()
     return float(part.square().sum()) * tensor.numel() / max(part.numel(), 1)
 
 
@@ -184,9 +185,9 @@ def _hand_on(notes: Notes, op: OpCall) -> None:
     for result in op.results:
         lost = 0.0
         if result.dtype is torch.float16 and result.numel():
-            part = few(result).float()
+            part = sampled(result).float()
             if op.name == "_to_copy":
-                was = few(op.given[0]).float()
+                was = sampled(op.given[0]).float()
                 error, whole = (part - was)[was.abs() < _NORMAL].square().sum(), was.square().sum()
             else:
                 tiny = (part != 0) & (part.abs() < _NORMAL)
@@ -269,11 +270,11 @@ class Sums(Look):
         if variable is None:
             return
         self._turn_to(notes.iteration)
-        before = few(op.before[0]).float() if op.before else None
+        before = sampled(op.before[0]).float() if op.before else None
         if op.name != "add_" or before is None or len(op.given) < 2 or not before.any():
             self._sums.pop(id(variable), None)  # another sum begins
         else:
-            now, more = few(op.given[0]).float(), few(op.given[1]).float()
+            now, more = sampled(op.given[0]).float(), sampled(op.given[1]).float()
             known = self._sums.get(id(variable), _Sum(before, before, 1, before.square()))
             squares = known.squares + more.square()
             self._sums[id(variable)] = _Sum(now, known.exact + more, known.passes + 1, squares)
@@ -291,7 +292,7 @@ class Sums(Look):
             if not _is_dense(grad := p.grad):
                 continue
             made = self._sums.pop(id(p), None)
-            if made is not None and made.passes > 1 and made.is_along(few(grad).float()):
+            if made is not None and made.passes > 1 and made.is_along(sampled(grad).float()):
                 self._most = max(self._most, made.passes)
                 self._error += float((made.now - made.exact).square().sum())
                 self._size += float(made.exact.square().sum())

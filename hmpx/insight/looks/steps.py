@@ -318,5 +318,5 @@ class SteppedOptimizer:
 def _share(grad: Tensor) -> float:
     if grad.is_sparse:
         return grad.coalesce().indices().shape[1] / max(len(grad), 1)
-    few = sample(grad)
-    return int(few.count_nonzero()) / max(few.numel(), 1)
+    part = sample(grad)
+    return int(part.count_nonzero()) / max(part.numel(), 1)

@@ -224,8 +224,8 @@ def _by_rows(grad: Tensor) -> bool:
     """Whether a gradient touches only some rows of a table: it is sparse, or a matrix that is mostly zero."""
     if grad.is_sparse or grad.dim() != 2 or type(grad) not in PLAIN:
         return grad.is_sparse
-    few = sample(grad)
-    return 0 < 2 * int(few.count_nonzero()) < few.numel()
+    part = sample(grad)
+    return 0 < 2 * int(part.count_nonzero()) < part.numel()
 
 
 def _rows(grad: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hmpx.base.tensors import dtype_name
-from hmpx.insight.dispatch import OpLook, few, is_of_hook
+from hmpx.insight.dispatch import OpLook, is_of_hook, sampled
 from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.looks.updates import LIMIT
 from hmpx.insight.notes import NORMS, Notes, OpCall, Place, Spot
@@ -98,8 +98,8 @@ def _copied_back(notes: Notes, row: _Row) -> None:
     if row.op.schema.is_copy and len(given := row.given) > 1 and given[0].dtype in LOW:
         origins, exact = notes.facts(given[1]).get("derived", ({}, None))
         old, _ = origins.get(memory(given[0]), (None, None))
-        if old is not None and exact is not None and old.shape == few(given[0]).shape:
-            _count(notes, row.op, given[0], old, few(given[0]), exact)
+        if old is not None and exact is not None and old.shape == sampled(given[0]).shape:
+            _count(notes, row.op, given[0], old, sampled(given[0]), exact)
 
 
 def _derive(notes: Notes, row: _Row) -> None:
@@ -116,17 +116,17 @@ def _derive(notes: Notes, row: _Row) -> None:
         if (known := notes.facts(each).get("derived")) is not None:
             origins |= known[0]
         elif each.dtype in LOW and memory(each) not in notes.born:
-            origins[memory(each)] = few(each).clone(), StorageWeakRef(each.untyped_storage())
+            origins[memory(each)] = sampled(each).clone(), StorageWeakRef(each.untyped_storage())
     if not origins:
         return
 
     def exact_of(tensor: Tensor) -> Tensor:
-        return notes.facts(tensor).get("derived", (None, widened(few(tensor))))[1].clone()
+        return notes.facts(tensor).get("derived", (None, widened(sampled(tensor))))[1].clone()
 
     exact = exact_of(same[0]) if op.name in _MOVING else row.again(exact_of)
     notes.add(out, derived=(origins, exact))
     if out.dtype in LOW and op.name not in ("clone", "detach"):
-        older = {at: (_numbers(notes, op, out, old, few(out), exact), held) for at, (old, held) in origins.items()}
+        older = {at: (_numbers(notes, op, out, old, sampled(out), exact), held) for at, (old, held) in origins.items()}
         held = StorageWeakRef(out.untyped_storage())
         notes.rewritten[memory(out)] = _Rewritten(older, held, op.name, out.dtype, notes.place(op.frame))
 
@@ -139,15 +139,16 @@ def _state(notes: Notes, op: OpCall) -> None:
     if first.dtype not in LOW or other.shape != first.shape or other.numel() < 2 or op.before is not None:
         return
     sign = -1.0 if op.name.startswith("sub") else 1.0
-    update = sign * float(op.kwargs.get("alpha", 1.0)) * few(other).float()
+    update = sign * float(op.kwargs.get("alpha", 1.0)) * sampled(other).float()
     begun, ideal, steps, place = notes.facts(first).get("sum", (None, None, 0, None))
     if place != notes.place(op.frame):
-        begun, ideal, steps = (few(first) if op.name in ("add", "sub") else few(op.out) - update).float(), 0 * update, 0
+        begun = (sampled(first) if op.name in ("add", "sub") else sampled(op.out) - update).float()
+        ideal, steps = 0 * update, 0
     ideal = ideal + update
     notes.add(op.out, sum=(begun, ideal, steps + 1, notes.place(op.frame)))
     size = float(ideal.square().sum())
     if steps + 1 >= _MANY and size:
-        dot = float(((few(op.out).float() - begun) * ideal).sum()) / size
+        dot = float(((sampled(op.out).float() - begun) * ideal).sum()) / size
         notes.note("state", op, dtype_name(op.out.dtype), dot=dot, tensors=1)
 
 
@@ -181,8 +182,8 @@ def _statistics(notes: Notes, op: OpCall, before: Tensor) -> None:
     running, is_training, share, eps = op.args[4:8]
     if is_training and share < _SETTLES * torch.finfo(running.dtype).eps:
         count = op.given[0].numel() / running.numel()
-        variance = (few(op.results[2]).float() ** -2 - eps) * count / max(count - 1, 1)
-        _count(notes, op, running, before, few(running), before.float().lerp(variance, share))
+        variance = (sampled(op.results[2]).float() ** -2 - eps) * count / max(count - 1, 1)
+        _count(notes, op, running, before, sampled(running), before.float().lerp(variance, share))
 
 
 def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
@@ -191,7 +192,7 @@ def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
     is_harmless = isinstance(factor, int | float) and abs(1 - factor) < _HARMLESS
     if is_harmless or any(t.grad_fn is not None for t in targets):
         return
-    part = few if op.schema.is_pointwise else Tensor.detach
+    part = sampled if op.schema.is_pointwise else Tensor.detach
     for row, target, old in zip(_rows(op), targets, before, strict=False):
         exact = old.float()
 
