@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.raw import variables
 from hmpx.base.torch_private import graph_task, private
-from hmpx.insight.dispatch import ITERATION, Iterations, Look, OpWatch, aside, note_trouble
+from hmpx.insight.dispatch import ITERATION, Iterations, Look, OpWatch, note_trouble, unwatched
 from hmpx.insight.finding import words_of_trainer
 from hmpx.insight.notes import Notes
 from hmpx.ops.wrapping.callers import frames
@@ -189,7 +189,7 @@ class Capture:
             if is_here:
                 seeded = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
                 losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                with aside(self.trouble):
+                with unwatched(self.trouble):
                     if seeded is None:
                         self.notes.loss(losses, sys._getframe(1))
                     if self._compiled and self._watch.is_looking and not self.hides:
@@ -250,7 +250,7 @@ class Capture:
         self._running = caller
         self._model_is_made()
         self._watch.stepping = True
-        with aside(self.trouble):
+        with unwatched(self.trouble):
             if self._follows_steps and not any(each is optimizer for each in self.optimizers):
                 self._meet(optimizer, caller)
         self._evaluations = 0
@@ -287,7 +287,7 @@ class Capture:
         if what not in self._listeners:
             having = [each for each in self.looks if getattr(type(each), what) is not getattr(Look, what)]
             self._listeners[what] = [getattr(each, what) for each in having]
-        with self._watch.paused(), aside(self.trouble, is_whole=True):
+        with self._watch.paused(), unwatched(self.trouble, is_whole=True):
             for each in self._listeners[what]:
                 try:
                     each(*args)

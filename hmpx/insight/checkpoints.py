@@ -163,8 +163,8 @@ def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
     reasons: dict[str, list[FileTensor]] = {}
     for each, movement in moved:
         why = each.why_not
-        if not why and movement.aside > _HALF:
-            why = f"rows that did not move ({percent(movement.aside)} of {each.name})"
+        if not why and movement.still_rows > _HALF:
+            why = f"rows that did not move ({percent(movement.still_rows)} of {each.name})"
         if why:
             reasons.setdefault(why, []).append(each)
     for why, found in reasons.items():
@@ -177,7 +177,9 @@ _FIELDS = (
     Field("shape", lambda each: " x ".join(map(str, each.shape)), rank=2),
     Field("kept", lambda each: f"{each.moved.kept:.2f}", "figure", lambda each: each.moved.kept, right=True),
     Field("moved", lambda each: percent(each.moved.moved), "figure", lambda each: each.moved.moved, right=True),
-    Field("still rows", lambda each: percent(each.moved.aside) if each.moved.aside else "", right=True, rank=1),
+    Field(
+        "still rows", lambda each: percent(each.moved.still_rows) if each.moved.still_rows else "", right=True, rank=1
+    ),
 )
 _SHOWN = 8  # tensors in a terminal
 

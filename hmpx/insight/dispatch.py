@@ -162,7 +162,7 @@ class OpWatch(TorchDispatchMode):
         self._left, self.setting_up = -1, False
         if graph_task() == -1:
             self.suspend()
-        with aside(self._trouble):
+        with unwatched(self._trouble):
             for over in self._over:
                 over()
         self._notes.forget_facts()
@@ -185,10 +185,10 @@ class OpWatch(TorchDispatchMode):
         node = autograd_node()
         # What an optimizer's step writes, such as a denominator or a moment, is no average of weights.
         if schema.updates and not self.setting_up and not self.stepping:
-            with aside(self._trouble):
+            with unwatched(self._trouble):
                 before = self._before(schema, args, kwargs, None if is_of_hook(frame) else node)
         result = func(*args, **kwargs)
-        with aside(self._trouble):
+        with unwatched(self._trouble):
             whole = floating((*args, *kwargs.values()) if kwargs else args, True)
             given, results, seen = whole, floating((result,), True), result
             if not PLAIN.issuperset(map(type, (*whole, *results))):  # this rank's parts stand for what is sharded
@@ -313,7 +313,7 @@ def sampled(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def aside(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
+def unwatched(trouble: list[str], is_whole: bool = False) -> Iterator[None]:
     """Compute for doctor alone: no op in here is looked at or cast; an error is noted and does not reach the program.
 
     is_whole: whether tensor subclasses run their own ops in here. If so, pause the `OpWatch` first.

@@ -14,7 +14,7 @@ from hmpx.base import process_state
 from hmpx.base.files import write
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.dispatch import aside
+from hmpx.insight.dispatch import unwatched
 from hmpx.insight.finding import Finding, in_words, merged
 from hmpx.insight.fix import Base, Script, legal, recipe_for
 from hmpx.insight.looks import checks, dtypes, writes
@@ -197,22 +197,22 @@ class Examination(Capture):
         found, trained = self.found, self.trained
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
         findings, unchecked = list[Finding](), [*self._not_checked()]
-        with aside(self.trouble, is_whole=True):
+        with unwatched(self.trouble, is_whole=True):
             self.notes.copies = {*self._cells.whole()}
         for look in self.looks:
-            with aside(self.trouble, is_whole=True):
+            with unwatched(self.trouble, is_whole=True):
                 findings += [*look.findings(self.notes, names)]
-            with aside(self.trouble, is_whole=True):
+            with unwatched(self.trouble, is_whole=True):
                 unchecked += [*look.unchecked(self.notes, names)]
-        with aside(self.trouble, is_whole=True):
+        with unwatched(self.trouble, is_whole=True):
             found.precision = precision_of(self, self._cells, self._updates.moves, self._replicas.world)
             if self._expected is not None and not self._replicas.rank:  # the first rank says it for all
                 findings += differences(self._expected, found.precision.as_json())
         if not alone:
-            with aside(self.trouble, is_whole=True):
+            with unwatched(self.trouble, is_whole=True):
                 findings, unchecked = self._replicas.gathered(findings, unchecked, names, self.optimizers)
         found.findings[:] = sorted(merged(findings), key=lambda each: (not each.wrong, -each.weight))
-        with aside(self.trouble, is_whole=True):
+        with unwatched(self.trouble, is_whole=True):
             found.findings[:] = [replace(each, do=in_words(each.do, self.words)) for each in found.findings]
             script = Script(self)
             found.findings[:] = [legal(each, script) for each in found.findings]

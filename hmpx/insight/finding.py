@@ -402,9 +402,9 @@ def _reason_of_parts(op: Op, policy: Policy) -> str:
     if differing := policy.undecided(op):
         parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
         left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"
-        aside = "its parts are in different lists"
+        mixed = "its parts are in different lists"
         if not any(case.follows for case in policy.cases(op)):
-            return f"{'first input' if op.refuses_mixed else 'none'}: in no list, and {aside} ({parts}); {left}"
+            return f"{'first input' if op.refuses_mixed else 'none'}: in no list, and {mixed} ({parts}); {left}"
     cases = policy.cases(op)
     followed = [f"{name}, {_where(name, policy)}" for case in cases for name in case.follows]
     if not followed:

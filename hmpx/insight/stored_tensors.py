@@ -45,7 +45,7 @@ class Movement:
 
     Attributes:
         count: weights that are judged: none that is zero, and none in a row where nothing moved.
-        aside: the share of the rows in which nothing moved.
+        still_rows: the share of the rows in which nothing moved.
         moved: the share of the judged weights that are not as they were.
         size: the sum of their magnitudes. went: the sum of their ways. expected: what this would be if no update had
             been lost; NaN where that is not known. fine: the median way of the finest weights; NaN likewise.
@@ -53,7 +53,7 @@ class Movement:
     """
 
     count: int
-    aside: float
+    still_rows: float
     moved: float
     size: float
     went: float
@@ -70,11 +70,11 @@ def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     """Return how far weights went. before, after: rows, in FP32. dtype: whose numbers `after` holds."""
     ways = (after - before).abs().flatten(1)
     rows = ways.amax(1) > 0
-    aside = 1 - rows.float().mean().item()
+    still_rows = 1 - rows.float().mean().item()
     weights, ways = before.flatten(1)[rows], ways[rows]
     ways, weights = ways[weights != 0], weights[weights != 0]
     count, moved = len(ways), (ways > 0).float().mean().item()
-    found = Movement(count, aside, moved, weights.abs().double().sum().item(), ways.double().sum().item())
+    found = Movement(count, still_rows, moved, weights.abs().double().sum().item(), ways.double().sum().item())
     if count < FEWEST:
         return replace(found, unclear=f"fewer than {FEWEST} weights moved")
     exponents = exponents_of(weights, dtype)

@@ -215,7 +215,7 @@ def test_rows_that_stood_aside_do_not_count():
     after = (before.float() + 0.01).bfloat16()
     after[20:] = before[20:]
     found = movement(before.float(), after.float(), BF16)
-    assert found.aside == pytest.approx(0.8) and found.count == 20 * 64 and found.kept > 0.95
+    assert found.still_rows == pytest.approx(0.8) and found.count == 20 * 64 and found.kept > 0.95
 
 
 TEXTS = torch.randint(40, (400, 17), generator=torch.Generator().manual_seed(0)).cumsum(1) % 40
