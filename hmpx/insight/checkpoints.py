@@ -13,7 +13,7 @@ import torch
 from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor import Diagnosis
-from hmpx.insight.finding import Finding, percent, some
+from hmpx.insight.finding import Finding, first_names, percent
 from hmpx.insight.report import Bars, Field, Grid, Lines, amount, number, plain
 from hmpx.insight.stored_tensors import FEWEST, Bar, Checkpoint, FileTensor, Stored, matched, opened, seen
 from hmpx.insight.tensors import LOW
@@ -58,7 +58,7 @@ def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Finding]:
         return Finding(kind, wrong, said, do, names=tuple(each.name for each in found), weight=weight)
 
     if broken := [each for each in tensors if not each.numbers.is_finite]:
-        names = some(tuple(each.name for each in broken))
+        names = first_names(tuple(each.name for each in broken))
         said = f"inf or NaN in {number(len(broken), 'tensor')} of {len(tensors)} ({names})"
         yield finding("not finite", True, broken, said, "go back to a checkpoint before it")
     wide = [each for each in tensors if each.dtypes[-1] is torch.float32 and each.count >= FEWEST]
@@ -68,7 +68,7 @@ def of_each(tensors: Sequence[FileTensor], is_alone: bool) -> Iterator[Finding]:
         yield finding("float32 in name", False, padded, said, "save them in that dtype, in half the bytes")
     if is_alone and (ones := [each for each in low_of(tensors) if each.is_vector and each.numbers.one == 1]):
         stand = "norm stands" if len(ones) == 1 else "norms stand"
-        said = f"{len(ones)} {stand} at 1.0 in every element ({some(tuple(each.name for each in ones))})"
+        said = f"{len(ones)} {stand} at 1.0 in every element ({first_names(tuple(each.name for each in ones))})"
         yield finding("norms", False, ones, f"{said}: not trained, or {_BESIDE_ONE}", _ATTACH)
 
 
@@ -119,7 +119,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], 
         found.append(_lost(told, kept, half))
     still = tuple(each.name for each in weights if each.is_same)
     if still:
-        said = f"{len(still)} of {len(weights)} matrices did not move at all ({some(still)})"
+        said = f"{len(still)} of {len(weights)} matrices did not move at all ({first_names(still)})"
         do = "if they are weights to be trained, give them to the optimizer"
         found.append(Finding("not trained", False, said, do, names=still))
     unclear = [*_unclear(weights, kept)]
@@ -131,7 +131,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], 
         ones = [each for each in low if each.numbers.one == 1]
         at_one = f", {len(ones)} of them at 1.0 in every element" if ones else ""
         names = tuple(each.name for each in low)
-        said = f"{len(low)} of {len(vectors)} vectors did not move at all{at_one} ({some(names)}): not trained"
+        said = f"{len(low)} of {len(vectors)} vectors did not move at all{at_one} ({first_names(names)}): not trained"
         found.append(Finding("norms", False, f"{said}, or {_BESIDE_ONE}", _ATTACH, names=names))
     return found, unclear
 
@@ -169,7 +169,7 @@ def _unclear(weights: Sequence[FileTensor], kept: float) -> Iterator[str]:
             reasons.setdefault(why, []).append(each)
     for why, found in reasons.items():
         if sum(each.count for each in found) >= _SOME * whole or math.isnan(kept):
-            yield f"the movement of {some(tuple(each.name for each in found))}: {why}"
+            yield f"the movement of {first_names(tuple(each.name for each in found))}: {why}"
 
 
 _FIELDS = (
@@ -230,16 +230,16 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
     found = Checkup(looked=[_said(path, each) for path, each in ((before, first), (after, last)) if path])
     names = matched(first.weights, last.weights) if after else {}
     if after and not names:
-        each = (f"{some((*one.weights,), 2)} in {path}" for path, one in ((before, first), (after, last)))
+        each = (f"{first_names((*one.weights,), 2)} in {path}" for path, one in ((before, first), (after, last)))
         merge = "; merge adapters first" if any("lora_" in name for name in (*first.weights, *last.weights)) else ""
         raise HmpxError(f"no tensor has one name in both: {'; '.join(each)}{merge}")
     pairs = {name: (first.weights[names[name]] if name in names else None, now) for name, now in last.weights.items()}
     coded = [name for name, (old, now) in pairs.items() if _is_coded(now) or (old and _is_coded(old))]
     if coded:
-        found.not_checked.append(f"weights in 8 bits or fewer ({some((*coded,))})")
+        found.not_checked.append(f"weights in 8 bits or fewer ({first_names((*coded,))})")
     reshaped = [name for name, (old, now) in pairs.items() if old and old.shape != now.shape]
     if reshaped:
-        found.not_checked.append(f"tensors whose shape has changed ({some((*reshaped,))})")
+        found.not_checked.append(f"tensors whose shape has changed ({first_names((*reshaped,))})")
     if after and (alone := {before: len(first.weights) - len(names), after: len(last.weights) - len(names)}):
         told = [f"{number(count, 'tensor')} only in {path}" for path, count in alone.items() if count]
         found.not_checked += [", ".join(told)] if told else []

@@ -20,7 +20,7 @@ import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.check import of_user_function
-from hmpx.insight.finding import reason, some
+from hmpx.insight.finding import first_names, reason
 from hmpx.insight.report import Field, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.overlays import Overlay
@@ -155,7 +155,7 @@ def explain(recipe: Stated, model: torch.nn.Module | None = None) -> None:
 def island_lines(model: torch.nn.Module) -> list[str]:
     """Return one line for each line of a model's classes inside of which no op is cast."""
     return [
-        f"{'' if i else 'left alone':12} torch.autocast(enabled=False) at {line}: {some(tuple(names))}"
+        f"{'' if i else 'left alone':12} torch.autocast(enabled=False) at {line}: {first_names(tuple(names))}"
         for i, (line, names) in enumerate(islands(model).items())
     ]
 

@@ -126,7 +126,7 @@ def percent(share: float) -> str:
     return f"{min(max(100 * share, 0.1), 99.9):.1f} %"
 
 
-def some(names: tuple[str, ...], most: int = 3) -> str:
+def first_names(names: tuple[str, ...], most: int = 3) -> str:
     """Return the first few of some names, and how many others there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

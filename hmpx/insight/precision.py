@@ -19,7 +19,7 @@ import torch
 from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.capture import Capture
-from hmpx.insight.finding import Finding, numberless, some
+from hmpx.insight.finding import Finding, first_names, numberless
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.steps import Moves
 from hmpx.insight.report import Field, Grid, amount, grouped, number, short_dtypes, table
@@ -397,7 +397,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[F
             more.setdefault(cells[0], {}).update(dict.fromkeys(f"{cell} {is_now}" for cell, _, is_now in cells[1:]))
     for first, names in found.items():
         cell, was, is_now = map(short_dtypes, first)
-        then = f"; so is {some(tuple(map(short_dtypes, more[first])), 6)}" if more[first] else ""
+        then = f"; so is {first_names(tuple(map(short_dtypes, more[first])), 6)}" if more[first] else ""
         yield _finding(f"{cell} {is_now} now, {was} before{then}: ", names)
     for key in before["beside"].keys() & now["beside"].keys() - {"GradScaler"}:
         dtypes = [{*_DTYPE.findall(each["beside"][key])} for each in (now, before)]
@@ -436,5 +436,5 @@ def _cells(
 
 def _finding(said: str, names: list[str]) -> Finding:
     alike = tuple(dict.fromkeys(map(numberless, names)))
-    which = f"{number(len(names), 'parameter')} ({some(alike)})" if names else ""
+    which = f"{number(len(names), 'parameter')} ({first_names(alike)})" if names else ""
     return Finding("expected", True, said + which, _DO, names=tuple(names), weight=0.9)

@@ -16,7 +16,7 @@ import torch
 
 from hmpx.base.torch_private import private
 from hmpx.insight.dispatch import OpLook
-from hmpx.insight.finding import MIXING, Finding, Names, percent, short_places, some
+from hmpx.insight.finding import MIXING, Finding, Names, first_names, percent, short_places
 from hmpx.insight.finding import unchosen as unchosen_dtype
 from hmpx.insight.looks.dtypes import MATMULS, OFF, SAMPLED, hand_on
 from hmpx.insight.looks.nonfinite import CONSTANTS, overflow
@@ -363,7 +363,7 @@ def _finding(check: Check, spots: Sequence[Spot]) -> Finding:
     makers = sorted({name for spot in spots for name, _ in spot.made_by})
     details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]
     details += [spots[0].place.within.removeprefix(", ")]
-    details += [f"also at {some(lines[1:], 2)}" if len(lines) > 1 else ""]
+    details += [f"also at {first_names(lines[1:], 2)}" if len(lines) > 1 else ""]
     told = "; ".join(filter(None, details))
     said = f"{check.said} ({told})" if told else check.said
     modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))

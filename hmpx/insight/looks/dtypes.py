@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of, version_of
 from hmpx.insight.dispatch import Look, OpLook, in_autocast, sampled
-from hmpx.insight.finding import Finding, Names, percent, short_place, some
+from hmpx.insight.finding import Finding, Names, first_names, percent, short_place
 from hmpx.insight.notes import Notes, OpCall, Place, Spot
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
@@ -85,7 +85,7 @@ def of_products(notes: Notes, names: Names) -> Iterator[Finding]:
         modules = tuple(dict.fromkeys(spot.module or short_place(spot.where) for spot in spots))
         said = f"{percent(share)} of the products of the forward pass ran in float32, outside of autocast: "
         do = "call them inside of torch.autocast, unless they are in float32 for a reason"
-        yield Finding("autocast", False, said + some(modules), do, spots[0].where, modules, weight=0.15)
+        yield Finding("autocast", False, said + first_names(modules), do, spots[0].where, modules, weight=0.15)
     precision = wide[0].said if wide else ""
     if precision == "medium" or (precision == "high" and any(spot.numbers["gpu"] for spot in wide)):
         digits = "8 bits (BF16)" if precision == "medium" else "11 bits (TF32)"
@@ -199,7 +199,7 @@ class EarlyUpcasts(Look):
         if self._dropped:
             spot, which = self._dropped[0][0], tuple(dict.fromkeys(names[p] for _, p in self._dropped))
             was, still = ("was", "is") if len(which) == 1 else ("were", "are")
-            said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
+            said = f"{first_names(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
             do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work "
             yield Finding("upcast", False, said, f"{do}in place", spot.where, which, weight=0.2)
 

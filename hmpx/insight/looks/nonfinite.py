@@ -20,7 +20,7 @@ import torch
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
-from hmpx.insight.finding import Finding, Names, asked, some
+from hmpx.insight.finding import Finding, Names, asked, first_names
 from hmpx.insight.notes import Notes, OpCall, Spot, own_frame
 from hmpx.insight.tensors import (
     LOW,
@@ -209,7 +209,7 @@ class Nonfinite(Look):
         what, iteration, where = self._reached or ("", 0, "")
         path = self._path
         if 0 < len(self._where) < len(names):
-            what += f" ({some(tuple(names[p] for p in self._where if p in names))})"
+            what += f" ({first_names(tuple(names[p] for p in self._where if p in names))})"
         when = f"{what} are inf or NaN in step {iteration}"
         of_loss = path.iteration in self._losses
         harms = self._reached is not None or path.iteration > self._passed or of_loss

@@ -20,7 +20,7 @@ import torch
 
 from hmpx.base.torch_private import AGREEMENT, private
 from hmpx.insight.dispatch import Look
-from hmpx.insight.finding import Finding, Names, some
+from hmpx.insight.finding import Finding, Names, first_names
 from hmpx.insight.notes import Notes
 from hmpx.insight.tensors import has_numbers
 from hmpx.rounding.native import PLAIN
@@ -127,7 +127,7 @@ class Replicas(Look):
         )
         if apart:
             said = f"{len(apart)} of {len(names)} parameters began equal on {self.world} ranks and differ now: "
-            said += some(apart)
+            said += first_names(apart)
             wrong, do = all(each["is_reduced"] for each in ranks) or all(each["is_silent"] for each in ranks), _DO
             if not wrong:
                 said += "; between backward pass and step the ranks told each other nothing"

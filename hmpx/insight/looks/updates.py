@@ -17,7 +17,7 @@ import torch
 
 from hmpx.base.tensors import dtype_name
 from hmpx.insight.dispatch import Look
-from hmpx.insight.finding import Finding, Names, percent, some
+from hmpx.insight.finding import Finding, Names, first_names, percent
 from hmpx.insight.looks.steps import LENGTH, Moves, SteppedOptimizer, span_of, total, window_of
 from hmpx.insight.notes import Notes
 from hmpx.insight.report import grouped, number
@@ -241,12 +241,13 @@ class _Lost:
             return f"{dtype} weights move {percent(self.kept)} {as_far}{'' if self.is_behind else steps}"
         if self.are_many and self.share <= _SHARE:
             how = _at_most_half(self.still, rows, as_far)
-            which = some(tuple(names[p] for p in self.still))
+            which = first_names(tuple(names[p] for p in self.still))
             return f"{len(self.still)} of {len(rows)} parameters in {dtype} ({which}) {how}"
         how = f"move {percent(self.within.kept_by(self.group))} {as_far}"
         if not self.is_slow:
             how = _at_most_half(self.group, self.worst.rows, as_far) + steps
-        return f"{percent(self.share)} of the {dtype} weights ({some(tuple(names[p] for p in self.group))}) {how}"
+        which = first_names(tuple(names[p] for p in self.group))
+        return f"{percent(self.share)} of the {dtype} weights ({which}) {how}"
 
 
 def _at_most_half(params: Sequence[Parameter], rows: Mapping[Parameter, Moves], as_far: str) -> str:
@@ -407,7 +408,7 @@ class PassedLow(Look):
                 continue
             kept, dtype = min(max(seen.dot / (seen.size or 1.0), 0.0), 1.0), dtype_name(seen.dtype)
             told = tuple(names[p] for p in seen.params if p in names)
-            said = f"float32 weights ({some(told)}) hold numbers of {dtype} alone before step {seen.rounded[0]}"
+            said = f"float32 weights ({first_names(told)}) hold numbers of {dtype} alone before step {seen.rounded[0]}"
             said += f" and {number(len(seen.rounded) - 1, 'later one')}" if seen.rounded[1:] else ""
             said += f", as they did not after the step before: they keep {percent(kept)} of the way that they had gone"
             do, wrong = "copy, save and average weights in float32", kept < LIMIT
