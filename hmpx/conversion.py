@@ -17,7 +17,7 @@ import torch
 
 from hmpx.base import process_state, region_state
 from hmpx.base.changes import Changes
-from hmpx.base.process_state import Installation, casts_regions, place
+from hmpx.base.process_state import Installation, casts_regions, variable
 from hmpx.base.raw import none_collected
 from hmpx.errors import HmpxError, OpListError, did_you_mean, with_hints
 from hmpx.ops import compilers
@@ -230,7 +230,7 @@ class Conversion(Installation):
             own[noted] = modules = dict[int, Any]()
             changes.callback(modules.clear)
         for name, value in own.items():
-            changes.put(place(name), value)
+            changes.put(variable(name), value)
 
 
 def install(conversion: Conversion) -> Conversion:

@@ -17,7 +17,7 @@ class Owner:
     inherited = "of the class"
 
 
-def places():
+def targets():
     """One of each kind, what it holds, and how somebody else writes to it."""
     owner, mapping, box = Owner(), {"key": "before"}, ["before"]
     owner.attribute = "before"
@@ -38,24 +38,24 @@ def places():
 
 def test_a_place_holds_what_it_held_again(caplog):
     """What somebody else has taken back already is no news."""
-    for kind, (place, before) in places().items():
+    for kind, (target, before) in targets().items():
         with Changes() as changes:
-            assert changes.put(place, "ours") == before and place.read() == "ours"
-        assert place.read() == before, kind
+            assert changes.put(target, "ours") == before and target.read() == "ours"
+        assert target.read() == before, kind
         with Changes() as changes:
-            changes.put(place, "ours")
-            place.write(before)
-        assert place.read() == before and not caplog.records, kind
+            changes.put(target, "ours")
+            target.write(before)
+        assert target.read() == before and not caplog.records, kind
 
 
 def test_what_somebody_else_has_put_on_top_stays_with_a_warning(caplog):
-    for kind, (place, _) in places().items():
+    for kind, (target, _) in targets().items():
         with Changes() as changes:
-            changes.put(place, "ours")
-            place.write("theirs")
-        assert place.read() == "theirs", kind
-        assert f"{place.label} was {place.verb} again" in caplog.records[-1].message
-    assert len(caplog.records) == len(places())
+            changes.put(target, "ours")
+            target.write("theirs")
+        assert target.read() == "theirs", kind
+        assert f"{target.label} was {target.verb} again" in caplog.records[-1].message
+    assert len(caplog.records) == len(targets())
 
 
 def test_a_value_that_is_there_already_is_no_change_so_a_later_one_stays(caplog):

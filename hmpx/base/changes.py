@@ -2,7 +2,7 @@
 
 Changes are applied in order and undone in reverse. A change is undone only if hmpx's value is still there. If somebody
 else has put another value on top, that value stays, and the logger "hmpx" warns: what it wraps is hmpx's and does
-nothing any more. If a place holds the value already, nothing is recorded, so that a later change by somebody else is
+nothing any more. If a target holds the value already, nothing is recorded, so that a later change by somebody else is
 not undone.
 """
 
@@ -22,7 +22,7 @@ class _Missing:
         return "<missing>"
 
 
-MISSING: Any = _Missing()  # what a place holds that holds nothing
+MISSING: Any = _Missing()  # what a target holds that holds nothing
 
 
 # Places that hold one value. label, verb: what a warning calls it, and a change of it.
@@ -91,7 +91,7 @@ class Flag:
     verb = "set"
 
 
-Place = Attribute | Item | Cell | Flag
+Target = Attribute | Item | Cell | Flag
 
 
 class Changes:
@@ -112,12 +112,12 @@ class Changes:
     def __init__(self) -> None:
         self._undo: list[_Undo] = []
 
-    def put(self, place: Place, value: Any) -> Any:
-        """Make `place` hold `value` until this is closed; return what it held, `MISSING` for nothing."""
-        before = place.read()
+    def put(self, target: Target, value: Any) -> Any:
+        """Make `target` hold `value` until this is closed; return what it held, `MISSING` for nothing."""
+        before = target.read()
         if before is not value:
-            self.callback(take_back, place, value, before)  # first: an interrupt may come between the two
-            place.write(value)
+            self.callback(take_back, target, value, before)  # first: an interrupt may come between the two
+            target.write(value)
         return before
 
     def callback(self, function: Callable[..., object], *args: Any) -> None:
@@ -153,10 +153,10 @@ class _Undo:
         self.function, self.args = function, args
 
 
-def take_back(place: Place, ours: Any, before: Any) -> None:
-    """Undo one change: `place` was given `ours` where there was `before`."""
-    now = place.read()
+def take_back(target: Target, ours: Any, before: Any) -> None:
+    """Undo one change: `target` was given `ours` where there was `before`."""
+    now = target.read()
     if now is ours:
-        place.write(before)
+        target.write(before)
     elif now is not before:
-        logger.warning("%s was %s again after hmpx; that stays, and hmpx below it is inert", place.label, place.verb)
+        logger.warning("%s was %s again after hmpx; that stays, and hmpx below it is inert", target.label, target.verb)

@@ -122,8 +122,8 @@ watching_writes = Changes()
 code_rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 
-def place(name: str) -> Attribute:
-    """A variable of this module, as a place that `Changes` give another object."""
+def variable(name: str) -> Attribute:
+    """A variable of this module, as a target of `Changes`, which give it another object."""
     return Attribute(sys.modules[__name__], name, f"hmpx.base.process_state.{name}")
 
 

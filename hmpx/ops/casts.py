@@ -119,7 +119,7 @@ class Casts:
         rebinding.around(changes, patches, self._functions)
         policies = self._table.policies
         self._compilers.add(patches.originals(), self._table.in_words(), changes)
-        changes.put(process_state.place("known_scopes"), frozenset(policies))
+        changes.put(process_state.variable("known_scopes"), frozenset(policies))
         if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
         self._rebindings.append(rebinding)

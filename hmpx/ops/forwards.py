@@ -50,7 +50,7 @@ _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # these
 def wrap_forwards(changes: Changes) -> None:
     """Wrap the forwards of modules with rules, also of those that get one later, until `changes` are undone."""
     wrap = functools.partial(_wrap, changes)
-    changes.put(state.place("wrap_forward"), wrap)
+    changes.put(state.variable("wrap_forward"), wrap)
     for rule in list(state.module_rules):
         for cls in rule.classes:
             wrap(cls)
