@@ -192,7 +192,7 @@ class Attachment:
     def _put_back(self) -> None:
         """Undo `install`. After an interrupt in the middle, a second call does all of it again."""
         self._updates.look_again()
-        self._waiting.settle(self._updates.have_stepped)
+        self._waiting.end_wait(self._updates.have_stepped)
         _end(self._dtypes, self._waiting.taken)
         self._claim.end()
         self._undo.close()
@@ -280,7 +280,7 @@ class Attachment:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy, which has this attachment among its attributes
             return attach_copy(call.optimizer, self).step(call)
-        self._updates.waited = self._waiting.settle(self._updates.have_stepped) if self.is_open else []
+        self._updates.waited = self._waiting.end_wait(self._updates.have_stepped) if self.is_open else []
         if self.is_open:  # some have stepped in a backward that failed
             released.finish(self._dtypes)
         self._counts.compare(call.optimizer, self._updates, call.seed)
@@ -327,7 +327,7 @@ class Attachment:
                 try:
                     step_hooks.step_part(self._alive, self._updates, self._waiting.show(where))
                 finally:
-                    self._waiting.settle(self._updates.have_stepped, where)
+                    self._waiting.end_wait(self._updates.have_stepped, where)
 
 
 def _end(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:

@@ -64,7 +64,7 @@ class Store(Held):
     def begin(self) -> None:
         """Make the data beside the weights fit the weights as they are now. A step calls this first."""
 
-    def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
+    def prepare_for_kernels(self, segment: Segment, rounding_key: RoundingKey) -> None:
         """Bring the data beside the weights into the form that kernels need. The segment is the whole parameter."""
 
     def take_masters(self, masters: Tensor) -> None:
@@ -155,7 +155,7 @@ class Split(Store):
             self._loaded, self._lower = loaded, lower
             self.beside = tuple([held for held in (lower, loaded) if held is not None])
 
-    def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
+    def prepare_for_kernels(self, segment: Segment, rounding_key: RoundingKey) -> None:
         if self._loaded is not None:
             self.write(segment, local(self.masters(segment)), segment.name, rounding_key)
 

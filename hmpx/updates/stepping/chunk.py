@@ -98,7 +98,7 @@ class Chunk:
         optimizers = self._optimizers(optimizer)
         self._sight = Sight(self._is_known, gathers, by_memory(*optimizers))
         self.segments, self._names = segments, [segment.name for segment in segments]
-        self._others, self._is_settled = others, True
+        self._others, self._are_as_shown = others, True
         self._sharded = [segment for segment in segments if segment.box is not None]
         owners = {id(each.state): each for each in reversed(optimizers)}.values()  # a wrapper may share its base's
         self._states: list[dict[Any, Any]] = [owner.state for owner in owners]
@@ -355,10 +355,10 @@ class Chunk:
     def _take(self, optimizer: Optimizer, key: RoundingKey) -> None:
         """Move the state that the step has left for the shadows to the parameters."""
         lefts = list(map(self._states_left, self._states))
-        self._is_settled = all(map(self._is_as_shown, lefts))
-        if not self._is_settled:
+        self._are_as_shown = all(map(self._is_as_shown, lefts))
+        if not self._are_as_shown:
             self._find_weights(lefts)
-        for i, left in enumerate(lefts if not self._is_settled else ()):
+        for i, left in enumerate(lefts if not self._are_as_shown else ()):
             for shadow, state in zip(self._shadows, left, strict=True):
                 shadow.states[i].take(state, optimizer, key, shadow.q.shape)
         for shadow in () if self._is_known else self._shadows:
@@ -394,7 +394,7 @@ class Chunk:
         is_new: whether this was the first step. Before later ones, a fingerprint compares the parameters' state.
         """
         is_as_made = not is_new or all([state.is_as_made() for shadow in self._shadows for state in shadow.states])
-        return self.is_in_room and self._is_settled and is_as_made
+        return self.is_in_room and self._are_as_shown and is_as_made
 
     def _undo(self) -> None:
         self._left, self._stale = [], self._shadows

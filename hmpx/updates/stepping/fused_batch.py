@@ -163,14 +163,14 @@ class FusedBatch:
         tables: of the kernels that step them. None: torch's operators do.
 
     Attributes:
-        is_settled: whether the next step can use the same table, with other gradients and scalars filled in.
+        is_reusable: whether the next step can use the same table, with other gradients and scalars filled in.
     """
 
     def __init__(
         self, segments: list[Segment], formula: Formula, context: StepContext, key: RoundingKey, tables: Tables | None
     ) -> None:
         self.segments, self._formula, self._states = segments, formula, context.optimizer.state
-        self.is_settled = formula.tensors_alone
+        self.is_reusable = formula.tensors_alone
         self._taken = [self._take(segment, context) for segment in segments]
         self._by: TorchBackend | KernelBackend
         if tables is None:
@@ -264,7 +264,7 @@ class KernelBackend:
         kernels = kernels_for(local(taken[0].segment.param))
         assert kernels is not None, "they take these parameters"
         for each in taken:
-            context.stores.of(each.segment).settle(each.segment, key)
+            context.stores.of(each.segment).prepare_for_kernels(each.segment, key)
         rows = [row_of_step(self._arguments(each, context), each.index) for each in taken]
         self._table = tables.of(taken[0].segment.param.device, kernels)
         self._launches = self._table.add("step_list", rows, KERNELS.index(formula.kernel))
@@ -272,7 +272,7 @@ class KernelBackend:
     def _arguments(self, each: Taken, context: StepContext) -> native.StepArguments:
         segment, state = each.segment, {**(context.optimizer.state.get(each.segment.param) or {}), **each.new}
         weight = context.stores.of(segment).for_kernels(segment, name_id(segment.name))
-        assert weight is not None, "the store is settled"
+        assert weight is not None, "the store is prepared for kernels"
         states = tuple([_stored(segment, key, state) for key in each.keys])
         gradient = StoredTensor.of(context.gradients[each.index])
         return native.StepArguments(weight, gradient, states, first=segment.first or 0)

@@ -306,7 +306,7 @@ class Plan:
         """After a step, free the copies; return whether the plan can be run again."""
         if not self._can_be_kept or not all([chunk.can_be_kept(is_new=is_new) for chunk in self._chunks]):
             return False
-        if not all([batch.is_settled for batch in self._fused]):
+        if not all([batch.is_reusable for batch in self._fused]):
             return False
         for room in self._rooms.values():
             room.untyped_storage().resize_(0)

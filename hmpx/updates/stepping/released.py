@@ -112,7 +112,7 @@ class Waiting:
         return list(self._gradients)
 
     def show(self, where: _Where) -> list[Parameter]:
-        """Give the parameters that wait there their gradients again, for a step. After it, call `settle`."""
+        """Give the parameters that wait there their gradients again, for a step. After it, call `end_wait`."""
         waiting = self._gradients[where]
         for p, gradient, _ in waiting:
             p.grad = gradient
@@ -122,7 +122,7 @@ class Waiting:
                 local(gradient).record_stream(now)
         return [p for p, _, _ in waiting]
 
-    def settle(self, have_stepped: Callable[[list[Parameter]], bool], *wheres: _Where) -> list[Parameter]:
+    def end_wait(self, have_stepped: Callable[[list[Parameter]], bool], *wheres: _Where) -> list[Parameter]:
         """End the wait at `wheres`, or everywhere. Free the gradients of parameters that have stepped, keep the others.
 
         Returns:

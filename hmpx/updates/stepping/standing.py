@@ -148,7 +148,7 @@ class Standing(Chunk):
         self._of_grads = Spans(array("Q", [x.data_ptr() - at for x in self._xs]), sizes)
         self._of_shadows = Spans(array("Q", [q.data_ptr() - at for q in self._qs]), self._of_weights.sizes)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Count references, after the plan was made and all that is needed for making it is gone."""
         self._standing = [*self._qs, *self._xs, *self._of_states.moved]
         self._guards = Guards(self._standing)
@@ -441,7 +441,7 @@ def standing_or_none(optimizer: Optimizer, segments: list[Segment], stores: Stor
     try:
         with torch.no_grad():
             made = Standing(optimizer, segments, stores)
-            made.settle()
+            made.finish()
             return made
     except Unfit:
         return None
