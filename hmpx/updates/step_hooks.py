@@ -106,7 +106,7 @@ def _watch() -> None:
         optimizer_hooks.wrap(_changes, name, wrapper)
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
     around_steps.watch(_changes)
-    released.watch(_changes, _look)
+    released.watch(_changes, _watch_again)
     ranks.watch_joins(_changes, gradients.is_claimed)
 
 
@@ -131,7 +131,7 @@ def _watch_class(cls: type[Optimizer]) -> None:
         _changes.put(Attribute(owner, "step", f"{owner.__name__}.step"), _watched(cls.step))
 
 
-def _look(optimizer: Optimizer) -> None:
+def _watch_again(optimizer: Optimizer) -> None:
     """In `zero_grad`, see to it that the next step is watched: somebody may have replaced it since."""
     attachment = own_attachment(optimizer)
     if _is_installed and attachment is not None and optimizer is attachment.optimizer:
@@ -146,8 +146,8 @@ def _watched(step: Callable) -> Callable:
         # A class may hold this function after hmpx was uninstalled, and a subclass may call its parent's step.
         if not _is_installed or region_state.owned_by(optimizer) is not None:
             return step(optimizer, *args, **kwargs)
-        for look in list(first_steps):
-            look()
+        for tell in list(first_steps):
+            tell()
         attachment = vars(optimizer).get(ATTRIBUTE)
         if attachment is None and not (args or kwargs or open_caches) and _is_plain(optimizer):
             return run_in_region.run_plain_step(optimizer, step)

@@ -58,7 +58,7 @@ def chunks(segments: list[Segment], others: list[Parameter] | None, context: Ste
 
     def chunk_of(segments: list[Segment], others: Sequence[Parameter] | None) -> Chunk:
         made = Chunk(context.optimizer, segments, others)
-        made.look(context)
+        made.make_shadows(context)
         return made
 
     if others is None:
@@ -109,8 +109,8 @@ class Chunk:
         self._versioned: list[tuple[Tensor, str]] = []
         self._versions: list[int] = []
 
-    def look(self, context: StepContext) -> None:
-        """Look at the parameters, and find out how large a room their copies take."""
+    def make_shadows(self, context: StepContext) -> None:
+        """Make a shadow of each parameter, and find out how large a room their copies take."""
         self._shadows = [Shadow(segment, context.stores.of(segment), self._sight) for segment in self.segments]
         dense = [shadow for shadow in self._shadows if shadow.gradient is not None]
         self._grads = [shadow.gradient for shadow in dense if shadow.gradient is not None]
@@ -125,7 +125,7 @@ class Chunk:
             pairs = zip(self._states, self._weight_keys, strict=True)
             shadow.states = [ShownState(s, shadow.segment, self._sight, s.get(shadow.p), keys) for s, keys in pairs]
             for state in shadow.states:
-                state.look()
+                state.find_shown()
         self._moved = [piece for shadow in self._shadows for piece in shadow.pieces]
 
     def _optimizers(self, optimizer: Optimizer) -> list[Optimizer]:

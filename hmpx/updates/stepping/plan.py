@@ -1,10 +1,10 @@
-"""The plan of a step: all batches and chunks of an optimizer. It is kept while one look finds nothing changed.
+"""The plan of a step: all batches and chunks of an optimizer. It is kept while nothing has changed.
 
 A batch is stepped by a formula, a chunk by the optimizer's own code.
 
 To make a plan, hmpx looks at each parameter, gradient and state tensor several times: for names, dtypes, overlaps,
-kernels. With many tensors this takes longer than the step. So the plan is kept, and a `Fingerprint` says, in one look,
-whether it still fits.
+kernels. With many tensors this takes longer than the step. So the plan is kept, and a `Fingerprint` says whether
+it still fits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Guards:
 
 
 class Fingerprint:
-    """An optimizer as a step left it. If `look` returns gradients, nothing else has changed but options.
+    """An optimizer as a step left it, to tell whether something other than its options has changed since.
 
     Args:
         params: the parameters that were stepped; they still have their gradients.
@@ -114,7 +114,7 @@ class Fingerprint:
 
     @staticmethod
     def can_be(optimizer: Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether `look` can see every change: plain tensors on a CPU or a GPU, or DTensors with such parts.
+        """Whether every change would be seen: plain tensors on a CPU or a GPU, or DTensors with such parts.
 
         False after a step whose gradients a GradScaler has left scaled.
         """
@@ -132,7 +132,7 @@ class Fingerprint:
                     return False
         return True
 
-    def look(self, optimizer: Optimizer) -> Gradients | None:
+    def gradients_if_unchanged(self, optimizer: Optimizer) -> Gradients | None:
         """Return the gradients of the next step if its parameters and state tensors are the same; else None.
 
         Guards in torch's C++ check that all tensors have the class, dtype, device, shape and strides that they had.
@@ -314,7 +314,7 @@ class Plan:
 
     def fits(self, optimizer: Optimizer) -> Gradients | None:
         """Return the gradients of the next step if only they and options have changed; else None."""
-        found = None if self._fingerprint is None else self._fingerprint.look(optimizer)
+        found = None if self._fingerprint is None else self._fingerprint.gradients_if_unchanged(optimizer)
         if found is None or not all([batch.fits(optimizer.param_groups) for batch in self._fused]):
             return None
         return found if all([table.are_aligned(found.addresses) for table in self._tables.values()]) else None

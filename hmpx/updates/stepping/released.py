@@ -175,20 +175,20 @@ def finish(params: Iterable[Parameter]) -> None:
             p.grad = None
 
 
-def watch(changes: Changes, look: Callable[[Optimizer], None]) -> None:
+def watch(changes: Changes, zeroed: Callable[[Optimizer], None]) -> None:
     """Until `changes` end, note each backward of a scaled loss, and let `zero_grad` refuse released gradients.
 
-    look: is called with the optimizer of each `zero_grad`.
+    zeroed: is called with the optimizer of each `zero_grad`.
     """
     scaler = torch.amp.GradScaler
     changes.put(Attribute(scaler, "scale", "GradScaler.scale"), _watched_scale(scaler.scale))
-    changes.put(Attribute(Optimizer, "zero_grad", "Optimizer.zero_grad"), _watched_zero(look, Optimizer.zero_grad))
+    changes.put(Attribute(Optimizer, "zero_grad", "Optimizer.zero_grad"), _watched_zero(zeroed, Optimizer.zero_grad))
 
 
-def _watched_zero(look: Callable, zero_grad: Callable) -> Callable:
+def _watched_zero(zeroed: Callable, zero_grad: Callable) -> Callable:
     @functools.wraps(zero_grad)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        look(optimizer)
+        zeroed(optimizer)
         if _is_used:
             for p in parameters(optimizer):
                 if type(p.grad) is Released:

@@ -96,7 +96,7 @@ class ShownState:
         self.same: dict[str, Any] = {}
         self.shown: dict[str, Any] | None = None
 
-    def look(self) -> None:
+    def find_shown(self) -> None:
         """Find what the optimizer is to see in the place of `own`."""
         own, sight, p = self.own, self._sight, self.segment.param
         if not isinstance(own, dict):

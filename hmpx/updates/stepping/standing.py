@@ -179,7 +179,7 @@ class Standing(Chunk):
 
     def fits(self, optimizer: Optimizer) -> Gradients | None:
         """Return the gradients of the next step if only they, options and values have changed; else None."""
-        found = self._fingerprint.look(optimizer)
+        found = self._fingerprint.gradients_if_unchanged(optimizer)
         return found if found is not None and self._table.are_aligned(found.addresses) else None
 
     def refuse_lookups(self, optimizer: Optimizer) -> None:

@@ -68,10 +68,10 @@ class StandingFingerprint(Fingerprint):
         self._types = list(map(type, self._rest_of(self.values)))
         self._look_at_memory(held, () if has_copies else self._tensors_of(self.values))
 
-    def look(self, optimizer: Optimizer) -> Gradients | None:
+    def gradients_if_unchanged(self, optimizer: Optimizer) -> Gradients | None:
         if by_memory(optimizer) != self._one_layout or len(list(nested(optimizer))) != 1:
             return None
-        return super().look(optimizer)
+        return super().gradients_if_unchanged(optimizer)
 
     def _has_state(self) -> bool:
         states, count = self._states, len(self._dicts)
