@@ -88,7 +88,7 @@ class Script:
     @property
     def needs_products(self) -> bool:
         """Whether products read what a recipe puts into FP32."""
-        return bool(self._capture.notes.spots("product of mended"))
+        return bool(self._capture.notes.spots("product of fixed"))
 
 
 def _called(ops: Iterable[str]) -> set[str]:

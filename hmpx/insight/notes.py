@@ -84,7 +84,7 @@ class Schema:
 class Spot:
     """One line of the program at which one kind of thing was found.
 
-    said: what was found there the first time. mended_by: the op to list in FP32, or "module", which puts it into FP32;
+    said: what was found there the first time. fixed_by: the op to list in FP32, or "module", which puts it into FP32;
     "" for nothing, or if no check has asked. numbers: sums over the calls. memories: addresses of the memory that the
     op writes to. made_by: ops that have rounded its input. forward: the op whose backward pass it is part of. owner:
     the name of the buffer or parameter that it writes to, where a module owns it. off: how far results are from those
@@ -95,7 +95,7 @@ class Spot:
     op: str
     place: Place
     said: str
-    mended_by: str = ""
+    fixed_by: str = ""
     calls: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
     memories: set[int] = field(default_factory=set)
@@ -237,7 +237,7 @@ class Notes:
         product: how many sums of squares were added to a product in low precision; and the size of the product.
         squares: how many sums of squares were added up.
         rounded: the op that has rounded probabilities to low precision, and its place.
-        mended: whether a recipe puts what it was made of into FP32.
+        fixed: whether a recipe puts what it was made of into FP32.
         exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
         off: of a gradient, the square of the share that FP16 has cost it below its normal numbers.
         of_nan: whether it was made of a NaN that the program has written.

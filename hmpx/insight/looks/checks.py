@@ -1,4 +1,4 @@
-"""What may be wrong with a single op: what shows it, the table, what is said of it, and which recipe mends it.
+"""What may be wrong with a single op: what shows it, the table, what is said of it, and which recipe fixes it.
 
 A word is said of numbers. Where a fault is more than the rounding of a result, the op is repeated in FP32 with the
 inputs that it had, and its error decides.
@@ -182,7 +182,7 @@ class Check(NamedTuple):
         wrong: whether it harms a training, where a gradient depends on a result that is off by `LIMIT` or more.
         ops: names at torch's dispatcher.
         evidence: what shows it in one op, in words, and how far the result is off. None if nothing is wrong.
-        mended: which keys of a recipe mend it. "list", "place": the ops run in FP32 in these modules; if a rule cannot
+        fix: which keys of a recipe fix it. "list", "place": the ops run in FP32 in these modules; if a rule cannot
             say so, "list" puts them into the fp32 list. "module": everything in these modules runs in FP32. For a line
             in no module, or in the outermost one, all act as "list". "": none.
         also: more ops that then go to the fp32 list, and the op with them.
@@ -195,7 +195,7 @@ class Check(NamedTuple):
     weight: float
     ops: Collection[str]
     evidence: Callable[[OpCall, Notes], Shown]
-    mended: str = ""
+    fix: str = ""
     also: tuple[str, ...] = ()
 
 
@@ -264,7 +264,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
-LISTED = frozenset(check.kind for check in CHECKS if check.mended == "list")
+LISTED = frozenset(check.kind for check in CHECKS if check.fix == "list")
 _OF_SETUP = ("integers", "angles")  # tables that the model is made with
 _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in CHECKS for name in each.ops}
 
@@ -280,10 +280,10 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
         notes.follow(op, found)
         return
     hand_on(op, notes)
-    if op.results and any(notes.facts(each).get("mended") for each in op.given):
-        notes.add(op.out, mended=True)
+    if op.results and any(notes.facts(each).get("fixed") for each in op.given):
+        notes.add(op.out, fixed=True)
         if op.name in MATMULS:
-            notes.note("product of mended", op)
+            notes.note("product of fixed", op)
     for check in _CHECKS_OF.get(op.name, ()):
         is_table = check.kind in _OF_SETUP  # what reads one that the first iteration makes, `PositionTables` sees
         is_due = is_table if op.stage == "set up" else not (is_table and notes.iteration == 1)
@@ -295,10 +295,10 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
             spot.off = max((each for each in (shown[1], spot.off) if each >= 0), default=math.nan)
             found |= {spot} if check.wrong and shown[1] >= LIMIT else set()
             spot.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
-            if check.mended and spot.calls == 1:
-                spot.mended_by = _mended_by(check, notes, op, spot)
-            if spot.mended_by and op.results:
-                notes.add(op.out, mended=True)
+            if check.fix and spot.calls == 1:
+                spot.fixed_by = _fixed_by(check, notes, op, spot)
+            if spot.fixed_by and op.results:
+                notes.add(op.out, fixed=True)
     notes.follow(op, found)
 
 
@@ -308,13 +308,13 @@ def of_ops(notes: Notes, names: Names) -> Iterator[Finding]:
             yield _finding(check, spots)
 
 
-def _mended_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
+def _fixed_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
     A cast that hmpx makes is for a listed op: the answer is this op. No recipe changes a cast that the program makes,
     unless this cast follows the dtype of a module's argument: a rule for the module casts the argument.
     """
-    if check.mended == "module" and spot.place.is_inside:
+    if check.fix == "module" and spot.place.is_inside:
         return "module"
     if check.evidence is probabilities and notes.facts(op.given[0]).get("cast") is not None:
         return ""  # the program itself has rounded the probabilities
@@ -375,13 +375,13 @@ def _finding(check: Check, spots: Sequence[Spot]) -> Finding:
 
 
 def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys of a recipe that mend what was found, and the lines that they do not mend."""
+    """Return the keys of a recipe that fix what was found, and the lines that they do not fix."""
     listed: set[str] = set()
     rules: dict[str, Any] = {}
     left: dict[str, None] = {}
-    for spot in spots if check.mended else ():
-        op = catalog().get(spot.mended_by)
-        if spot.mended_by == "module":
+    for spot in spots if check.fix else ():
+        op = catalog().get(spot.fixed_by)
+        if spot.fixed_by == "module":
             rules[spot.module] = "float32"
         elif op is None or not op.computes:
             left[spot.where] = None

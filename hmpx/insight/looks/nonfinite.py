@@ -152,7 +152,7 @@ class Nonfinite(Look):
         return spot
 
     def _try(self) -> None:
-        """Try what mends the first inf or NaN, while what it was made of is as it was."""
+        """Try what cures the first inf or NaN, while what it was made of is as it was."""
         for spot, call in self._tried.items():
             if spot not in self._cures and spot in (self._path.maker, self._path.nan):
                 self._cures[spot] = call and self._calls.cure(call, bool(spot.numbers["backward"]))

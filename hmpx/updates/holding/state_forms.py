@@ -134,8 +134,8 @@ class InCodes(StateForm):
         p, state = segment.param, optimizer.state[segment.param]
         for key in [key for key, value in state.items() if is_bf16(value)]:
             filled_again(optimizer, group, p, key, FP32)
-        if (mended := checked_codes(state, p, segment.name)) is not state:
-            state.update(mended)
+        if (checked := checked_codes(state, p, segment.name)) is not state:
+            state.update(checked)
         weights = weight_keys(optimizer)
         for key, value in held_states(state, p, segment.name).items():
             if key in weights:

@@ -303,12 +303,12 @@ def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseExce
     def refuse(*_: object) -> None:
         raise HmpxError(message)
 
-    def mend(loaded: Optimizer) -> None:
+    def allow(loaded: Optimizer) -> None:
         for handle in handles:
             handle.remove()
 
     handles = [
         optimizer.register_step_pre_hook(refuse),
         optimizer.register_state_dict_pre_hook(refuse),
-        optimizer.register_load_state_dict_post_hook(mend),
+        optimizer.register_load_state_dict_post_hook(allow),
     ]
