@@ -1,4 +1,4 @@
-"""In which dtype numbers come to an op, and what an op hands on.
+"""In which dtype numbers come to an op, and what an op passes on.
 
 In which precision products run; casts in vain; tables of positions and data that were rounded before an op reads them;
 and what the evidence in a later op (`checks`) rests on.
@@ -316,7 +316,7 @@ def _alike(dtype: torch.dtype, start: int, count: int) -> Tensor:
     return positions[1:] == positions[:-1]
 
 
-# What an op hands on: facts of its result
+# What an op passes on: facts of its result
 
 SAMPLED = 1 << 20  # elements: of a larger input, a sample is looked at
 _SUMS, _FACTORS = ("add", "sub", "rsub"), ("mul", "div", "neg", "_to_copy")

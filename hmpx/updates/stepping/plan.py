@@ -297,12 +297,12 @@ class Plan:
 
     def keep(self, optimizer: Optimizer) -> bool:
         """After the first step, take the fingerprint; return whether the plan can be run again."""
-        if not self.rest(is_new=True) or not Fingerprint.can_be(optimizer, self._params):
+        if not self.free_copies(is_new=True) or not Fingerprint.can_be(optimizer, self._params):
             return False
         self._fingerprint = Fingerprint(optimizer, self._params, is_part=self._is_part)
         return True
 
-    def rest(self, *, is_new: bool = False) -> bool:
+    def free_copies(self, *, is_new: bool = False) -> bool:
         """After a step, free the copies; return whether the plan can be run again."""
         if not self._can_be_kept or not all([chunk.can_be_kept(is_new=is_new) for chunk in self._chunks]):
             return False

@@ -199,7 +199,7 @@ class Standing(Chunk):
                 shadow.forget()
             self._shadows, self._versioned, self._groups = [], [], []
 
-    def rest(self) -> bool:
+    def free_copies(self) -> bool:
         """After a step, release the memory of a large room; return whether the plan may be used again."""
         self._of_states.begin([])
         self._versions, self._real = [], list[Any]()

@@ -64,8 +64,8 @@ class StandingFingerprint(Fingerprint):
         self._own_keys = list(chain(*self._dicts))
         self.values = values_of(self._dicts)
         tensors = [isinstance(value, Tensor) for value in self.values]
-        self._tensors_of, self._rest_of = chosen(tensors), chosen([not each for each in tensors])
-        self._types = list(map(type, self._rest_of(self.values)))
+        self._tensors_of, self._others_of = chosen(tensors), chosen([not each for each in tensors])
+        self._types = list(map(type, self._others_of(self.values)))
         self._look_at_memory(held, () if has_copies else self._tensors_of(self.values))
 
     def gradients_if_unchanged(self, optimizer: Optimizer) -> Gradients | None:
@@ -85,7 +85,7 @@ class StandingFingerprint(Fingerprint):
         if self._has_copies:
             return all(map(is_, values, self.values))
         self.values, self._replaceable = values, self._tensors_of(values)  # the guards see a value of another class
-        return list(map(type, self._rest_of(values))) == self._types
+        return list(map(type, self._others_of(values))) == self._types
 
     def take(self) -> bool:
         """After a step, take its state for granted; return whether there is as much of it as there was.
@@ -190,10 +190,10 @@ class StandingStates:
             shown.update({key: value.x for key, value in shown.items() if isinstance(value, Piece)})
         self._keys, values = list(chain(*self.copies)), values_of(self.copies)
         are_pieces = [id(value) in in_room for value in values]
-        self._moved_of, self._rest_of = chosen(are_pieces), chosen([not each for each in are_pieces])
-        self.moved, self._rest = self._moved_of(values), self._rest_of(values)
+        self._moved_of, self._unmoved_of = chosen(are_pieces), chosen([not each for each in are_pieces])
+        self.moved, self._unmoved = self._moved_of(values), self._unmoved_of(values)
         pairs = zip(self._own_of_copies, self.copies, strict=True)
-        self._places_of_rest = self._rest_of([(own, key) for own, shown in pairs for key in shown])
+        self._places_of_unmoved = self._unmoved_of([(own, key) for own, shown in pairs for key in shown])
         self._new = {shadow_of[p]: given for p, given in zip(self.own, self.given, strict=True)}
 
     def begin(self, values: list[Any]) -> None:
@@ -245,8 +245,8 @@ class StandingStates:
             standing = {id(now): shown for shown, now in pairs}
             for state in self.copies:
                 state.update({key: standing[id(value)] for key, value in state.items() if id(value) in standing})
-        self._left = self._rest_of(values)
-        return all(map(is_, self._left, self._rest)) or all(map(_may_stand_for, self._left, self._rest))
+        self._left = self._unmoved_of(values)
+        return all(map(is_, self._left, self._unmoved)) or all(map(_may_stand_for, self._left, self._unmoved))
 
     def take(self) -> None:
         """Put the parameters' state back under their keys, with the numbers that the step has left."""
@@ -254,11 +254,11 @@ class StandingStates:
         self._states.clear()
         self._states.update(others)
         self._states.update(self.own)
-        if not all(map(is_, self._left, self._rest)):
-            for (own, key), left, before in zip(self._places_of_rest, self._left, self._rest, strict=True):
+        if not all(map(is_, self._left, self._unmoved)):
+            for (own, key), left, before in zip(self._places_of_unmoved, self._left, self._unmoved, strict=True):
                 if left is not before:
                     own[key] = left
-            self._rest = self._left
+            self._unmoved = self._left
 
 
 def _refuse_odd(own: Any) -> None:

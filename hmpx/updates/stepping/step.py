@@ -115,7 +115,7 @@ class WeightUpdates:
             set_grad_enabled(False)
             if plan is not None and found is not None:
                 self.kept_steps += not is_whole
-                left, is_kept = plan.run(call, write_back, found), plan.rest()
+                left, is_kept = plan.run(call, write_back, found), plan.free_copies()
                 if is_whole and is_kept:
                     self.kept_steps, self._misses = self.kept_steps + 1, 0
             elif self._open is None or any([p.grad is not None for p in parameters(optimizer)]):
@@ -201,7 +201,7 @@ class WeightUpdates:
                 is_kept = part.keep(call.optimizer)
             else:
                 part.run(call, write_back, found)
-                is_kept = part.rest()
+                is_kept = part.free_copies()
             self._open.stepped.update(key)
             if is_kept:
                 self._taken[key] = part
