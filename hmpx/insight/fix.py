@@ -72,23 +72,23 @@ class Script:
         in no list, and the modules that compute them in low precision have the rules.
         """
         every = sorted(O2_BF16 & catalog().keys())
-        low, wide = (self._capture.notes.spots(kind) for kind in ("product in low", "product"))
-        of_low = {spot.module for spot in low if spot.place.is_inside and self.is_plain(spot.module)}
-        apart = {spot.module for spot in wide if spot.place.is_inside and self.is_plain(spot.module)}
-        apart -= {spot.module for spot in low}
-        mixed = [spot for spot in wide if spot.module not in apart]
-        lowered, held = (_called(spot.op for spot in spots) for spots in (low, mixed))
+        low, wide = (self._capture.notes.sites(kind) for kind in ("product in low", "product"))
+        of_low = {site.module for site in low if site.place.is_inside and self.is_plain(site.module)}
+        apart = {site.module for site in wide if site.place.is_inside and self.is_plain(site.module)}
+        apart -= {site.module for site in low}
+        mixed = [site for site in wide if site.module not in apart]
+        lowered, held = (_called(site.op for site in sites) for sites in (low, mixed))
         left = [name for name in every if name in held or held.intersection(callers(name))]  # which would follow it
         names, rules = [name for name in every if name not in left], dict[str, Any]()
         if lowered & held:
             inside = {"bf16": left}
-            rules = {name: inside for name in of_low - {spot.module for spot in mixed}}
+            rules = {name: inside for name in of_low - {site.module for site in mixed}}
         return names, dict(sorted((rules | {name: {"fp32": names} for name in apart}).items()))
 
     @property
     def needs_products(self) -> bool:
         """Whether products read what a recipe puts into FP32."""
-        return bool(self._capture.notes.spots("product of fixed"))
+        return bool(self._capture.notes.sites("product of fixed"))
 
 
 def _called(ops: Iterable[str]) -> set[str]:

@@ -81,8 +81,8 @@ class Schema:
 
 
 @dataclass(eq=False)
-class Spot:
-    """One line of the program at which one kind of thing was found.
+class NotedSite:
+    """One op at one place of the program, at which one kind of thing was found.
 
     said: what was found there the first time. fixed_by: the op to list in FP32, or "module", which puts it into FP32;
     "" for nothing, or if no check has asked. numbers: sums over the calls. memories: addresses of the memory that the
@@ -241,7 +241,7 @@ class Notes:
         exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
         off: of a gradient, the square of the share that FP16 has cost it below its normal numbers.
         of_nan: whether it was made of a NaN that the program has written.
-        spots: the lines whose results it was made of, and of which no gradient is known to depend.
+        sites: the lines whose results it was made of, and of which no gradient is known to depend.
 
     Attributes:
         names: those of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
@@ -259,7 +259,7 @@ class Notes:
     def __init__(self) -> None:
         self._places = CallPlaces()
         self.names = self._places.names
-        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
+        self.last_cast: tuple[weakref.ref[Tensor], NotedSite] | None = None
         self.iteration = self.span = 1
         self.born: set[int] = set()
         self.leaves: dict[torch.dtype, set[int]] = {}
@@ -271,10 +271,10 @@ class Notes:
         self.skipped: list[bool] = []
         self.scale = 0.0
         self.unseen: Counter[str] = Counter()
-        self._spots: dict[tuple, Spot] = {}
+        self._sites: dict[tuple, NotedSite] = {}
         self._nodes: dict[int, tuple[Place, str]] = {}  # by the number that autograd gives to the node of an op
         self.node: int | None = None  # the last of them
-        self._readers: dict[int | None, set[Spot]] = {}  # by node, the lines whose results the op reads
+        self._readers: dict[int | None, set[NotedSite]] = {}  # by node, the lines whose results the op reads
         # By memory, as a subclass comes as an alias; each with the number of the op that made it.
         self._facts: dict[tuple, tuple[StorageWeakRef, int, dict[str, Any]]] = {}
         self._written: dict[int, int] = {}  # by memory: the number of the last op that has written to it
@@ -286,12 +286,12 @@ class Notes:
     def learn(self, model: torch.nn.Module) -> None:
         """Name places in a model by the names of its modules, those of what was found before it was known, too."""
         renamed = self._places.learn(model)
-        for spot in [*self._spots.values()]:
-            spot.made_by = {(name, renamed.get(place, place)) for name, place in spot.made_by}
-            now = spot.kind, spot.op, renamed.get(spot.place, spot.place)
-            if now not in self._spots:
-                del self._spots[spot.kind, spot.op, spot.place]
-                spot.place, self._spots[now] = now[2], spot
+        for site in [*self._sites.values()]:
+            site.made_by = {(name, renamed.get(place, place)) for name, place in site.made_by}
+            now = site.kind, site.op, renamed.get(site.place, site.place)
+            if now not in self._sites:
+                del self._sites[site.kind, site.op, site.place]
+                site.place, self._sites[now] = now[2], site
 
     def note_node(self, name: str, frame: python_types.FrameType) -> None:
         """Note which line has called the op whose node autograd has just made."""
@@ -321,39 +321,39 @@ class Notes:
         """The weights in low precision that ops have read or lines have filled, as far as they live."""
         return [(tensor, each) for each in self._weights.values() if (tensor := each.ref()) is not None]
 
-    def follow(self, op: OpCall, found: set[Spot]) -> None:
+    def follow(self, op: OpCall, found: set[NotedSite]) -> None:
         """Note that results of an op are made of what these lines have made.
 
         A gradient depends on it if a backward pass runs the node of the op, or if the op writes to weights.
         """
-        spots = {spot for spot in (*found, *self._carried(op.args, op.kwargs)) if not spot.is_read}
-        if not spots:
+        sites = {site for site in (*found, *self._carried(op.args, op.kwargs)) if not site.is_read}
+        if not sites:
             return
         node = self.node if op.is_of_model else -1
         is_written = op.name.endswith("_") and op.given and self.are_weights({op.given[0].untyped_storage().data_ptr()})
         if node is None or is_written or op.stage == "set up":  # who reads tables of a model is not known yet
-            for spot in spots:
-                spot.is_read = True
+            for site in sites:
+                site.is_read = True
         else:
-            self._readers.setdefault(node, set()).update(spots)
+            self._readers.setdefault(node, set()).update(sites)
             for each in tensors_in((op.result,)):
-                self.add(each, spots=spots)
+                self.add(each, sites=sites)
 
     def hand_on(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note that an op of indices and masks alone is made of what these were made of."""
-        if spots := self._carried(args, kwargs):
+        if sites := self._carried(args, kwargs):
             for each in tensors_in((result,)):
-                self.add(each, spots=spots)
+                self.add(each, sites=sites)
 
-    def _carried(self, args: tuple, kwargs: dict[str, Any]) -> set[Spot]:
+    def _carried(self, args: tuple, kwargs: dict[str, Any]) -> set[NotedSite]:
         given = (*tensors_in(args), *tensors_in(kwargs.values())) if self._readers else ()
-        return {spot for each in given for spot in self.facts(each).get("spots", ())}
+        return {site for each in given for site in self.facts(each).get("sites", ())}
 
     def passed(self, node: Any) -> None:
         """Note that a backward pass runs a node."""
         number = None if LINES.missing else node._sequence_nr()
-        for spot in self._readers.pop(number, ()):
-            spot.is_read = True
+        for site in self._readers.pop(number, ()):
+            site.is_read = True
         for seen in self._weights_of.pop(number, ()):
             seen.has_gradient = True
 
@@ -367,8 +367,8 @@ class Notes:
         unknown = None, ""
         return unknown if node is None or LINES.missing else self._nodes.get(node._sequence_nr(), unknown)
 
-    def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
-        """Count one call at its line. A line has one `Spot` for each kind, op and module."""
+    def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> NotedSite:
+        """Count one call at its place. A place has one `NotedSite` for each kind and op."""
         return self.note_line(kind, op.name, op.frame, said, None, **numbers)
 
     def note_line(
@@ -379,16 +379,16 @@ class Notes:
         said: str = "",
         place: Place | None = None,
         **numbers: float,
-    ) -> Spot:
+    ) -> NotedSite:
         """Count one call at `place`, or, if that is None, at the line that runs in `frame`."""
         if place is None:
             assert frame is not None, "one of them is given"
             place = self.place(frame)
         key = kind, op, place
-        spot = self._spots.setdefault(key, Spot(kind, op, place, said))
-        spot.calls += 1
-        spot.numbers.update(numbers)
-        return spot
+        site = self._sites.setdefault(key, NotedSite(kind, op, place, said))
+        site.calls += 1
+        site.numbers.update(numbers)
+        return site
 
     def loss(self, losses: Sequence[Tensor], frame: python_types.FrameType) -> None:
         """Note a backward pass that begins with these losses, if one is in low precision. Each has a gradient of 1.
@@ -407,11 +407,11 @@ class Notes:
     @property
     def are_steps(self) -> bool:
         """Whether the program itself writes to weights, or weights were seen and none is in low precision."""
-        is_written = any(self.are_weights(spot.memories) for spot in self.spots("write"))
+        is_written = any(self.are_weights(site.memories) for site in self.sites("write"))
         return is_written or (bool(self.leaves) and not self.leaves.keys() & LOW)
 
-    def spots(self, *kinds: str) -> list[Spot]:
-        return [spot for spot in self._spots.values() if spot.kind in kinds]
+    def sites(self, *kinds: str) -> list[NotedSite]:
+        return [site for site in self._sites.values() if site.kind in kinds]
 
     def facts(self, tensor: Any) -> dict[str, Any]:
         """Return the facts of a tensor. Only `add` may change them."""

@@ -336,15 +336,15 @@ def _beside(capture: Capture, cells: Cells, models: Iterable[torch.nn.Module]) -
             said.append(f"{len(its)} {dtype}" + (f" ({', '.join(names[:2])}{' …' * bool(names[2:])})" if said else ""))
         yield "buffers", ", ".join(said)
     yield "loss", " and ".join(cells.losses) or UNSEEN
-    spots = capture.notes.spots("product", "product in low")
-    inside = [spot for spot in spots if spot.numbers["autocast"]]
+    sites = capture.notes.sites("product", "product in low")
+    inside = [site for site in sites if site.numbers["autocast"]]
     if inside:
         device = next((p.device.type for p in capture.trained), "")
-        dtypes = dict.fromkeys("float16" if spot.numbers["half"] else "bfloat16" for spot in inside)
-        calls, every = (sum(spot.calls for spot in its) for its in (inside, spots))
+        dtypes = dict.fromkeys("float16" if site.numbers["half"] else "bfloat16" for site in inside)
+        calls, every = (sum(site.calls for site in its) for its in (inside, sites))
         yield "autocast", f"{device} {' and '.join(dtypes)} ({calls} of {number(every, 'product')})"
     else:
-        yield "autocast", "none" if spots else UNSEEN
+        yield "autocast", "none" if sites else UNSEEN
     if cells.widened:
         yield "kernels", f"float32 for {cells.widened}"
     if capture.notes.skipped:

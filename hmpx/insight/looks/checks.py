@@ -20,7 +20,7 @@ from hmpx.insight.finding import MIXING, Finding, Names, first_names, percent, s
 from hmpx.insight.finding import unchosen as unchosen_dtype
 from hmpx.insight.looks.dtypes import MATMULS, OFF, SAMPLED, hand_on
 from hmpx.insight.looks.nonfinite import CONSTANTS, overflow
-from hmpx.insight.notes import BACKWARD, Notes, OpCall, Spot
+from hmpx.insight.notes import BACKWARD, NotedSite, Notes, OpCall
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
 from hmpx.ops.policies.catalog import canonical, catalog
@@ -274,7 +274,7 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
     if op.stage == "backward":
         notes.passed(op.node)
         return
-    found = set[Spot]()
+    found = set[NotedSite]()
     is_index = not op.results and op.name == "_to_copy" and op.kwargs.get("dtype") is not torch.bool
     if op.before is not None or not (op.results or is_index):
         notes.follow(op, found)
@@ -291,49 +291,49 @@ def look_at_op(notes: Notes, op: OpCall) -> None:
             continue
         shown = check.evidence(op, notes)
         if shown is not None and not op.is_outside_model:
-            spot = notes.note(check.kind, op, shown[0])
-            spot.off = max((each for each in (shown[1], spot.off) if each >= 0), default=math.nan)
-            found |= {spot} if check.wrong and shown[1] >= LIMIT else set()
-            spot.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
-            if check.fix and spot.calls == 1:
-                spot.fixed_by = _fixed_by(check, notes, op, spot)
-            if spot.fixed_by and op.results:
+            site = notes.note(check.kind, op, shown[0])
+            site.off = max((each for each in (shown[1], site.off) if each >= 0), default=math.nan)
+            found |= {site} if check.wrong and shown[1] >= LIMIT else set()
+            site.made_by |= {made} if op.given and (made := notes.facts(op.given[0]).get("rounded")) else set()
+            if check.fix and site.calls == 1:
+                site.fixed_by = _fixed_by(check, notes, op, site)
+            if site.fixed_by and op.results:
                 notes.add(op.out, fixed=True)
     notes.follow(op, found)
 
 
 def of_ops(notes: Notes, names: Names) -> Iterator[Finding]:
     for check in CHECKS:
-        if spots := notes.spots(check.kind):
-            yield _finding(check, spots)
+        if sites := notes.sites(check.kind):
+            yield _finding(check, sites)
 
 
-def _fixed_by(check: Check, notes: Notes, op: OpCall, spot: Spot) -> str:
+def _fixed_by(check: Check, notes: Notes, op: OpCall, site: NotedSite) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
     A cast that hmpx makes is for a listed op: the answer is this op. No recipe changes a cast that the program makes,
     unless this cast follows the dtype of a module's argument: a rule for the module casts the argument.
     """
-    if check.fix == "module" and spot.place.is_inside:
+    if check.fix == "module" and site.place.is_inside:
         return "module"
     if check.evidence is probabilities and notes.facts(op.given[0]).get("cast") is not None:
         return ""  # the program itself has rounded the probabilities
     if any(frame.f_globals.get("__name__") == _OpOverload.__module__ for frame in op.inner_frames()):
         return ""  # torch.ops, which no list reaches
-    if _is_scripted(op, spot.name):
+    if _is_scripted(op, site.name):
         return ""
     if op.name not in _CASTS:
-        return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
+        return "" if op.name.endswith("_") else site.name  # what an op in place writes to keeps its dtype
     for frame in op.inner_frames():
         if rule_of(frame.f_code) is not None:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
-    path, _, line = spot.place.where.rpartition(":")
+    path, _, line = site.place.where.rpartition(":")
     written = linecache.getlines(path)[int(line) - 1 :] if path else []
     text = ""
     while written and (not text or text.count("(") > text.count(")")):  # a call may take several lines
         text += written.pop(0)
-    return "module" if spot.place.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
+    return "module" if site.place.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
 
 
 def _is_scripted(op: OpCall, name: str) -> bool:
@@ -347,47 +347,47 @@ def _is_scripted(op: OpCall, name: str) -> bool:
     return not is_named and any(isinstance(of.get(n), torch.jit.ScriptFunction) for names, of in known for n in names)
 
 
-def _finding(check: Check, spots: Sequence[Spot]) -> Finding:
-    harmful = [spot for spot in spots if spot.is_read and spot.off >= LIMIT]
-    spots = sorted(spots, key=lambda spot: spot not in harmful) if check.wrong else spots
-    named = [spot for spot in spots if spot.op != BACKWARD]
-    spots = named or [spot for spot in spots if spot.numbers["is_of_forward"]] or spots
-    ops = tuple(dict.fromkeys(spot.name for spot in named))
-    lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
-    details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
-    off = max((spot.off for spot in harmful or spots if 0 < spot.off < math.inf), default=0.0)
-    details += [next((spot.said for spot in spots if spot.said), "")]
+def _finding(check: Check, sites: Sequence[NotedSite]) -> Finding:
+    harmful = [site for site in sites if site.is_read and site.off >= LIMIT]
+    sites = sorted(sites, key=lambda site: site not in harmful) if check.wrong else sites
+    named = [site for site in sites if site.op != BACKWARD]
+    sites = named or [site for site in sites if site.numbers["is_of_forward"]] or sites
+    ops = tuple(dict.fromkeys(site.name for site in named))
+    lines = tuple(dict.fromkeys(short_places(site.where) for site in sites))
+    details = [f"{', '.join(ops)}, {number(sum(site.calls for site in sites), 'call')}" if ops else ""]
+    off = max((site.off for site in harmful or sites if 0 < site.off < math.inf), default=0.0)
+    details += [next((site.said for site in sites if site.said), "")]
     is_said = off in (0, 1) or "off by" in details[-1]
     details += ["" if is_said else f"off by {percent(off)}" if off < 1 else f"off by {100 * off:.0f} %"]
     details += ["no gradient depends on it" if check.wrong and not harmful and off >= LIMIT else ""]
-    makers = sorted({name for spot in spots for name, _ in spot.made_by})
+    makers = sorted({name for site in sites for name, _ in site.made_by})
     details += [f"of what {' and '.join(makers)} has rounded to low precision before" if makers else ""]
-    details += [spots[0].place.within.removeprefix(", ")]
+    details += [sites[0].place.within.removeprefix(", ")]
     details += [f"also at {first_names(lines[1:], 2)}" if len(lines) > 1 else ""]
     told = "; ".join(filter(None, details))
     said = f"{check.said} ({told})" if told else check.said
-    modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))
+    modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
     recipe, edit = _keys(check, named)
     too = f", and the {' and '.join(makers)} that it is of" if makers else ""
-    do = spots[0].advice(check.do + too)
+    do = sites[0].advice(check.do + too)
     wrong, weight = check.wrong and bool(harmful), check.weight if harmful or not check.wrong else check.weight / 4
-    return Finding(check.kind, wrong, said, do, spots[0].where, modules, ops, weight, recipe, edit)
+    return Finding(check.kind, wrong, said, do, sites[0].where, modules, ops, weight, recipe, edit)
 
 
-def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _keys(check: Check, sites: Sequence[NotedSite]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a recipe that fix what was found, and the lines that they do not fix."""
     listed: set[str] = set()
     rules: dict[str, Any] = {}
     left: dict[str, None] = {}
-    for spot in spots if check.fix else ():
-        op = catalog().get(spot.fixed_by)
-        if spot.fixed_by == "module":
-            rules[spot.module] = "float32"
+    for site in sites if check.fix else ():
+        op = catalog().get(site.fixed_by)
+        if site.fixed_by == "module":
+            rules[site.module] = "float32"
         elif op is None or not op.computes:
-            left[spot.where] = None
+            left[site.where] = None
         else:
             listed |= {*check.also}
-            for name, place in {(op.name, spot.place), *spot.made_by}:
+            for name, place in {(op.name, site.place), *site.made_by}:
                 if check.also or not place.is_inside:
                     listed.add(name)
                 elif (rule := rules.setdefault(place.module, {"fp32": []})) != "float32":

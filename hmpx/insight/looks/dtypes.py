@@ -20,7 +20,7 @@ from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import base_of, version_of
 from hmpx.insight.dispatch import Look, OpLook, in_autocast, sampled
 from hmpx.insight.finding import Finding, Names, first_names, percent, short_place
-from hmpx.insight.notes import Notes, OpCall, Place, Spot
+from hmpx.insight.notes import NotedSite, Notes, OpCall, Place
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, low_dtype, memory, ulp
 from hmpx.ops.computing.kernels import is_of_fp32_kernel
@@ -66,28 +66,28 @@ def _precision(out: torch.Tensor) -> str:
 
 def are_low_by_hand(notes: Notes) -> bool:
     """Whether the program itself, without torch.autocast, computes products in low precision."""
-    spots = notes.spots("product in low")
-    return bool(spots) and not any(spot.numbers["autocast"] for spot in spots)
+    sites = notes.sites("product in low")
+    return bool(sites) and not any(site.numbers["autocast"] for site in sites)
 
 
 def autocast_dtype(notes: Notes) -> torch.dtype | None:
     """Return the dtype of the products in the program's own torch.autocast; None if there are none."""
-    spots = [spot for spot in notes.spots("product in low") if spot.numbers["autocast"]]
-    return (torch.float16 if any(spot.numbers["half"] for spot in spots) else torch.bfloat16) if spots else None
+    sites = [site for site in notes.sites("product in low") if site.numbers["autocast"]]
+    return (torch.float16 if any(site.numbers["half"] for site in sites) else torch.bfloat16) if sites else None
 
 
 def of_products(notes: Notes, names: Names) -> Iterator[Finding]:
-    low, wide = notes.spots("product in low"), notes.spots("product")
-    flops = [sum(spot.numbers["flops"] for spot in spots) for spots in (low, wide)]
+    low, wide = notes.sites("product in low"), notes.sites("product")
+    flops = [sum(site.numbers["flops"] for site in sites) for sites in (low, wide)]
     share = flops[1] / (sum(flops) or 1)
-    if any(spot.numbers["autocast"] for spot in low) and share > 0.1:
-        spots = sorted(wide, key=lambda spot: -spot.numbers["flops"])
-        modules = tuple(dict.fromkeys(spot.module or short_place(spot.where) for spot in spots))
+    if any(site.numbers["autocast"] for site in low) and share > 0.1:
+        sites = sorted(wide, key=lambda site: -site.numbers["flops"])
+        modules = tuple(dict.fromkeys(site.module or short_place(site.where) for site in sites))
         said = f"{percent(share)} of the products of the forward pass ran in float32, outside of autocast: "
         do = "call them inside of torch.autocast, unless they are in float32 for a reason"
-        yield Finding("autocast", False, said + first_names(modules), do, spots[0].where, modules, weight=0.15)
+        yield Finding("autocast", False, said + first_names(modules), do, sites[0].where, modules, weight=0.15)
     precision = wide[0].said if wide else ""
-    if precision == "medium" or (precision == "high" and any(spot.numbers["gpu"] for spot in wide)):
+    if precision == "medium" or (precision == "high" and any(site.numbers["gpu"] for site in wide)):
         digits = "8 bits (BF16)" if precision == "medium" else "11 bits (TF32)"
         said = f'float32_matmul_precision is "{precision}": products in float32, {percent(share)} of all, may keep '
         do = 'torch.set_float32_matmul_precision("highest") where they are in float32 for a reason'
@@ -110,47 +110,47 @@ def _is_cast(op: OpCall) -> bool:
 def look_at_casts(notes: Notes, op: OpCall) -> None:
     """Follow the result of a cast to the ops that read it."""
     if notes.last_cast is not None:
-        result, spot = notes.last_cast
-        spot.numbers["dropped"] += result() is None
+        result, site = notes.last_cast
+        site.numbers["dropped"] += result() is None
         notes.last_cast = None
     is_cast = _is_cast(op) and not is_of_fp32_kernel(op.frame)  # which no line asks for
     for tensor in op.given if not op.is_view else ():
         if (cast := notes.facts(tensor).get("cast")) is not None:
-            before, spot = cast
+            before, site = cast
             if is_cast and op.out.dtype is before:
                 back = notes.note("cast back", op)
-                spot.numbers.update({"back": 1, "same_line": back.place.where == spot.place.where})
+                site.numbers.update({"back": 1, "same_line": back.place.where == site.place.where})
             else:
-                spot.numbers["used"] += 1
+                site.numbers["used"] += 1
     if op.stage == "forward" and is_cast and op.out.numel() > 1 and not isinstance(op.given[0], Parameter):
         before, kind = op.given[0].dtype, "cast up" if op.out.dtype is _WIDE else "cast down"
-        spot = notes.note(kind, op, dtype_name(before), autocast=in_autocast(op.out))
-        notes.add(op.out, cast=(before, spot))
-        notes.last_cast = weakref.ref(op.out), spot
+        site = notes.note(kind, op, dtype_name(before), autocast=in_autocast(op.out))
+        notes.add(op.out, cast=(before, site))
+        notes.last_cast = weakref.ref(op.out), site
 
 
 def of_casts(notes: Notes, names: Names) -> Iterator[Finding]:
     told: set[str] = set()
-    for spot in notes.spots("cast up", "cast down"):
-        numbers, up = spot.numbers, spot.kind == "cast up"
-        dropped = numbers["dropped"] == spot.calls
-        if not (numbers["back"] or dropped) or numbers["used"] or spot.place.where in told:
+    for site in notes.sites("cast up", "cast down"):
+        numbers, up = site.numbers, site.kind == "cast up"
+        dropped = numbers["dropped"] == site.calls
+        if not (numbers["back"] or dropped) or numbers["used"] or site.place.where in told:
             continue
-        told.add(spot.place.where)
-        times = f"{number(numbers['back'] or spot.calls, 'time')}{spot.place.within}"
+        told.add(site.place.where)
+        times = f"{number(numbers['back'] or site.calls, 'time')}{site.place.within}"
         if dropped and up:
-            said = f"{spot.said} is cast to float32 here, and nobody uses the result ({times})"
+            said = f"{site.said} is cast to float32 here, and nobody uses the result ({times})"
             do = "x = x.float(), if it is to be in float32: that does not work in place"
-            yield Finding("upcast", False, said, do, spot.where, weight=0.15)
+            yield Finding("upcast", False, said, do, site.where, weight=0.15)
         elif up and numbers["autocast"]:
-            said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
+            said = f"{site.said} is cast to float32 here, and autocast casts all of it back ({times})"
             device = next((p.device.type for p in names), "cuda")
             do = f'leave autocast there: with torch.autocast("{device}", enabled=False)'
-            yield Finding("upcast", False, said, do, spot.where, weight=0.15)
+            yield Finding("upcast", False, said, do, site.where, weight=0.15)
         elif numbers["same_line"]:
             does = "changes nothing and costs two casts" if up else "rounds it to low precision and gains nothing"
             said = f"one line casts a tensor {'up and down' if up else 'down and up'} again, which {does} ({times})"
-            yield Finding("casts there and back", False, said, "take both casts away", spot.where, weight=0.05)
+            yield Finding("casts there and back", False, said, "take both casts away", site.where, weight=0.05)
 
 
 @dataclass
@@ -159,7 +159,7 @@ class _Upcast:
 
     parameter: weakref.ref[Parameter]
     result: weakref.ref[Tensor]
-    spot: Spot
+    site: NotedSite
     used: bool = False
     lowered: bool = False
 
@@ -172,7 +172,7 @@ class EarlyUpcasts(Look):
 
     def __init__(self) -> None:
         self._casts: list[_Upcast] = []
-        self._dropped: list[tuple[Spot, Parameter]] = []
+        self._dropped: list[tuple[NotedSite, Parameter]] = []
 
     stages = ("set up",)
 
@@ -181,8 +181,8 @@ class EarlyUpcasts(Look):
             cast.used |= any(cast.result() is tensor for tensor in op.given)
             cast.lowered |= bool(op.given and op.results) and cast.parameter() is op.given[0] and op.out.dtype in LOW
         if _is_cast(op) and isinstance(op.given[0], Parameter) and op.out.dtype is _WIDE:
-            spot = notes.note("upcast", op, dtype_name(op.given[0].dtype))
-            self._casts.append(_Upcast(weakref.ref(op.given[0]), weakref.ref(op.out), spot))
+            site = notes.note("upcast", op, dtype_name(op.given[0].dtype))
+            self._casts.append(_Upcast(weakref.ref(op.given[0]), weakref.ref(op.out), site))
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         """Note which parameters, now at the first step, were to be FP32 and are not.
@@ -193,15 +193,15 @@ class EarlyUpcasts(Look):
         found = [(each, p) for each in self._casts if (p := each.parameter()) in low and p is not None]
         found = [(each, p) for each, p in found if not each.used and each.result() is None]
         whole = {p for each, p in found if each.lowered} == low
-        self._dropped += [(each.spot, p) for each, p in found if not (whole and each.lowered)]
+        self._dropped += [(each.site, p) for each, p in found if not (whole and each.lowered)]
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         if self._dropped:
-            spot, which = self._dropped[0][0], tuple(dict.fromkeys(names[p] for _, p in self._dropped))
+            site, which = self._dropped[0][0], tuple(dict.fromkeys(names[p] for _, p in self._dropped))
             was, still = ("was", "is") if len(which) == 1 else ("were", "are")
-            said = f"{first_names(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
+            said = f"{first_names(which)} {was} to be float32 here, and {still} still in {site.said} at the first step"
             do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work "
-            yield Finding("upcast", False, said, f"{do}in place", spot.where, which, weight=0.2)
+            yield Finding("upcast", False, said, f"{do}in place", site.where, which, weight=0.2)
 
 
 # Tables of positions and data that were rounded before an op reads them: in a first forward pass, in a file. Above 256
@@ -293,15 +293,15 @@ class PositionTables(Look):
                 notes.follow(op, {notes.note("data", op, said)})
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
-        for spot in notes.spots("data"):
-            said = f"float32 data hold numbers of {spot.said} what they vary by"
-            said += f"{'' if spot.is_read else '; no gradient depends on it'}{spot.place.within}"
+        for site in notes.sites("data"):
+            said = f"float32 data hold numbers of {site.said} what they vary by"
+            said += f"{'' if site.is_read else '; no gradient depends on it'}{site.place.within}"
             do = "make and keep them in float32; or subtract what all of them have in common before they are rounded"
-            yield Finding("rounded data", spot.is_read, said, spot.advice(do), spot.where, weight=0.5)
-        for spot in notes.spots("table") if not notes.spots("integers") else ():  # which names where it is made
-            said = f"positions in low precision ({spot.said}; it is read here)"
+            yield Finding("rounded data", site.is_read, said, site.advice(do), site.where, weight=0.5)
+        for site in notes.sites("table") if not notes.sites("integers") else ():  # which names where it is made
+            said = f"positions in low precision ({site.said}; it is read here)"
             do = "make the table of positions in float32 or in an integer dtype, outside of autocast"
-            yield Finding("integers", True, said + spot.place.within, spot.advice(do), spot.where, (), (), 0.65)
+            yield Finding("integers", True, said + site.place.within, site.advice(do), site.where, (), (), 0.65)
 
 
 def _is_known(known: dict[int, StorageWeakRef], table: Tensor) -> bool:

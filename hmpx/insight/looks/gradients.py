@@ -199,15 +199,15 @@ def _hand_on(notes: Notes, op: OpCall) -> None:
 
 def _tiny(notes: Notes) -> tuple[float, int]:
     """Return the share of the nonzero gradients in FP16 that are below its normal numbers, and how many there are."""
-    spots = notes.spots("gradient in FP16")
-    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
-    return sum(spot.numbers["tiny"] for spot in spots) / max(nonzero, 1), nonzero
+    sites = notes.sites("gradient in FP16")
+    nonzero = sum(site.numbers["nonzero"] for site in sites)
+    return sum(site.numbers["tiny"] for site in sites) / max(nonzero, 1), nonzero
 
 
 def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Finding]:
     recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
     late, (share, nonzero) = _late(notes.skipped), _tiny(notes)
-    if notes.spots("gradient in FP16") and not notes.skipped:
+    if notes.sites("gradient in FP16") and not notes.skipped:
         said, cost = "all gradients that were looked at are zero, so nothing is trained", share if off != off else off
         if nonzero:
             said = f"{percent(share)} of the nonzero gradients are below its normal numbers"

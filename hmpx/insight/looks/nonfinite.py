@@ -21,7 +21,7 @@ from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, first_names
-from hmpx.insight.notes import Notes, OpCall, Spot, own_frame
+from hmpx.insight.notes import NotedSite, Notes, OpCall, own_frame
 from hmpx.insight.tensors import (
     LOW,
     Tensor,
@@ -70,9 +70,9 @@ class _Path(NamedTuple):
     """
 
     iteration: int
-    maker: Spot | None = None
-    nan: Spot | None = None
-    given: Spot | None = None
+    maker: NotedSite | None = None
+    nan: NotedSite | None = None
+    given: NotedSite | None = None
 
 
 class Nonfinite(Look):
@@ -86,8 +86,8 @@ class Nonfinite(Look):
 
     def __init__(self) -> None:
         self._calls = Calls()
-        self._tried: dict[Spot, RepeatableCall | None] = {}  # what is to be tried
-        self._cures: dict[Spot, Any] = {}  # what was tried
+        self._tried: dict[NotedSite, RepeatableCall | None] = {}  # what is to be tried
+        self._cures: dict[NotedSite, Any] = {}  # what was tried
         self._losses: list[int] = []  # iterations with a loss that is inf or NaN, of which no GradScaler skips the step
         self._odd = 0  # the last iteration with such a loss
         self._written = 0  # the iteration in which the program itself has written inf or NaN
@@ -134,28 +134,28 @@ class Nonfinite(Look):
             if path.maker is None and (path.given is None or (is_given_nan and not path.given.numbers["nan"])):
                 path = path._replace(given=self._note(notes, op, is_given_nan))
         elif makes_nan or path.maker is None:
-            spot = self._note(notes, op, makes_nan, of_inf=bool(odd))
-            maker = path.maker or (None if odd else spot)
-            path = path._replace(maker=maker, nan=spot if makes_nan else None)
+            site = self._note(notes, op, makes_nan, of_inf=bool(odd))
+            maker = path.maker or (None if odd else site)
+            path = path._replace(maker=maker, nan=site if makes_nan else None)
         self._paths[op.is_of_model] = path
 
-    def _note(self, notes: Notes, op: OpCall, is_nan: bool, of_inf: bool = False) -> Spot:
+    def _note(self, notes: Notes, op: OpCall, is_nan: bool, of_inf: bool = False) -> NotedSite:
         """Note the op, at the line of the forward op where autograd runs it."""
         stages = {"forward": "forward", "step": "in the step"}
         said = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
         numbers = {"nan": is_nan, "backward": op.stage == "backward", "low": op.out.dtype in LOW}
         numbers["of_inf"] = of_inf
         place, forward = notes.forward_of(op.node)
-        spot = notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
-        spot.forward = forward
-        self._tried[spot] = self._calls.of(op)
-        return spot
+        site = notes.note_line(f"nonfinite in {notes.iteration}", op.name, op.frame, said, place, **numbers)
+        site.forward = forward
+        self._tried[site] = self._calls.of(op)
+        return site
 
     def _try(self) -> None:
         """Try what cures the first inf or NaN, while what it was made of is as it was."""
-        for spot, call in self._tried.items():
-            if spot not in self._cures and spot in (self._path.maker, self._path.nan):
-                self._cures[spot] = call and self._calls.cure(call, bool(spot.numbers["backward"]))
+        for site, call in self._tried.items():
+            if site not in self._cures and site in (self._path.maker, self._path.nan):
+                self._cures[site] = call and self._calls.cure(call, bool(site.numbers["backward"]))
         self._tried.clear()
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
@@ -201,7 +201,7 @@ class Nonfinite(Look):
         return of_model if is_of_model else beside
 
     @property
-    def first(self) -> Spot | None:
+    def first(self) -> NotedSite | None:
         """The op that makes the first inf or NaN of finite numbers."""
         return self._path.maker or self._path.nan
 
@@ -243,7 +243,7 @@ class Nonfinite(Look):
             do += " looks at every op of that step"
             yield Finding("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)
 
-    def _made(self, maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Finding:
+    def _made(self, maker: NotedSite, nan: NotedSite | None, rest: str, wrong: bool = True) -> Finding:
         finding, cure = _made(maker, nan, rest, wrong), self._cures.get(maker)
         if not maker.numbers["low"] and not (cure and cure[1]):  # in FP32 it is as it is
             return finding
@@ -259,7 +259,7 @@ class Nonfinite(Look):
         return replace(finding, do=do, recipe={"fp32": sorted(listed)} if listed else {})
 
 
-def _made(maker: Spot, nan: Spot | None, rest: str, wrong: bool = True) -> Finding:
+def _made(maker: NotedSite, nan: NotedSite | None, rest: str, wrong: bool = True) -> Finding:
     what = "a NaN" if maker.numbers["nan"] else "an inf"
     of = "an inf that the script itself has set, as in a mask" if maker.numbers["of_inf"] else "finite numbers"
     said = f"{maker.name} is the first op that makes {what} of {of}, {maker.said}{maker.place.within}"

@@ -311,7 +311,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
 def _uncovered(notes: Notes, names: Names) -> Iterator[str]:
     """Say which weights in low precision get gradients, while no step and no write that was seen moves them."""
     moved = {memory(p) for p in names}
-    moved |= {address for spot in notes.spots("write") for address in spot.memories}
+    moved |= {address for site in notes.sites("write") for address in site.memories}
     left = []
     for p, seen in notes.weights:
         if not p.requires_grad or p in names or memory(p) in moved or not seen.has_gradient:

@@ -15,7 +15,7 @@ from hmpx.base.tensors import dtype_name
 from hmpx.insight.dispatch import OpLook, is_of_hook, sampled
 from hmpx.insight.finding import Finding, Names, percent
 from hmpx.insight.looks.updates import LIMIT
-from hmpx.insight.notes import NORMS, Notes, OpCall, Place, Spot
+from hmpx.insight.notes import NORMS, NotedSite, Notes, OpCall, Place
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, floating, memory, widened
 
@@ -227,9 +227,9 @@ def _numbers(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor,
 def _count(notes: Notes, op: OpCall, target: Tensor, old: Tensor, new: Tensor, exact: Tensor, *more: int) -> None:
     """Count a write at the line of the op. more: addresses of other memory than the target's that it writes to."""
     if numbers := _numbers(notes, op, target, old, new, exact):
-        spot = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
-        spot.owner = spot.owner or notes.names.of_tensor(target, op.frame)
-        spot.memories.update((*more, memory(target)))
+        site = notes.note_line("write", op.name, op.frame, dtype_name(target.dtype), None, **numbers)
+        site.owner = site.owner or notes.names.of_tensor(target, op.frame)
+        site.memories.update((*more, memory(target)))
 
 
 class _Rewritten(NamedTuple):
@@ -249,8 +249,8 @@ def _note(notes: Notes, made: _Rewritten, origin: int, *more: int) -> None:
     """Count a result as a write to the older tensor at the address `origin`."""
     numbers, _ = made.older[origin]
     if numbers:
-        spot = notes.note_line("write", made.op, None, dtype_name(made.dtype), made.place, **numbers)
-        spot.memories.update((*more, origin))
+        site = notes.note_line("write", made.op, None, dtype_name(made.dtype), made.place, **numbers)
+        site.memories.update((*more, origin))
 
 
 def of_writes(notes: Notes, names: Names) -> Iterator[Finding]:
@@ -258,62 +258,62 @@ def of_writes(notes: Notes, names: Names) -> Iterator[Finding]:
         _note(notes, made, origin)
     notes.outlived.clear()
     stepped = {memory(p) for p in names}
-    for spots in grouped(notes.spots("write"), lambda spot: spot.where).values():
-        worst = min(spots, key=_kept)
+    for sites in grouped(notes.sites("write"), lambda site: site.where).values():
+        worst = min(sites, key=_kept)
         if notes.are_weights(worst.memories):
             yield from _of_weights(worst, is_stepped=not worst.memories.isdisjoint(stepped))
         else:
             yield from _of_average(worst)
-    for spot in notes.spots("state"):
-        if _kept(spot) < _LOST:
-            said = f"{spot.name} moves a state in {spot.said}, step by step, {_way(spot)}{spot.place.within}"
-            yield Finding("running value", True, said, "keep the state in float32", spot.where, (), (spot.name,), 0.5)
+    for site in notes.sites("state"):
+        if _kept(site) < _LOST:
+            said = f"{site.name} moves a state in {site.said}, step by step, {_way(site)}{site.place.within}"
+            yield Finding("running value", True, said, "keep the state in float32", site.where, (), (site.name,), 0.5)
 
 
-def _of_weights(spot: Spot, is_stepped: bool) -> Iterator[Finding]:
+def _of_weights(site: NotedSite, is_stepped: bool) -> Iterator[Finding]:
     """Judge a line that writes to weights. is_stepped: whether an optimizer moves them, too.
 
     The limit is lower then: a step that is taken back later, such as SAM's, may lose much.
     """
-    if (kept := _kept(spot)) < (_LOST if is_stepped else LIMIT):
+    if (kept := _kept(site)) < (_LOST if is_stepped else LIMIT):
         whose = "an optimizer steps too" if is_stepped else "no torch optimizer steps"
-        said = f"{spot.name} moves weights in {spot.said}, which {whose}, {_way(spot)}{spot.place.within}"
+        said = f"{site.name} moves weights in {site.said}, which {whose}, {_way(site)}{site.place.within}"
         do = "keep a float32 copy of each weight, update that, and copy it into the weight; or step a "
         do += "torch.optim.Optimizer, with hmpx.attach(optimizer)"
         yield Finding(
-            "lost updates", True, said, spot.advice(do), spot.where, (), (spot.name,), 0.5 + 0.45 * (1 - max(kept, 0))
+            "lost updates", True, said, site.advice(do), site.where, (), (site.name,), 0.5 + 0.45 * (1 - max(kept, 0))
         )
 
 
-def _of_average(spot: Spot) -> Iterator[Finding]:
+def _of_average(site: NotedSite) -> Iterator[Finding]:
     """Judge a line that writes to what is no weight: statistics of a norm, one number, an average or a count."""
-    numbers, kept, ops = spot.numbers, _kept(spot), (spot.name,)
-    what = f" ({spot.owner})" if spot.owner else ""
-    if kept < _LOST and spot.op in NORMS:
-        said = f"the running variance of a norm in {spot.said} moves {_way(spot)}"
-        do = f"keep the norm in float32, which takes inputs in {spot.said} as well: norm.float()"
-        yield Finding("running statistics", True, said, do, spot.where, (spot.module,), ops, 0.6)
+    numbers, kept, ops = site.numbers, _kept(site), (site.name,)
+    what = f" ({site.owner})" if site.owner else ""
+    if kept < _LOST and site.op in NORMS:
+        said = f"the running variance of a norm in {site.said} moves {_way(site)}"
+        do = f"keep the norm in float32, which takes inputs in {site.said} as well: norm.float()"
+        yield Finding("running statistics", True, said, do, site.where, (site.module,), ops, 0.6)
     elif kept < LIMIT and numbers["elements"] == numbers["tensors"]:
-        said = f"{spot.name} moves a number{what} in {spot.said} {_way(spot)}: a rate, a scale or a running sum that "
-        do = spot.advice("keep it in a Python float, or in float32")
-        said += f"{'stands still' if kept < _LOST else 'falls behind'}{spot.place.within}"
-        yield Finding("running value", True, said, do, spot.where, (), ops, 0.4)
+        said = f"{site.name} moves a number{what} in {site.said} {_way(site)}: a rate, a scale or a running sum that "
+        do = site.advice("keep it in a Python float, or in float32")
+        said += f"{'stands still' if kept < _LOST else 'falls behind'}{site.place.within}"
+        yield Finding("running value", True, said, do, site.where, (), ops, 0.4)
     elif kept < _LATE and (numbers["moving"] >= 8 or not numbers["dot"]):
         of_torch = " of torch's AveragedModel" if numbers["by_torch"] else ""
-        said = f"{spot.name} moves a tensor{what} in {spot.said}{of_torch} {_way(spot)}: an average or a count that "
-        said += f"{'stands still' if kept < _LOST else 'follows late'}{spot.place.within}"
+        said = f"{site.name} moves a tensor{what} in {site.said}{of_torch} {_way(site)}: an average or a count that "
+        said += f"{'stands still' if kept < _LOST else 'follows late'}{site.place.within}"
         do = "make it in float32: average = p.detach().float().clone(), then average.lerp_(p.float(), 1 - decay)"
-        do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else spot.advice(do)
+        do = "hmpx.attach(optimizer), which rounds it stochastically" if of_torch else site.advice(do)
         recipe = {"weights": "stochastic"} if of_torch else {}
-        yield Finding("average of weights", kept < _LOST, said, do, spot.where, (), ops, 0.7, recipe)
+        yield Finding("average of weights", kept < _LOST, said, do, site.where, (), ops, 0.7, recipe)
 
 
-def _kept(spot: Spot) -> float:
-    return spot.numbers["dot"] / spot.numbers["tensors"]
+def _kept(site: NotedSite) -> float:
+    return site.numbers["dot"] / site.numbers["tensors"]
 
 
-def _way(spot: Spot) -> str:
-    return f"{percent(min(max(_kept(spot), 0), 1))} of the way that it moves a float32 copy"
+def _way(site: NotedSite) -> str:
+    return f"{percent(min(max(_kept(site), 0), 1))} of the way that it moves a float32 copy"
 
 
 WRITES = OpLook(look_at_writes, of_writes, "forward", "backward")
