@@ -27,8 +27,8 @@ _STEPS = frozenset("round floor ceil trunc sign heaviside floor_divide bernoulli
 
 
 @dataclass(eq=False)
-class CallSite:
-    """One call site: an op, a line, a module.
+class RunSite:
+    """One site of a trial: an op, a line, a module.
 
     What is behind the module is noted in the run under the lists. dtypes: what came in, what the op ran on, what came
     out. calls: how many there were. is_low: whether it computes in low precision. saw: by the number of a call, the
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
     number: the batch, and which call of its site it is there; None where a checkpoint repeats a call.
     """
 
-    site: CallSite
+    site: RunSite
     number: tuple[int, int] | None
     point: EntryPoint
     run: Run
@@ -126,7 +126,7 @@ def compute_in_low(asked: Asked) -> Seen:
         return asked.answer(asked.args[0].copy_(result) if asked.point.in_place else result)
 
 
-def by_site(compute_of: Callable[[CallSite], Compute]) -> Compute:
+def by_site(compute_of: Callable[[RunSite], Compute]) -> Compute:
     """Return what computes each call as `compute_of` says of its site."""
     return lambda asked: compute_of(asked.site)(asked)
 
@@ -196,7 +196,7 @@ class BothWays:
 
     def __init__(self) -> None:
         self._exact: dict[tuple, Exact] = {}  # by site and number
-        self._made: dict[int, CallSite] = {}  # by memory, the site that made what is in it last
+        self._made: dict[int, RunSite] = {}  # by memory, the site that made what is in it last
         self._order = 0
 
     def exact(self, asked: Asked) -> Seen:

@@ -27,8 +27,8 @@ from hmpx.insight.tensors import Tensor
 from hmpx.insight.trials.calls import (
     Asked,
     BothWays,
-    CallSite,
     Compute,
+    RunSite,
     by_site,
     compute_as_listed,
     compute_in_fp32,
@@ -48,7 +48,7 @@ logger = logging.getLogger("hmpx")
 
 _MOST = 40, 10  # runs of the search at most: so many, and so many more for each batch
 
-Unit = frozenset[CallSite]
+Unit = frozenset[RunSite]
 
 
 def compare(
@@ -197,7 +197,7 @@ class _Comparing:
             return f"{said}, {phase or 'made by no op that hmpx sees'}. No list mends that"
         return f"{said}, first in the {phase} pass of {first}. No list mends that"
 
-    def _first_nonfinite(self, number: int, compute: Compute, work: Callable) -> tuple[CallSite | None, str]:
+    def _first_nonfinite(self, number: int, compute: Compute, work: Callable) -> tuple[RunSite | None, str]:
         """Run a batch again; return the first site that makes inf or NaN of finite numbers, and in which pass.
 
         If the look for it raises, a warning says so, the site is None, and words on the error replace the pass.
@@ -219,10 +219,10 @@ class _Comparing:
         names = (canonical(ran.strip("_")), *callers(ran))
         here = [site for site in self._runs.sites if (site.where, site.module) == (place.where, place.module)]
         first = next((site for site in here if site.op in names), next(iter(here), None))
-        first = first or CallSite(found.name, place.where or "?", place.module)  # its line calls backward()
+        first = first or RunSite(found.name, place.where or "?", place.module)  # its line calls backward()
         return first, "backward" if found.numbers["backward"] else "forward"
 
-    def _first_wrong(self, whole: Effect) -> tuple[CallSite | None, str]:
+    def _first_wrong(self, whole: Effect) -> tuple[RunSite | None, str]:
         """Return the first site whose result is finite in FP32 and not under the lists, and in which pass that is."""
         wrong = [(site.wrong, site) for site in self._runs.sites if site.wrong is not None]
         if wrong:
@@ -282,7 +282,7 @@ class _Comparing:
     def _alone(self, unit: Unit) -> Effect:
         return self._measure(unit, self._numbers[:1])
 
-    def _row(self, sites: list[CallSite], is_op: bool, runs: bool) -> Row:
+    def _row(self, sites: list[RunSite], is_op: bool, runs: bool) -> Row:
         """runs: whether to measure what the sites do alone."""
         row = row_of(sites, is_op)
         if not runs:
@@ -291,7 +291,7 @@ class _Comparing:
         figures = {name: getattr(effect, name) for name in ("gradient_error", "loss_change", "part_error", "part")}
         return replace(row, **figures)
 
-    def _move_log_probs(self, rows: dict[CallSite, Row]) -> None:
+    def _move_log_probs(self, rows: dict[RunSite, Row]) -> None:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""
         exact, subject = self._first_log_probs, self._runs.subject
         for one in [site for site in rows if exact is not None and site.is_low]:

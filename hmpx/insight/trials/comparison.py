@@ -14,7 +14,7 @@ from hmpx.base.tensors import dtype_name
 from hmpx.insight.finding import at_place, numberless, short_places
 from hmpx.insight.report import Bars, Field, Grid, Lines, Report, grouped, short_dtypes
 from hmpx.insight.tensors import LOW
-from hmpx.insight.trials.calls import CallSite
+from hmpx.insight.trials.calls import RunSite
 from hmpx.insight.trials.runs import PART, Felt, largest_of
 
 # Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
@@ -83,7 +83,7 @@ class Row(Felt):
         return short_places(f"{self.place}: by itself {alone}; in {self.dtypes}, {self.reason.removeprefix('none: ')}")
 
 
-def row_of(sites: Sequence[CallSite], is_op: bool = False) -> Row:
+def row_of(sites: Sequence[RunSite], is_op: bool = False) -> Row:
     """Return the row of call sites of one op, the first of which says where it is. is_op: whether these are all."""
     first, changed = sites[0], sum(site.changed for site in sites)
     return Row(
@@ -120,7 +120,7 @@ def worst_first(row: Row) -> tuple[bool, float]:
     return not row.raised, math.inf if math.isnan(row.felt) else -row.felt
 
 
-def _mask_note(site: CallSite) -> str:
+def _mask_note(site: RunSite) -> str:
     """Name the value, that of a mask most of the time, that FP32 holds at a site and the low dtype does not; or ""."""
     for dtype, largest in _LARGEST.items():
         if dtype_name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):

@@ -31,7 +31,7 @@ from hmpx.conversion import Conversion, install
 from hmpx.insight import run_state
 from hmpx.insight.finding import CallPlaces, in_a_line
 from hmpx.insight.tensors import LOW, Tensor, dtypes
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, is_recomputing
+from hmpx.insight.trials.calls import Asked, Compute, RunSite, compute_in_fp32, is_recomputing
 from hmpx.insight.trials.subject import Subject
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
@@ -132,16 +132,16 @@ class Runs:
         self.gradients: list[list[Tensor]] = []
         self.noise = self.loss_noise = math.nan
         self.sizes = torch.empty(0)
-        self._sites: dict[tuple, CallSite] = {}
+        self._sites: dict[tuple, RunSite] = {}
         self._places = CallPlaces()
         self._now: Compute | None = None
         self._batch, self._is_exact = 0, False
-        self._calls: Counter[CallSite] = Counter()
+        self._calls: Counter[RunSite] = Counter()
         # The state of the random generators before each call that draws numbers in FP32, by site and number.
-        self._drawn: dict[tuple[CallSite, tuple[int, int]], Tensor] = {}
+        self._drawn: dict[tuple[RunSite, tuple[int, int]], Tensor] = {}
 
     @property
-    def sites(self) -> list[CallSite]:
+    def sites(self) -> list[RunSite]:
         return [*self._sites.values()]
 
     def leaves(self, caller: types.CodeType) -> bool:
@@ -154,7 +154,7 @@ class Runs:
         place = self._places.of(frame)
         site = self._sites.get((place, point.op, point.label))
         if site is None:
-            site = self._sites[place, point.op, point.label] = CallSite(point.op, place.where or "?", place.module)
+            site = self._sites[place, point.op, point.label] = RunSite(point.op, place.where or "?", place.module)
         if is_recomputing():
             return self._now(Asked(site, None, point, run, args, kwargs))
         self._calls[site] += 1

@@ -32,7 +32,7 @@ from hmpx.insight.finding import in_a_line
 from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, compute_in_fp32, in_fp32, is_recomputing, is_transformed
+from hmpx.insight.trials.calls import Asked, Compute, RunSite, compute_in_fp32, in_fp32, is_recomputing, is_transformed
 from hmpx.insight.trials.runs import Effect
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
@@ -307,7 +307,7 @@ class Worths:
         self.words = words or low.upper()
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
-        self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
+        self.batch_of: dict[RunSite, int] = {}  # the batch in which a site is counted: the first that met it
 
     def weighing(self, batch: int) -> Compute:
         """Return what computes the calls of a batch in FP32, and counts what each is worth."""
@@ -340,7 +340,7 @@ class Worths:
             one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
         return one
 
-    def place_of(self, site: CallSite) -> NameInModule:
+    def place_of(self, site: RunSite) -> NameInModule:
         return NameInModule(site.op, site.module if site.module in self._modules else "")
 
     @property

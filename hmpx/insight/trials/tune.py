@@ -17,7 +17,7 @@ from hmpx.base.tensors import dtype_name
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.tensors import LOW
-from hmpx.insight.trials.calls import Asked, CallSite, Compute, by_site, compute_in_fp32, compute_uncast
+from hmpx.insight.trials.calls import Asked, Compute, RunSite, by_site, compute_in_fp32, compute_uncast
 from hmpx.insight.trials.runs import Effect, Progress, Runs, observed
 from hmpx.insight.trials.search import LOWS, Chosen, Low, Search, Worths, words_of
 from hmpx.insight.trials.subject import Loss, Subject, arguments_of, lists_meant
@@ -257,7 +257,7 @@ class Tuning:
         """Return how some batches change if these places are in low precision."""
         worths = self._worths
 
-        def compute_of(site: CallSite) -> Compute:
+        def compute_of(site: RunSite) -> Compute:
             place = worths.place_of(site)
             if place not in worths.of_place:
                 return compute_uncast
