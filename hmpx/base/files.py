@@ -20,7 +20,7 @@ import yaml
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean
 
 
-def beside(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+def path_from(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
     """Return a path that is given from `folder`, without ``..`` where that is the same file: links make it another."""
     whole = os.path.join(folder, path)
     short = os.path.normpath(whole)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hmpx.base.files import beside, composed, places_inside, value_of
+from hmpx.base.files import composed, path_from, places_inside, value_of
 from hmpx.errors import HmpxError, Origin, Places, did_you_mean, errors_at
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.policies.lists import (
@@ -168,7 +168,7 @@ def recipe_path(name: str | os.PathLike[str], folder: str | os.PathLike[str] = "
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        return Path(beside(folder, path)) if folder else path
+        return Path(path_from(folder, path)) if folder else path
     if path.suffix in (".txt", ".json"):
         base = f"; under Gaudi's autocast that is extends: gaudi-autocast, bf16_file_path: {name}"
         raise HmpxError(
@@ -211,7 +211,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Recipe:
             places |= {(name,): line, **places_inside(path, node, name)}
             values |= checked({name: value_of(path, node)})
             if name in LISTS and values[name]:
-                values[name] = beside(path.parent, values[name])
+                values[name] = path_from(path.parent, values[name])
     if EXTENDS in values:
         base = _extended(values.pop(EXTENDS), [*above, path], places[EXTENDS,])
     with errors_at(places):

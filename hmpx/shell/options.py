@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.base import process_state
-from hmpx.base.files import WriteError, beside, root_of, value_of
+from hmpx.base.files import WriteError, path_from, root_of, value_of
 from hmpx.errors import HmpxError, Origin, Places, errors_at
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.lists import LOW_DTYPES, SIDES
@@ -74,7 +74,7 @@ def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], Places]:
             value = value_of(what, node) if node else None
             if isinstance(value, list | dict) and (key,) in said:
                 raise HmpxError(f"{key} was given before ({said[key,]}): say all of it at once")
-            given |= checked({key: beside(os.getcwd(), value) if key in LISTS and isinstance(value, str) else value})
+            given |= checked({key: path_from(os.getcwd(), value) if key in LISTS and isinstance(value, str) else value})
         said[key,] = Origin(what)
     return given, said
 
@@ -91,7 +91,7 @@ def note_run(options: argparse.Namespace, script: str, said: str, low_precision:
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:
     """Return the list files that the options name, by side; absolute, since a script may change its folder."""
-    return {side: beside(os.getcwd(), path) for side in SIDES if (path := getattr(options, side)) is not None}
+    return {side: path_from(os.getcwd(), path) for side in SIDES if (path := getattr(options, side)) is not None}
 
 
 def add_force(command: Any) -> None:
@@ -107,7 +107,7 @@ def outputs_asked(options: argparse.Namespace, *kinds: str, of_all: str = "") ->
     Raises:
         HmpxError: as `check_outputs`.
     """
-    outputs = {kind: Path(beside(os.getcwd(), path)) for kind in kinds if (path := getattr(options, kind))}
+    outputs = {kind: Path(path_from(os.getcwd(), path)) for kind in kinds if (path := getattr(options, kind))}
     if number_in("WORLD_SIZE", 1) > 1:
         rank = number_in("RANK", 0)
         own = {kind: path.with_name(f"{path.stem}.{rank}{path.suffix}") for kind, path in outputs.items()}

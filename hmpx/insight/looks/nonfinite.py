@@ -196,9 +196,9 @@ class Nonfinite(Look):
     @property
     def _path(self) -> _Path:
         """What tells most: ops outside of the model, as of its data, where one inside is given what they made."""
-        of_model, beside = self._paths[True], self._paths[False]
-        is_of_model = of_model.maker or of_model.nan or not beside.nan or (self._reached and not of_model.given)
-        return of_model if is_of_model else beside
+        of_model, outside = self._paths[True], self._paths[False]
+        is_of_model = of_model.maker or of_model.nan or not outside.nan or (self._reached and not of_model.given)
+        return of_model if is_of_model else outside
 
     @property
     def first(self) -> NotedSite | None:

@@ -95,8 +95,8 @@ def total(moves: Iterable[Moves]) -> Moves:
     return Moves(*map(sum, zip(Moves(), *moves, strict=True)))
 
 
-class _Beside:
-    """A twin beside its parameters, over the steps of a window."""
+class _ComparedTwin:
+    """A twin and the parameters that it is compared with, over the steps of a window."""
 
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
@@ -219,13 +219,13 @@ class SteppedOptimizer:
         self.active: dict[Parameter, float] = {}  # the share of its elements that a gradient is to move
         self.has_low = False  # whether weights in low precision were stepped
         self._window = 0
-        self._beside: list[_Beside] = []
+        self._twins: list[_ComparedTwin] = []
         self._with_grad: list[int] = []
         self._stepping = False
 
     def begin(self) -> None:
         if self._stepping:
-            self._beside = []  # the last one has raised
+            self._twins = []  # the last one has raised
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
@@ -233,22 +233,22 @@ class SteppedOptimizer:
         window = window_of(self.steps + 1)
         if window != self._window:
             self._turn_to(window)
-        if not grads or not (window or self._beside):
+        if not grads or not (window or self._twins):
             return
         with_grad = list(map(id, grads))
         try:
-            if not self._beside or (with_grad != self._with_grad and self._beside[0].twin.is_sampled):
+            if not self._twins or (with_grad != self._with_grad and self._twins[0].twin.is_sampled):
                 self._add_up()
-                self._beside = [_Beside(twin) for twin in twins_of(self.optimizer)]
+                self._twins = [_ComparedTwin(twin) for twin in twins_of(self.optimizer)]
                 for p, grad in grads.items():
                     self.active[p] = max(_share(grad), self.active.get(p, 0.0))
                 self._with_grad = with_grad
                 self._look_at_parts()
-            for each in self._beside:
+            for each in self._twins:
                 each.begin()
-            self._stepping = bool(self._beside)
+            self._stepping = bool(self._twins)
         except NotChecked as why:
-            self._beside, self.unchecked = [], str(why)
+            self._twins, self.unchecked = [], str(why)
 
     def end(self, evaluations: int) -> None:
         self.steps += 1
@@ -256,19 +256,19 @@ class SteppedOptimizer:
         if self._stepping:
             self._stepping = False
             if evaluations > 1:
-                self._beside, self.unchecked = [], f"its step calls the closure {evaluations} times"
-            self.looked += bool(self._beside and self._window)
-            for each in self._beside:
+                self._twins, self.unchecked = [], f"its step calls the closure {evaluations} times"
+            self.looked += bool(self._twins and self._window)
+            for each in self._twins:
                 each.end()
 
     def close(self) -> None:
         self._add_up()
-        self._beside = []
+        self._twins = []
 
     def _turn_to(self, window: int) -> None:
         self._add_up()
-        self._window, self._beside = window, [each for each in self._beside if each.is_of_state]
-        for each in self._beside:
+        self._window, self._twins = window, [each for each in self._twins if each.is_of_state]
+        for each in self._twins:
             each.restart()
 
     def _add_up(self) -> None:
@@ -277,7 +277,7 @@ class SteppedOptimizer:
     @property
     def moves(self) -> dict[int, dict[Parameter, Moves]]:
         found = {window: {**rows} for window, rows in self._moves.items()}
-        for each in self._beside if self._window else ():
+        for each in self._twins if self._window else ():
             rows = found.setdefault(self._window, {})
             for p, moves in each.result().items():
                 rows[p] = total([rows.get(p, Moves()), moves])
@@ -285,11 +285,11 @@ class SteppedOptimizer:
 
     @property
     def medians(self) -> list[float]:
-        return self._medians + [median for each in self._beside for median in each.medians]
+        return self._medians + [median for each in self._twins for median in each.medians]
 
     def _look_at_parts(self) -> None:
         """Take the step without weight decay, and with a gradient of zeros, in FP32 and in the dtype of the weights."""
-        for each in self._beside if own_attachment(self.optimizer) is None else ():
+        for each in self._twins if own_attachment(self.optimizer) is None else ():
             twin, decay = each.twin, each.twin.group.get("weight_decay")
             if twin.rows is not None:
                 continue
