@@ -88,7 +88,6 @@ class _Traced:
         self.take(Region(None, None, True, 0), False)
 
     def take(self, region: Region, inside: bool) -> None:
-        """Take over the settings of a region."""
         self.inside, self.casting, self.maps, self.scope = inside, region.casting, region.maps, region.scope
         self.island, self.under = region.island, region.under
 

@@ -38,11 +38,6 @@ _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
 
-def terminal_width() -> int:
-    """Return the width of the terminal behind standard output, at least 80; 100 if there is none."""
-    return max(80, shutil.get_terminal_size((100, 24)).columns)
-
-
 def short_dtypes(text: str) -> str:
     """Shorten the dtypes in a text: "bf16" for "bfloat16", "fp32" for "float32"."""
     return _DTYPE.sub(lambda found: f"{'bf' if found[1] else 'fp'}{found[2]}", text).replace(" and ", "+")
@@ -161,10 +156,6 @@ def _cell(text: str, width: int, field: Field) -> str:
     return text.rjust(width) if field.right else text.ljust(width)
 
 
-def _more_rows(rows: Sequence[Any]) -> str:
-    return number(len(rows), "more row")
-
-
 @dataclass(frozen=True)
 class Grid:
     """A table, without the columns in which no row has anything.
@@ -179,7 +170,7 @@ class Grid:
     rows: Sequence[Any]
     head: str = ""
     shown: Sequence[Any] | None = None
-    more: Callable[[Sequence[Any]], str] = _more_rows
+    more: Callable[[Sequence[Any]], str] = lambda rows: number(len(rows), "more row")
     notes: Callable[[Any], Iterable[str]] = lambda row: ()
     page: str = ""
     order: str = ""
@@ -328,7 +319,8 @@ class Report:
         return "\n".join([*self._lines(), *(line for each in self._sections() for line in each.as_text(width))])
 
     def __str__(self) -> str:
-        return _printable(self._text(terminal_width()))
+        text = self._text(max(80, shutil.get_terminal_size((100, 24)).columns))
+        return "".join(each for each in text if each.isprintable() or each == "\n")
 
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save `as_json()`, by the names of the attributes."""
@@ -358,7 +350,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _printable(text: str) -> str:
-    return "".join(each for each in text if each.isprintable() or each == "\n")

@@ -368,12 +368,8 @@ def _add_safetensors(found: Checkpoint, file: Path) -> None:
     for name in tensors.keys():  # noqa: SIM118  it is no dict
         part = tensors.get_slice(name)
         shape, code = torch.Size(part.get_shape()), part.get_dtype()
-        rows = partial(_sliced, part) if shape else partial(_rows, tensors.get_tensor(name))
+        rows = (lambda first, last, part=part: part[first:last]) if shape else partial(_rows, tensors.get_tensor(name))
         found.add(name, Stored(getattr(torch, _DTYPES.get(code, "uint8")), shape, rows))
-
-
-def _sliced(part: Any, first: int, last: int) -> Tensor:
-    return part[first:last]
 
 
 def _add_saved(found: Checkpoint, file: Path) -> None:

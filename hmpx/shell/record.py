@@ -77,7 +77,8 @@ def _record(options: argparse.Namespace) -> int:
             if not log.about:  # no record was opened
                 return
             if not has_left:  # what ``os._exit`` loses of the script's output stays lost
-                _flush()
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # Python says so at its end
+                    sys.stdout.flush()
             by_recipe = _UNCONVERTED.format(options.recipe) if recipe and recipe.opt_level is None else ""
             are_all = _show(log, outputs, started, "" if log.policy else by_recipe)
 
@@ -132,11 +133,6 @@ _UNCONVERTED = (
     "The recipe {0} leaves torch's ops as they are (opt_level null), so that they were not seen. With --opt-level O1\n"
     "it converts them; `doctor --recipe {0}` looks at a run in which nothing is converted."
 )
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # Python says so at its end
-        sys.stdout.flush()
 
 
 def _show(log: Log, outputs: dict[str, Path], started: Counter[str], instead: str) -> bool:

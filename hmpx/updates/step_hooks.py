@@ -79,7 +79,7 @@ def uninstall() -> None:
     """Leave torch as it was, unless a conversion, an open region or an attached optimizer needs hmpx in its steps."""
     global _is_installed
     with _lock:
-        if not is_needed():
+        if not (_attached or open_caches or process_state.installed or process_state.off.by):
             _is_installed = False
             _changes.close()
 
@@ -87,11 +87,6 @@ def uninstall() -> None:
 def detached(optimizer: Optimizer) -> None:
     """Note that this optimizer is no longer attached."""
     _attached.discard(optimizer)
-
-
-def is_needed() -> bool:
-    """Whether a conversion, a recipe, an open region or an attached optimizer needs hmpx in optimizer steps."""
-    return bool(_attached or open_caches or process_state.installed or process_state.off.by)
 
 
 def _watch() -> None:

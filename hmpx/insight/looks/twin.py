@@ -63,10 +63,6 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _left(value: Any) -> Any:
-    return value
-
-
 class Twin:
     """A copy of an optimizer and of some of its parameters, which it steps in FP32.
 
@@ -98,7 +94,7 @@ class Twin:
         )
         self.params = [p for p in params if is_rounded(optimizer, p)] or [*params]
         self.optimizer, self._all, self.is_sampled = optimizer, params, is_sampled
-        self._wide, self._changed = _widened if is_wide else _left, changed
+        self._wide, self._changed = (_widened if is_wide else lambda value: value), changed
         self.group = next(group for group in optimizer.param_groups if any(p is params[0] for p in group["params"]))
         self._copies = (self._sample if is_sampled else self._whole)()
         if is_fresh:

@@ -76,7 +76,6 @@ class HashedCall:
 
     @property
     def hashes(self) -> list[int]:
-        """The hashes of the results."""
         return [each[0] for each in self.results]
 
 

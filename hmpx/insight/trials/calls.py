@@ -74,7 +74,6 @@ class Asked(NamedTuple):
         return self.run(*self.args, **self.kwargs)
 
     def answer(self, result: Any) -> Seen:
-        """Answer the call with another result."""
         return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
 
 

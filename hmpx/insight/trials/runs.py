@@ -283,7 +283,6 @@ class Difference:
             return self._error(torch.stack([*self._squares.values()]).sum(0), sum(self._losses.values()), self._n)
 
     def effect(self) -> Effect:
-        """Return the effect."""
         n, losses = self._n, sum(self._losses.values())
         with unobserved():
             total = torch.stack([*self._squares.values()]).sum(0)

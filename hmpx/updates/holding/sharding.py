@@ -79,7 +79,6 @@ class Box(NamedTuple):
 
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether `tensor` is a DTensor."""
     if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long: a DTensor's maker has

@@ -252,7 +252,6 @@ class Standing(Chunk):
         self._real, self._real_versions = real, list(map(version_of, found.tensors))
 
     def _remember_weights(self) -> None:
-        """Remember the real weights."""
         if self._in_c:
             self._before = torch.empty(sum(self._of_weights.sizes), dtype=torch.uint8, device="cpu")
             self._of_weights.fill(self._before.data_ptr(), self._weights_at)

@@ -149,7 +149,6 @@ def grads_of(params: Iterable[Any]) -> list[Any]:
 
 
 def are_same(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Whether these are the same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
