@@ -164,7 +164,7 @@ def attach(
         raise
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
-    coded = [way.state_dtype for way in settings.ways if way.is_coded]
+    coded = [way.state_dtype for way in settings.ways if isinstance(way.state_dtype, str)]
     if coded and any(group.get("centered") for group in target.param_groups):
         logger.warning(
             "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype=%r; "

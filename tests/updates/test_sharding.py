@@ -105,7 +105,7 @@ def as_cut(case, dims):
         first = max(len(shape) - 1, 0)
         while first > 1 and math.prod(shape[first:]) < 128:
             first -= 1
-        if way.is_coded and max(cut, default=-1) >= first:
+        if isinstance(way.state_dtype, str) and max(cut, default=-1) >= first:
             rules[name] = {"weights": way.weights, "state_dtype": BF16}
     return cls, options, {**attached, "parameters": rules}, shapes
 

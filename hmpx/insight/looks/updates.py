@@ -105,7 +105,8 @@ def _of_line(where: str, seen: Sequence[SteppedOptimizer], names: Names) -> Iter
     do = (_WIDE if half else _SR).format(_bytes(seen, Recipe(**recipe)))
     ways = [way for each in seen for way in _ways(each)]
     loses_no_update = all(map(_ways, seen)) and all(way.weights != "nearest" for way in ways)
-    if loses_no_update and any(way.is_coded for way in ways):  # which may still lose a tenth of what FP32 gains
+    has_codes = any(isinstance(way.state_dtype, str) for way in ways)
+    if loses_no_update and has_codes:  # which may still lose a tenth of what FP32 gains
         do = "hmpx.attach(optimizer, state_dtype=torch.bfloat16): its state is in too few bits for these gradients"
         recipe["state_dtype"] = "bfloat16"
     state = next((dtype_name(each.state_dtype) for each in seen if each.state_dtype), "")

@@ -49,16 +49,11 @@ def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 class Way(NamedTuple):
     """How one BF16 parameter is held between two steps. See the arguments of `hmpx.attach` with these names.
 
-    They are the settings that may differ from parameter to parameter.
+    They are the settings that may differ from parameter to parameter. A `state_dtype` that is a string names codes.
     """
 
     weights: Weights = "stochastic"
     state_dtype: StateDtype = torch.float32
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether state of the parameter's shape is held in codes."""
-        return isinstance(self.state_dtype, str)
 
 
 USUAL = Way()

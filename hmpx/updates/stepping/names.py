@@ -245,7 +245,7 @@ class BF16Parameters:
 
     def _way(self, optimizer: Optimizer, p: Parameter, name: str) -> Way:
         way = self._settings.way(name)
-        if not way.is_coded:
+        if not isinstance(way.state_dtype, str):
             return way
         held = torch.bfloat16 if wants_bf16(optimizer) else held_dtype(way.state_dtype, p)
         return way._replace(state_dtype=held)
