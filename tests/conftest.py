@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from tests.support import kernels, older_torch, out_of_sight  # noqa: F401
+from tests.support import kernels, older_torch, out_of_sight, python  # noqa: F401
 from tests.support.own_step import own_step as own_step_where_nobody_asks
 from tests.support.untouched import Picture
 
@@ -23,7 +23,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Ctrl-C is heard also where whoever started the tests ignores it, as a shell does in the background."""
+    """Ctrl-C is heard also where whoever started the tests ignores it, as a shell does in the background.
+
+    Workers share the server of programs.
+    """
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[python.SOCKET] = python.start()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -68,7 +69,17 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def server() -> str:
-    """The address of this process's server, which is started on the first call and ends with the process."""
+    """The address of the server: of pytest's, where workers share it, or of one of this process's own."""
+    address = os.environ.get(SOCKET) or start()
+    for _ in range(6000):
+        if os.path.exists(address):
+            return address
+        time.sleep(0.02)
+    raise TimeoutError(f"{address}: nobody listens")
+
+
+def start() -> str:
+    """Start a server, which ends with this process, and return the address at which it will listen."""
     place = tempfile.mkdtemp(prefix="hmpx-python-")
     address = f"{place}/socket"
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):
@@ -76,14 +87,10 @@ def server() -> str:
         command = shlex.join([sys.executable, "-SE", __file__, sys.executable, *module.split()])
         script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         script.chmod(0o755)
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from tests.support import python; python.serve()"],
-        cwd=ROOT,
-        env={**os.environ, SOCKET: address},
-        stdout=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", "from tests.support import python; python.serve()"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, SOCKET: address}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     atexit.register(_end, process, place, os.getpid())
-    assert process.stdout and process.stdout.readline() == b"ready\n"
     return address
 
 
@@ -110,10 +117,11 @@ def serve() -> None:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listening = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-    for each, end in zip(listening, ("", WITH_HMPX), strict=True):
-        each.bind(os.environ[SOCKET] + end)
+    address = os.environ.pop(SOCKET)
+    for each, end in zip(listening, ("-torch", WITH_HMPX), strict=True):
+        each.bind(address + end)
         each.listen(64)
-    print("ready", flush=True)
+    os.rename(f"{address}-torch", address)  # so whoever finds it is heard
     connection = _forked(listening)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     received, fds, _, _ = socket.recv_fds(connection, 1 << 20, 3)
