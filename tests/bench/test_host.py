@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.support import python
 from tests.support.bench import Bench, Line, host, models
 from tests.support.fresh_python import ROOT
 
@@ -22,8 +21,8 @@ def test_without_a_gpu_steps_are_measured_and_nothing_is_launched(tmp_path):
     One launch steps all tensors; where matrices are in codes and vectors are not, one steps each kind.
     """
     file = tmp_path / "host.json"
-    command = [sys.executable, "examples/bench", "host", "--tensors", "8", "9", "--repeat", "2", "--json", str(file)]
-    done = subprocess.run([*command, "--only", "fused, stochastic, f"], cwd=ROOT, capture_output=True, text=True)
+    command = ["examples/bench/__main__.py", "host", "--tensors", "8", "9", "--repeat", "2", "--json", file]
+    done = python.run(*command, "--only", "fused, stochastic, f", cwd=ROOT)
     table = json.loads(file.read_text())
     rows = {row["name"]: row["figures"] for row in table["rows"]}
     names = [f"{n} tensors, fused, stochastic, {state} state" for n in (8, 9) for state in ("float32", "fp8")]

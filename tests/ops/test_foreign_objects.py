@@ -1,7 +1,6 @@
 """convert and restore run no code of the objects that they look through, and undo themselves completely."""
 
 import gc
-import subprocess
 import sys
 import threading
 import types
@@ -16,6 +15,7 @@ import wrapt
 import hmpx
 from hmpx.base import raw
 from hmpx.ops import sweep
+from tests.support import python
 
 X = torch.randn(4, 4)
 LINEAR = F.linear
@@ -316,4 +316,4 @@ with hmpx.convert():
 
 
 def test_what_others_put_there_before_the_first_conversion_is_cast():
-    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], check=True)
+    python.run("-c", IN_A_NEW_PROCESS, check=True)

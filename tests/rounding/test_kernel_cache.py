@@ -7,11 +7,11 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 
 import pytest
 
 from hmpx.rounding import native
+from tests.support import python
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
@@ -162,7 +162,7 @@ def test_a_compiler_that_takes_fast_math_for_granted_gives_strict_kernels_or_non
     wrapper.write_text(f"#!/bin/sh\nexec {shutil.which('gcc') or shutil.which('cc')} {flags}\n")
     wrapper.chmod(0o755)
     variables = {**os.environ, "HMPX_CACHE_DIR": str(tmp_path / "cache"), "CC": str(wrapper)}
-    done = subprocess.run([sys.executable, "-c", STRICT], env=variables, capture_output=True, text=True, check=True)
+    done = python.run("-c", STRICT, env=variables, check=True)
     assert done.stdout.split()[1:] == ["True", "True"], done.stderr
     if place == "before" or "FAST_MATH" in flags:
         assert done.stdout.split()[0] == str(place == "before"), done.stderr

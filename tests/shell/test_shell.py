@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -145,8 +143,7 @@ def test_hmpx_is_a_console_script_too(tmp_path):
     script = tmp_path / "hmpx"
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     environment = {**os.environ, "HMPX_RECIPE": "nowhere"}
-    command = [sys.executable, script, "explain", "softmax"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = python.run(script, "explain", "softmax", env=environment)
     assert done.returncode == 0 and done.stdout.startswith("softmax\n"), done.stderr
     done = python.run(script, "run", "x.py", env=environment)
     assert done.returncode == 2 and done.stderr.startswith("hmpx: there is no recipe 'nowhere'")
