@@ -54,5 +54,6 @@ def hidden(*packages: str) -> Iterator[None]:
 
 
 def _leave(packages: frozenset[str]) -> None:
-    sweep._OFF_LIMITS = packages
-    sweep._is_named_off_limits.cache_clear()
+    if packages != sweep._OFF_LIMITS:
+        sweep._OFF_LIMITS = packages
+        sweep._is_named_off_limits.cache_clear()
