@@ -14,6 +14,7 @@ from hmpx.ops.computing import matrix_products
 from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
 SLOW = {"check_the_largest_number_in_the_other_tiles", "check_cached_weights_keep_codes_of_other_forms"}
+SLOW |= {"check_every_magnitude_of_bf16_as_the_largest", "check_products_of_the_other_matrices_are_those_of_aten"}
 CHECKS = checks_of(ROOT / "tests/support/fp8_checks.py", SLOW)
 wants_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

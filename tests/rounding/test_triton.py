@@ -8,11 +8,13 @@ import pytest
 from hmpx.rounding import native
 from tests.support.fresh_python import ROOT, asked_for, checks_of, run
 
-SLOW = {"check_more_codes_of_special_values", "check_codes_of_shards_in_other_rows", "check_a_shard_of_other_rows"}
-SLOW |= {"check_steps_of_fp32_weights_are_those_in_c", "check_optimizers_attached_otherwise"}
-CHECKS = checks_of(ROOT / "tests/support/triton_checks.py", SLOW | {"check_a_list_of_all_ways_at_once"})
+SLOW_IN_C = {"check_a_shard_of_other_rows", "check_steps_of_fp32_weights_are_those_in_c"}
+SLOW_IN_C |= {"check_optimizers_attached_otherwise"}
+SLOW = {"check_more_codes_of_special_values", "check_codes_of_shards_in_other_rows", "check_a_list_of_all_ways_at_once"}
+SLOW |= {"check_codes_and_scales_from_other_elements_on", "check_weights_and_states_held_in_all_ways_of_other_sizes"}
+CHECKS = checks_of(ROOT / "tests/support/triton_checks.py", SLOW | SLOW_IN_C)
 IN_C = {"check_steps_are_those_in_c", "check_attached_optimizers", "check_a_shard_takes_the_numbers_of_its_elements"}
-IN_C |= SLOW - {"check_more_codes_of_special_values", "check_codes_of_shards_in_other_rows"}
+IN_C |= SLOW_IN_C
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 

@@ -97,13 +97,22 @@ def assert_largest_of_tiles(*tiles):
 
 
 def check_numbers_at_the_ends_of_bf16():
-    """inf and NaN, numbers whose scale would be inf, subnormal ones, zeros; each magnitude of BF16 as the largest."""
+    """inf and NaN, numbers whose scale would be inf, subnormal ones, zeros; some of each exponent as the largest."""
     for form in FORMS.values():
         for odd in (math.inf, -math.inf, math.nan, 3e38, 1e-37, 0.0):
             x = numbers(20, 32) * (odd if abs(odd) < 1 else 1)
             x[3, 5] = odd
             assert_cast(x, form, "e5m2" if odd == 3e38 else "e4m3", square=odd == math.inf)
-    every = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert_largest(12)
+
+
+def check_every_magnitude_of_bf16_as_the_largest():
+    assert_largest(1)
+
+
+def assert_largest(step):
+    """Of one in `step` of the magnitudes, each in one way."""
+    every = torch.arange(0, 0x7F81, step, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     ways = [*itertools.product((FORMS["rowwise"], FORMS["rowwise, no powers"]), ("e4m3", "e5m2"))]
     for way, largest in zip(ways, every[torch.randperm(len(every))].chunk(len(ways)), strict=True):
         assert_cast(largest[:, None].expand(-1, 16).contiguous(), *way)
@@ -155,11 +164,20 @@ def as_on_a_gpu():
 
 
 def check_products_are_those_of_aten():
-    """Output and both gradients, of a weight and of another matrix; asked for one by one too."""
+    """Output and both gradients, of a weight or of another matrix; asked for one by one too."""
+    assert_products(lambda number, form, turned: form.scaling == "blockwise" or turned == (number % 2 == 0))
+
+
+def check_products_of_the_other_matrices_are_those_of_aten():
+    assert_products(lambda number, form, turned: form.scaling != "blockwise" and turned == (number % 2 == 1))
+
+
+def assert_products(are_asked):
     only = {f"only {each}": Format(products=(each,)) for each in ("output", "input_gradient", "weight_gradient")}
-    for form in (FORMS | only | {"gw_hp": GW_HP}).values():
-        m, k, n = (128, 512, 512) if form.scaling == "blockwise" else (40, 64, 48)
-        for turned in (True, False):
+    forms = enumerate((FORMS | only | {"gw_hp": GW_HP}).values())
+    for number, form, turned in ((*each, turned) for each in forms for turned in (True, False)):
+        if are_asked(number, form, turned):
+            m, k, n = (128, 512, 512) if form.scaling == "blockwise" else (40, 64, 48)
             x, w, g = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16() / 8, torch.randn(m, n).bfloat16()
             given = [x.requires_grad_(), w.requires_grad_() if turned else w.t().contiguous().requires_grad_()]
             b = given[1].t() if turned else given[1]
