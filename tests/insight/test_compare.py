@@ -273,6 +273,23 @@ def test_sparse_gradients_count_as_dense_ones():
     assert hmpx.tune(Looking(True), batches, cross_entropy) is not None
 
 
+def test_nested_tensors_count_as_their_rows_in_one_dense_tensor():
+    torch.manual_seed(1)
+    model = nn.Linear(8, 8)
+    batches = [(torch.randn(5, 8), torch.randn(3, 8)) for _ in range(4)]
+
+    def nested(model, *parts):
+        return model(torch.nested.nested_tensor([*parts], layout=torch.jagged)).values().float().square().mean()
+
+    def dense(model, *parts):
+        return model(torch.cat(parts)).float().square().mean()
+
+    found = [hmpx.compare(model, batches, loss, lists={"bf16": ["linear"]}) for loss in (nested, dense)]
+    assert not found[0].stopped and found[0].gradient_error == found[1].gradient_error > 0
+    tuned = [hmpx.tune(model, batches, loss) for loss in (nested, dense)]
+    assert tuned[0].share == tuned[1].share == 1 and [each.gain for each in tuned[0].choices if each.gain] == [1024.0]
+
+
 def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
     assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
     row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)

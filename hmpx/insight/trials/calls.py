@@ -18,7 +18,7 @@ from hmpx.base.torch_private import graph_task, in_torch_func, tree_leaves, tree
 from hmpx.conversion import installed
 from hmpx.insight.finding import in_a_line, reason_of_call
 from hmpx.insight.report import dtype_steps
-from hmpx.insight.tensors import LOW, Tensor, differentiable, dtypes, floating
+from hmpx.insight.tensors import LOW, Tensor, differentiable, dtypes, floating, memory
 from hmpx.ops.wrapping.observing import EntryPoint, Run, Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 from hmpx.ops.wrapping.rules import METHODS, TARGETS
@@ -246,14 +246,14 @@ class BothWays:
             site.decided += sum(each.numel() for each in exact.decisions)
             site.changed += differing(exact.decisions, decisions_in(asked, seen.result))
         if not is_transformed():
-            self._made |= dict.fromkeys((tensor.untyped_storage().data_ptr() for tensor in results), site)
+            self._made |= dict.fromkeys(map(memory, results), site)
 
     def _name_the_maker(self, asked: Asked) -> None:
         """Add to the reason of a site that raises, and whose inputs decide its dtype, which op has made them."""
         if asked.point.rule in TARGETS or is_transformed():
             return
         low = [tensor for tensor in floating((asked.args, asked.kwargs)) if tensor.dtype in LOW]
-        maker = next((self._made.get(tensor.untyped_storage().data_ptr()) for tensor in low), None)
+        maker = next((self._made.get(memory(tensor)) for tensor in low), None)
         if maker is not None:
             asked.site.reason += f"; its input is that of {maker.op} at {maker.where} ({maker.reason})"
 

@@ -188,7 +188,8 @@ class Chunk:
             lists.hide()  # an interrupt may have come while they were shown or hidden
             key.pending.clear()
             written.append(self._written(optimizer))
-            self._undo()
+            with torch.no_grad():  # an interrupt in a closure may leave gradients on
+                self._undo()
             raise
         return result
 

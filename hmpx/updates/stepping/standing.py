@@ -159,6 +159,7 @@ class Standing(Chunk):
         self._before: Tensor | None = None
         self._grads_before: tuple[list[Any], list[Tensor], Tensor] | None = None
         self._is_kept = True  # the plan may be used again
+        self._is_shown = False  # the optimizer sees shadows, or some of what it is shown
         self._is_quick = True  # weights and state are where the kernels write them from
         self._are_bound = True  # each shadow has its own gradient of `_xs`
         del self._pieces
@@ -202,6 +203,7 @@ class Standing(Chunk):
     def free_copies(self) -> bool:
         """After a step, release the memory of a large room; return whether the plan may be used again."""
         self._of_states.begin([])
+        self._is_shown = False
         self._versions, self._real = [], list[Any]()
         self._before = self._grads_before = None
         if not self._are_bound:
@@ -217,7 +219,7 @@ class Standing(Chunk):
 
     def _show(self, optimizer: Optimizer, write_back: WriteBack, gradients: Sequence[Tensor]) -> ShownParameters:
         key = write_back.rounding_key
-        self._key, self._is_shown = step_key(key.seed, key.step), False
+        self._key = step_key(key.seed, key.step)
         if self._room.untyped_storage().nbytes() != self._size:  # else resize_ allocates, too
             self._room.untyped_storage().resize_(self._size)
         self._read_gradients()
