@@ -82,7 +82,7 @@ class _Files(argparse.Action):
 
 
 def _of_files(options: argparse.Namespace) -> int:
-    from hmpx.insight.checkpoints import checkup  # which loads torch.distributed.checkpoint
+    from hmpx.insight.checkpoints.files import checkup  # which loads torch.distributed.checkpoint
 
     if len(options.files) > 2 or options.script:
         raise HmpxError("--files takes one or two checkpoints, and no script runs")

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn import functional as F
 
 import hmpx
-from hmpx.insight import stored_tensors
-from hmpx.insight.checkpoints import checkup
-from hmpx.insight.stored_tensors import matched, movement, opened, ulp
+from hmpx.insight.checkpoints import tensors
+from hmpx.insight.checkpoints.files import checkup
+from hmpx.insight.checkpoints.tensors import matched, movement, opened, ulp
 from hmpx.shell.main import main
 
 BF16 = torch.bfloat16
@@ -187,9 +187,9 @@ def test_parts_tell_what_the_whole_does(files, monkeypatch):
     after = moved(before, lost=True)
     after["up.weight"][63, 63] = math.nan
     whole = files(before, after)
-    monkeypatch.setattr(stored_tensors, "_PART", 640)
+    monkeypatch.setattr(tensors, "_PART", 640)
     sizes = []
-    monkeypatch.setattr(stored_tensors.Numbers, "see", _noting(sizes, stored_tensors.Numbers.see))
+    monkeypatch.setattr(tensors.Numbers, "see", _noting(sizes, tensors.Numbers.see))
     parts = files(before, after)
     assert kinds(parts) == kinds(whole) == [("not finite", True), ("lost updates", True), ("norms", False)]
     assert parts.kept == pytest.approx(whole.kept) and max(sizes) == 640

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hmpx.insight import run_state
-from hmpx.insight.run_state import kept
+from hmpx.insight.tensors import put_back, random_state, set_random_state
 
 
 def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
@@ -22,11 +21,11 @@ def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [each.clone() for each in held])
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: held.__setitem__(slice(None), states))
-    state, before = run_state.get_state(), [each.clone() for each in held]
+    state, before = random_state(), [each.clone() for each in held]
     held[1][:] = 7
-    assert not torch.equal(state, run_state.get_state())
-    run_state.set_state(state)
-    assert torch.equal(state, run_state.get_state())
+    assert not torch.equal(state, random_state())
+    set_random_state(state)
+    assert torch.equal(state, random_state())
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
@@ -43,7 +42,7 @@ def test_what_a_run_changes_beside_its_results_is_put_back(error):
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    with contextlib.suppress(KeyError), kept(model):
+    with contextlib.suppress(KeyError), put_back(model):
         _ = random.random(), numpy.random.rand(), torch.rand(1)
         model[0].running_mean.add_(1)
         model[0].running_var = torch.zeros(2)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
-from hmpx.insight.run_state import kept
+from hmpx.insight.tensors import put_back
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format, in_parts, mixed, to_e2m1
 from hmpx.rounding.shared import derive_key
 from tests.support.numbers import quantize
@@ -120,7 +120,7 @@ def test_runs_of_the_laboratory_leave_the_counts():
     with hmpx.convert(fp8=["linear"], fp8_format="nvfp4"):
         first, second = (gradients(model, model, x) for _ in range(2))
     with hmpx.convert(fp8=["linear"], fp8_format="nvfp4"):
-        with kept(model):
+        with put_back(model):
             assert all(map(torch.equal, gradients(model, model, x), first))
         assert all(map(torch.equal, gradients(model, model, x), first))
         batches = [(torch.randn(8, 32),) for _ in range(2)]

@@ -17,8 +17,7 @@ import torch
 
 from hmpx.base.torch_private import tree_leaves
 from hmpx.insight.report import size
-from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW, has_numbers, sample, widened
+from hmpx.insight.tensors import LOW, eager, has_numbers, put_back, sample, widened
 from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import HeldState, held_states
@@ -164,7 +163,7 @@ class Twin:
             if factor != 1.0 or scale is not None:
                 q.grad *= factor if scale is None else factor / scale
         try:
-            with kept(None), eager():
+            with put_back(None), eager():
                 own_step(type(self._twin))(self._twin)
         except Exception as error:
             raise NotChecked(f"its step cannot be repeated on a copy: {type(error).__name__}: {_line(error)}") from None

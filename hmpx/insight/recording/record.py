@@ -31,8 +31,7 @@ from hmpx.insight.recording.findings import Escaped, RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorded import SHAPES, Fp8Casts, Site, watched
 from hmpx.insight.report import about, device
-from hmpx.insight.run_state import eager
-from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, rounded_positions
+from hmpx.insight.tensors import Tensor, eager, floating, is_finite, is_masked, is_readable, rounded_positions
 from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames

@@ -28,9 +28,8 @@ import torch
 
 from hmpx.base.process_state import lock, observers
 from hmpx.conversion import Conversion, install
-from hmpx.insight import run_state
 from hmpx.insight.finding import CallPlaces, in_a_line
-from hmpx.insight.tensors import LOW, Tensor, dtypes
+from hmpx.insight.tensors import LOW, Tensor, dtypes, random_state, set_random_state
 from hmpx.insight.trials.calls import Asked, Compute, RunSite, compute_in_fp32, is_recomputing
 from hmpx.insight.trials.subject import Subject
 from hmpx.ops.computing.kernels import KernelsAsked
@@ -161,10 +160,10 @@ class Runs:
         number = self._batch, self._calls[site]
         drawn = self._drawn.get((site, number))
         if drawn is not None:
-            run_state.set_state(drawn)
-        before = run_state.get_state() if self._is_exact and drawn is None else None
+            set_random_state(drawn)
+        before = random_state() if self._is_exact and drawn is None else None
         seen = self._now(Asked(site, number, point, run, args, kwargs))
-        if before is not None and not torch.equal(before, run_state.get_state()):
+        if before is not None and not torch.equal(before, random_state()):
             self._drawn[site, number] = before
         if point.op == "to" and dtypes(seen.result) & LOW - dtypes(args):
             self.by_hand[site.where] = None

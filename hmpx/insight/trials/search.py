@@ -27,11 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import run_in_region
 from hmpx.base.torch_private import tree_map
-from hmpx.insight import run_state
 from hmpx.insight.finding import in_a_line
 from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.report import grouped
-from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.tensors import LOW, Tensor, floating, random_state, set_random_state
 from hmpx.insight.trials.calls import Asked, Compute, RunSite, compute_in_fp32, in_fp32, is_recomputing, is_transformed
 from hmpx.insight.trials.runs import Effect
 from hmpx.ops.policies import op_facts
@@ -328,14 +327,14 @@ class Worths:
 
     def _worth(self, asked: Asked) -> Worth | None:
         """Return the worth of one call. Random numbers that this draws are drawn again afterwards."""
-        before, casts = run_state.get_state(), Fp8Casts()
+        before, casts = random_state(), Fp8Casts()
         try:
             with watched(casts):
                 one = worth_of(asked)
         except Exception as error:
             return Worth(pinned=f"it does not run in {self.words}: {in_a_line(error)}")
         finally:
-            run_state.set_state(before)
+            set_random_state(before)
         if one is not None and casts.in_low:
             one.pinned = f"it stays in BF16: {next(iter(casts.in_low))}"
         return one

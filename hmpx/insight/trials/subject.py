@@ -14,8 +14,7 @@ import torch
 from hmpx.base.torch_private import private, tree_leaves, tree_map
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, kind_of
-from hmpx.insight.run_state import eager, kept
-from hmpx.insight.tensors import LOW, Tensor, differentiable, widened
+from hmpx.insight.tensors import LOW, Tensor, differentiable, eager, put_back, widened
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.policy import Policy, build_policy
@@ -116,7 +115,7 @@ class Subject:
             )
 
     def _run(self, batch: tuple, gradients: bool) -> tuple[float, list[Tensor]]:
-        with kept(self.model):
+        with put_back(self.model):
             loss, self.log_probs = self.loss(self.model, *batch), None
             if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Tensor):
                 loss, log_probs = loss

@@ -12,10 +12,10 @@ import torch
 
 from hmpx.base.tensors import dtype_name
 from hmpx.errors import HmpxError
+from hmpx.insight.checkpoints.tensors import FEWEST, Bar, Checkpoint, FileTensor, Stored, matched, opened, seen
 from hmpx.insight.doctor import Diagnosis
 from hmpx.insight.finding import Finding, first_names, percent
 from hmpx.insight.report import Bars, Field, Grid, Lines, amount, number, plain
-from hmpx.insight.stored_tensors import FEWEST, Bar, Checkpoint, FileTensor, Stored, matched, opened, seen
 from hmpx.insight.tensors import LOW
 
 LOST = "lost updates"

@@ -1,0 +1,1 @@
+"""`doctor --files`: what one or two checkpoints tell, without a script."""
