@@ -224,10 +224,10 @@ def _leave() -> None:
     """
     status = _status_at_end
     for each in (*gc.get_objects(), sys.stdout, sys.__stdout__):
-        if issubclass(type(each), io.IOBase) and not each.closed:
+        if issubclass(type(each), io.IOBase.__base__) and not each.closed:  # no class is asked by its metaclass
             try:
                 each.flush()  # as when the interpreter closes it
-            except OSError:
+            except (OSError, ValueError):
                 status = 120 if each is sys.stdout else status
     if status is not None:
         os._exit(status)
