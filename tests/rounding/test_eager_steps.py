@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from hmpx.rounding import eager, native, table
-from hmpx.rounding.native import StepArguments, StoredTensor
-from tests.support.kernel_steps import STATES, STEPS, same, stepped
-from tests.support.numbers import special_values
+from tests.support.kernel_steps import STATES, STEPS, same, stepped, with_special_values
 
 FP32 = torch.float32
 CASES = [(kernel, scalars) for kernel, given in STEPS.items() for scalars in given]
@@ -44,19 +42,8 @@ def test_three_steps_have_the_bits_of_c(kernel, scalars):
 @torch.no_grad()
 def test_special_values_in_each_place(kernel, scalars):
     """Zeros of both signs, numbers below the normal ones, the largest, inf and NaN; each with each as the gradient."""
-    special = special_values()
-    grads = special.repeat_interleave(len(special))
-    others = special.repeat(len(special))
     for place in range(1 + STATES[kernel]):
-        both = []
-        for _ in range(2):
-            found = [torch.linspace(0.5, 1.5, len(grads)) for _ in range(1 + STATES[kernel])]
-            found[place] = others.clone()
-            (shown,) = stepped(kernel, scalars, FP32, FP32, FP32, sizes=(1,))
-            states = tuple(
-                None if had is None else StoredTensor.of(x) for had, x in zip(shown.states, found[1:], strict=True)
-            )
-            both.append([StepArguments(StoredTensor.of(found[0]), StoredTensor.of(grads.clone()), states, scalars)])
+        both = [with_special_values(kernel, scalars, place) for _ in range(2)]
         table.step_list(native, kernel, both[0], 7)
         by_twin(kernel, both[1])
         assert_same(*both)

@@ -14,6 +14,7 @@ SLOW = {"check_more_codes_of_special_values", "check_codes_of_shards_in_other_ro
 SLOW |= {"check_codes_and_scales_from_other_elements_on", "check_weights_and_states_held_in_all_ways_of_other_sizes"}
 CHECKS = checks_of(ROOT / "tests/support/triton_checks.py", SLOW | SLOW_IN_C)
 IN_C = {"check_steps_are_those_in_c", "check_attached_optimizers", "check_a_shard_takes_the_numbers_of_its_elements"}
+IN_C |= {"check_special_values_in_each_place_are_those_in_c"}
 IN_C |= SLOW_IN_C
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

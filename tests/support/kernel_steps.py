@@ -47,6 +47,18 @@ def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037,
     return found
 
 
+def with_special_values(kernel, scalars, place):
+    """A step in FP32: each special value meets each as the gradient, in the weights (`place` 0) or in a state."""
+    special = special_values()
+    found = [torch.linspace(0.5, 1.5, len(special) ** 2) for _ in range(1 + STATES[kernel])]
+    found[place] = special.repeat(len(special))
+    (shown,) = stepped(kernel, scalars, torch.float32, torch.float32, torch.float32, sizes=(1,))
+    held = zip(shown.states, found[1:], strict=True)
+    states = tuple(None if had is None else StoredTensor.of(x) for had, x in held)
+    grad = StoredTensor.of(special.repeat_interleave(len(special)))
+    return [StepArguments(StoredTensor.of(found[0]), grad, states, scalars)]
+
+
 def made(size, row, kind, seed=0):
     """AdamW's: both moments in 8 bits, in rows; some weights and masters that are special, and some written to."""
     generator = torch.Generator().manual_seed(seed)

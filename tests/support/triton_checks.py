@@ -18,7 +18,19 @@ from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import Table
 from hmpx.updates.stepping import transfers
 from tests.support.fresh_python import print_checks
-from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, shard_of, stepped, tensors
+from tests.support.kernel_steps import (
+    ADAM,
+    KEY,
+    KINDS,
+    STATES,
+    STEPS,
+    made,
+    same,
+    shard_of,
+    stepped,
+    tensors,
+    with_special_values,
+)
 from tests.support.numbers import special_values, spread
 from tests.support.state_codes import beside_the_finest_steps
 
@@ -151,6 +163,19 @@ def check_steps_are_those_in_c():
 
 def check_steps_of_fp32_weights_are_those_in_c():
     assert_steps_are_those_in_c(torch.float32, torch.bfloat16, torch.float32)
+
+
+def check_special_values_in_each_place_are_those_in_c():
+    """Zeros of both signs, numbers below the normal ones, the largest, inf and NaN; each with each as the gradient."""
+    for kernel, given in STEPS.items():
+        for scalars in given:
+            for place in range(1 + STATES[kernel]):
+                both = [with_special_values(kernel, scalars, place) for _ in range(2)]
+                for module, step in zip((native, triton), both, strict=True):
+                    table.step_list(module, kernel, step, 7)
+                ((one,), (other,)) = both
+                for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
+                    assert a is None or same(a.tensor, b.tensor), (kernel, scalars, place)
 
 
 def assert_steps_are_those_in_c(weight, state, grad):
