@@ -5,6 +5,8 @@ Each fails with the name of the file that is to be edited.
 
 import ast
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from hmpx.insight.looks.checks import CHECKS
 from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
 from hmpx.recipes.recipe import KEYS
-from hmpx.rounding import eager, shared, table
+from hmpx.rounding import eager, native, shared, table
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
 from hmpx.updates.stepping.optimizer_classes import _FORMULAS, _FORMULAS_BY_NAME
@@ -30,6 +32,15 @@ ROUNDING = ROOT / "hmpx" / "rounding"
 
 def text(name):
     return (ROUNDING / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
+def test_kernels_in_c_compile():
+    """Else all their tests are skipped. A name that C lacks is defined in `for_c` of rounding/shared.py."""
+    try:
+        native._build()
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.fail(f"rounding/*.c, or `for_c` of rounding/shared.py: {error}")
 
 
 def test_a_kernel_stands_in_every_backend_and_is_tested():
