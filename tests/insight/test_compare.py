@@ -290,6 +290,26 @@ def test_nested_tensors_count_as_their_rows_in_one_dense_tensor():
     assert tuned[0].share == tuned[1].share == 1 and [each.gain for each in tuned[0].choices if each.gain] == [1024.0]
 
 
+def test_products_of_nested_tensors_of_each_layout_have_flops():
+    """By hand, of five rows and three: 2 of each product of numbers."""
+    torch.manual_seed(1)
+    batches = [(torch.randn(5, 8), torch.randn(3, 8)) for _ in range(4)]
+
+    def strided(model, *parts):
+        out = model(torch.nested.nested_tensor([*parts], layout=torch.strided))
+        return sum(each.float().square().mean() for each in out.unbind())
+
+    def attention(model, *parts):
+        heads = model(torch.nested.nested_tensor([*parts], layout=torch.jagged)).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values().float().square().mean()
+
+    wanted = {strided: {"linear": 1024.0}}
+    wanted[attention] = {"linear": 1024.0, "scaled_dot_product_attention": 2 * 2 * (5 * 5 + 3 * 3) * (4 + 4)}
+    for loss, flops in wanted.items():
+        tuned = hmpx.tune(nn.Linear(8, 8), batches, loss)
+        assert {each.name: each.gain for each in tuned.choices if each.gain} == flops
+
+
 def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
     assert str(Row("exp", dtypes="bfloat16", reason="in no list")) == "exp: bfloat16; in no list"
     row = Row("exp", "/a/model.py:3", "head", dtypes="bfloat16", reason="in no list", gradient_error=0.5)

@@ -216,8 +216,7 @@ def test_what_a_function_computes_in_its_forward_and_again_in_its_backward_has_b
     assert found["lm_head.weight"] == ("bfloat16",)
 
 
-def test_a_row_is_told_by_no_number_of_a_layer(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+def test_a_row_is_told_by_no_number_of_a_layer():
     names = ("layers.0.weight", "head.1.weight", "scale")
     rows = [PrecisionRow(name, "rest", 1, "float32" if "." in name else "bfloat16") for name in names]
     lines = Precision(rows).lines(100)

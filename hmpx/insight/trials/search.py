@@ -26,7 +26,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import run_in_region
-from hmpx.base.torch_private import tree_map
+from hmpx.base.torch_private import tree_map, tree_map_only
 from hmpx.insight.finding import in_a_line
 from hmpx.insight.recording.recorded import Fp8Casts, watched
 from hmpx.insight.report import grouped
@@ -421,15 +421,23 @@ def _flops(asked: Asked) -> float:
     if name not in op_facts.FP32_KERNELS:
         return 0.0
     tensors = floating((asked.args, asked.kwargs))
+    if nested := [each for each in tensors if each.is_nested]:  # torch's counter takes them apart, which they refuse
+        return sum(_flops(_of_part(asked, i)) for i in range(nested[0].size(0)))
     if name == "scaled_dot_product_attention":
         q, k, v = tensors[:3]
         return 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
     if name.startswith(("lstm", "gru", "rnn_")):
         steps = tensors[0].shape[:-1].numel()
         return 2.0 * steps * sum(t.numel() for t in tensors[1:] if t.dim() == 2)
-    with torch.no_grad():
-        if any(each.is_nested for each in tensors):  # torch's counter takes them apart, which they refuse
-            return 2.0 * tensors[0].shape[-1] * sum(each.numel() for each in floating((in_fp32(asked),)))
-        with FlopCounterMode(display=False) as counter:
-            in_fp32(asked)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        in_fp32(asked)
     return float(counter.get_total_flops())
+
+
+def _of_part(asked: Asked, i: int) -> Asked:
+    """Return the same call on one of the tensors in each nested one."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor.detach().unbind()[i] if tensor.is_nested else tensor
+
+    return asked._replace(**tree_map_only(Tensor, part, {"args": asked.args, "kwargs": asked.kwargs}))
