@@ -12,6 +12,7 @@ from hmpx.ops.computing import matrix_products
 from hmpx.recipes.reading import read_recipe
 from hmpx.rounding import eager, table, triton
 from hmpx.rounding.native import StepArguments
+from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
 from tests.support.kernel_steps import STEPS, stepped
 from tests.support.numbers import special_values
@@ -52,7 +53,7 @@ def test_rounding_has_the_bits_of_a_cpu(gpu):
 
 
 @pytest.mark.parametrize("fused", [False, None])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit", "fp8", "4bit"], ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_FORMS, ids=str)
 @pytest.mark.parametrize("weights", WAYS)
 def test_a_training_has_the_bits_of_a_cpu(weights, state_dtype, fused):
     options = {"weights": weights, "state_dtype": state_dtype, "fused": fused}

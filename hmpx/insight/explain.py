@@ -31,6 +31,7 @@ from hmpx.ops.wrapping.observing import positions_in_words
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.updates.stepping.optimizer_classes import FUSED, OWN
 
 _UPDATES = {
@@ -46,9 +47,7 @@ _CODED = (
 _STATE = {
     "float32": "float32",
     "bfloat16": "bfloat16, rounded stochastically",
-    "8bit": f"8 bits with {_CODED}",
-    "fp8": f"float8_e4m3fn with {_CODED}",
-    "4bit": f"4 bits with {_CODED}",
+    **{name: f"{code.words} with {_CODED}" for name, code in STATE_CODES.items()},
 }
 _KERNELS = f"in the arithmetic of hmpx's kernels for {FUSED}"
 _COPIES = (

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -19,12 +19,11 @@ from torch.nn.functional import pad
 from hmpx.base.tensors import is_on_host
 from hmpx.rounding.devices import kernels_for, reinterpreted
 from hmpx.rounding.native import FP32, StoredTensor, is_plain
-from hmpx.rounding.shared import Keys, Span, derive_key
+from hmpx.rounding.shared import CodeName, Keys, Span, derive_key
 from hmpx.rounding.stochastic import random_numbers
 from hmpx.rounding.table import RowLayout, TableRow, launch_once
 
 Tensor = torch.Tensor
-CodeName = Literal["8bit", "fp8", "4bit"]
 
 BLOCK = 128  # elements
 _CHUNK = 1 << 15  # elements of a sheet on a CPU: so temporaries stay small
@@ -93,6 +92,7 @@ class StateCode(ABC):
 
     Attributes:
         name: the value of `state_dtype` that asks for this code.
+        words: what its numbers are, for `hmpx.explain`.
         kind: the number by which kernels know this code. None: they do not, and eager torch reads and writes it.
         zero: a byte of codes and a scale that together mean 0.
         prefix: this and the optimizer's own key of a state tensor are the key of its codes.
@@ -102,6 +102,7 @@ class StateCode(ABC):
     """
 
     name: CodeName
+    words: str
     kind: int | None = None
     zero: tuple[int, float] = 0, 1.0
     prefix: str

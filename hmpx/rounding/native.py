@@ -27,9 +27,7 @@ import torch
 
 from hmpx.rounding.shared import (  # noqa: F401  whoever makes a `StoredTensor` asks this module for its kind
     BF16,
-    CODED,
     FOUR,
-    FP8,
     FP32,
     KERNELS,
     MASTER,

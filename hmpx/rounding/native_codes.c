@@ -31,11 +31,9 @@ static Largest largest_finite(const float *restrict x, int64_t count) {
   return found;
 }
 
-/* A `FloatCode` of state_codes.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
+/* A code of `FLOATS` of shared.py. missing: bits of an FP32 mantissa that it has not; inf and nan: like last. */
 typedef struct { int missing, of_unsigned, of_signed, last, inf, nan; } FloatCode;
 
-#define EIGHT_BITS ((FloatCode){NUMBERS_OF_CODED}) /* of shared.py */
-#define E4M3 ((FloatCode){NUMBERS_OF_FP8})
 #define ONE(CODE, IS_SIGNED) ((IS_SIGNED) ? (CODE).of_signed : (CODE).of_unsigned)
 #define STEPS(CODE) (1 << (23 - (CODE).missing)) /* codes of one exponent */
 #define LOOP static inline __attribute__((always_inline)) /* of which the compiler makes one for each code, and leaves

@@ -6,13 +6,14 @@
 
    FP32     the steps work on it
    BF16     by stochastic rounding; `key` is that of its random numbers
-   CODED    codes of 8 bits, by stochastic rounding; `beside` has the scales, whose blocks lie in rows
    NEAREST  BF16, by rounding to nearest, ties to even
    MASTER   as NEAREST; `beside` has FP32 numbers
    SPLIT    BF16, `beside` has the lower halves of 16 bits
    SPLIT8   the same with 8 bits, by stochastic rounding
-   FP8      as CODED, numbers of e4m3
-   FOUR     as CODED, in 4 bits: two elements in a byte */
+   FOUR     codes of 4 bits, two elements in a byte, by stochastic rounding; `beside` has the scales, whose blocks lie
+            in rows
+
+   Those behind FOUR are codes of 8 bits, held in the same way: FOR_EACH_FLOAT has the numbers of each. */
 enum { KINDS };
 typedef struct { uint64_t at, key, beside; int64_t kind; } Stored;
 
@@ -22,7 +23,7 @@ typedef struct { uint64_t at, key, beside; int64_t kind; } Stored;
    which saves divisions. */
 typedef struct { int64_t row, whole; } Blocks;
 
-static inline int is_coded(int64_t kind) { return kind == CODED || kind >= FP8; }
+static inline int is_coded(int64_t kind) { return kind >= FOUR; }
 
 static Blocks blocks_of(const RowLayout *layout, int has_codes) {
   int is_even = !has_codes || layout->n <= layout->row || layout->row % CODES == 0;
@@ -53,21 +54,20 @@ static inline int64_t block_start(const Blocks *blocks, int64_t at) {
 /* The n elements from `at` on, which share a scale. */
 static __attribute__((noinline)) void decode(int64_t kind, const uint8_t *codes, int64_t at, float *x, int64_t n,
                                              uint16_t scale) {
-  if (kind == CODED) decode_float(codes + at, x, n, scale, EIGHT_BITS);
-  else if (kind == FP8) decode_float(codes + at, x, n, scale, E4M3);
-  else decode_four(codes + at / 2, x, n, scale);
+#define DECODE(KIND, ...) \
+  if (kind == KIND) decode_float(codes + at, x, n, scale, (FloatCode){__VA_ARGS__}); else
+  FOR_EACH_FLOAT(DECODE) decode_four(codes + at / 2, x, n, scale);
 }
 
 /* r: the random numbers of the elements. */
 static __attribute__((noinline)) void encode(int64_t kind, const float *x, uint8_t *codes, int64_t at, int64_t n,
                                              uint16_t *scale, const uint16_t *r, const Largest *largest) {
-  if (kind == CODED) {
-    *scale = scale_of(x, n, *largest, EIGHT_BITS);
-    encode_float(x, codes + at, n, *scale, r, largest->magnitude, EIGHT_BITS);
-  } else if (kind == FP8) {
-    *scale = scale_of(x, n, *largest, E4M3);
-    encode_float(x, codes + at, n, *scale, r, largest->magnitude, E4M3);
-  } else {
+#define ENCODE(KIND, ...)                                                                    \
+  if (kind == KIND) {                                                                        \
+    *scale = scale_of(x, n, *largest, (FloatCode){__VA_ARGS__});                             \
+    encode_float(x, codes + at, n, *scale, r, largest->magnitude, (FloatCode){__VA_ARGS__}); \
+  } else
+  FOR_EACH_FLOAT(ENCODE) {
     *scale = scale_of_four(x, n);
     encode_four(x, codes + at / 2, n, *scale, r);
   }

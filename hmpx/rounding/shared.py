@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 # The kernels of `native_steps.c` and the scalars of each, in the order in which C and Triton read them.
 SCALARS_OF = {
@@ -24,17 +24,26 @@ KERNELS = tuple(SCALARS_OF)
 SCALARS = 12  # of a step, at most
 
 # How a tensor is stored, by number from 0, and the half bytes of an element; `native_stored.c` says what each is.
-HALF_BYTES = {
-    **{"ABSENT": 0, "FP32": 8, "BF16": 4, "CODED": 2, "NEAREST": 4},
-    **{"MASTER": 4, "SPLIT": 4, "SPLIT8": 4, "FP8": 2, "FOUR": 1},
-}
-ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = range(len(HALF_BYTES))
-CODES = CODED, FP8, FOUR  # kinds that are codes with scales
+# Behind these come the kinds of `FLOATS`.
+HALF_BYTES = {"ABSENT": 0, "FP32": 8, "BF16": 4, "NEAREST": 4, "MASTER": 4, "SPLIT": 4, "SPLIT8": 4, "FOUR": 1}
+ABSENT, FP32, BF16, NEAREST, MASTER, SPLIT, SPLIT8, FOUR = range(len(HALF_BYTES))
+CodeName = Literal["8bit", "fp8", "4bit"]  # of state: those of `FLOATS`, and "4bit", which is FOUR
 
 
 class FloatNumbers(NamedTuple):
-    """What tells a `state_codes.FloatCode` of 8 bits from another; that class says what each number is."""
+    """A code of 8 bits that are floating-point numbers. Their scales are powers of two.
 
+    Attributes:
+        name, words, prefix: as of `coding.StateCode`.
+        mantissa: the number of its bits.
+        ones: the exponents of the number 1, in blocks that are nowhere negative and in signed ones.
+        last: the code of the largest number less the code of 1; the codes of inf and NaN come next.
+        has_inf: whether the code after the largest number is inf; else it is NaN.
+    """
+
+    name: CodeName
+    words: str
+    prefix: str
     mantissa: int
     ones: tuple[int, int]
     last: int
@@ -45,8 +54,23 @@ class FloatNumbers(NamedTuple):
         """The bits of an FP32 mantissa that a code lacks."""
         return 23 - self.mantissa
 
+    @property
+    def nan(self) -> int:
+        """The code of NaN less the code of 1."""
+        return self.last + 1 + self.has_inf
 
-FLOATS = {CODED: FloatNumbers(4, (15, 7), 13, True), FP8: FloatNumbers(3, (7, 7), 70, False)}
+    def number(self, after_one: int) -> float:
+        """Return what a code means, for a scale of 1; given is by how much it is past the code of 1."""
+        exponent, mantissa = divmod(after_one, 1 << self.mantissa)
+        return 2.0**exponent * (1 + mantissa / (1 << self.mantissa))
+
+
+_FLOATS = (
+    FloatNumbers("8bit", "8 bits", "hmpx_codes_", mantissa=4, ones=(15, 7), last=13, has_inf=True),
+    FloatNumbers("fp8", "float8_e4m3fn", "hmpx_fp8_", mantissa=3, ones=(7, 7), last=70, has_inf=False),
+)
+FLOATS = dict(enumerate(_FLOATS, len(HALF_BYTES)))  # by kind; C and Triton make loops and branches of each
+CODES = (*range(FOUR, len(HALF_BYTES)), *FLOATS)  # kinds that are codes with scales: all from FOUR on
 
 # The numbers that codes of 4 bits mean, as torchao computes them; see `state_codes.py`.
 _ABOVE = 0.0055, 0.0325000025331974, 0.0775, 0.21249999105930328, 0.4375, 0.6625, 0.8875
@@ -55,20 +79,21 @@ SIXTEEN = (*(-number for number in reversed(_ABOVE)), 0.0, *_ABOVE, 1.0)
 
 def for_c() -> tuple[str, ...]:
     """Return the options of a C compiler that define kernels, kinds and the numbers of codes."""
-    floats = {
-        kind: (each.shift, *each.ones, each.last, each.last + 1, each.last + 1 + each.has_inf)
-        for kind, each in FLOATS.items()
+    defined = {
+        "KINDS": _listed(HALF_BYTES),
+        "HALF_BYTES": _listed([*HALF_BYTES.values(), *(2 for _ in FLOATS)]),
+        "SCALARS": SCALARS,
+        "NUMBERS_OF_FOUR": _listed(f"{number}f" for number in SIXTEEN),
+        "FOR_EACH_KERNEL(DO)": " ".join(f"DO({name})" for name in KERNELS),
+        "FOR_EACH_FLOAT(DO)": " ".join(
+            f"DO({_listed((kind, of.shift, *of.ones, of.last, of.last + 1, of.nan))})" for kind, of in FLOATS.items()
+        ),
     }
-    lists = {
-        "KINDS": HALF_BYTES,
-        "HALF_BYTES": HALF_BYTES.values(),
-        "SCALARS": (SCALARS,),
-        "NUMBERS_OF_CODED": floats[CODED],
-        "NUMBERS_OF_FP8": floats[FP8],
-        "NUMBERS_OF_FOUR": [f"{number}f" for number in SIXTEEN],
-    }
-    kernels = " ".join(f"DO({name})" for name in KERNELS)
-    return f"-DFOR_EACH_KERNEL(DO)={kernels}", *(f"-D{name}={','.join(map(str, of))}" for name, of in lists.items())
+    return tuple(f"-D{name}={value}" for name, value in defined.items())
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ",".join(map(str, values))
 
 
 MAX_UINT64 = 2**64 - 1

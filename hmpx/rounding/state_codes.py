@@ -1,8 +1,9 @@
 """Optimizer state in codes of 8 bits and of 4, and one BF16 scale for each block of elements.
 
 A block is up to `BLOCK` elements that follow one another. The sign of its scale says which of two lists of numbers its
-codes mean. `stochastic.py` specifies r, the random number of 16 bits by which an element is rounded. To add a code,
-derive a class from `StateCode` and name it in `STATE_CODES`.
+codes mean. `stochastic.py` specifies r, the random number of 16 bits by which an element is rounded. The codes of 8
+bits are rows of `FLOATS` in `shared.py`. To add another kind of code, derive a class from `StateCode` and name it in
+`STATE_CODES`.
 
 If a second moment became 0 and its first moment did not, Adam would divide by eps alone. So in a block that is nowhere
 negative, a positive number never becomes 0: it becomes the least positive number of the code, or a larger one.
@@ -106,9 +107,9 @@ from typing import Any, TypeGuard
 import torch
 
 from hmpx.base.tensors import lacks_data
-from hmpx.rounding.coding import CodeName, StateCode
+from hmpx.rounding.coding import StateCode
 from hmpx.rounding.devices import reinterpreted, shifted
-from hmpx.rounding.shared import CODED, FLOATS, FOUR, FP8, SIXTEEN
+from hmpx.rounding.shared import FLOATS, FOUR, SIXTEEN, CodeName, FloatNumbers
 
 Tensor = torch.Tensor
 
@@ -116,22 +117,12 @@ _EXPONENTS = 1, 253  # the least and the largest of scales in 8 bits: the invers
 
 
 class FloatCode(StateCode):
-    """Floating-point numbers of 8 bits, with scales that are powers of two.
+    """Floating-point numbers of 8 bits, with scales that are powers of two."""
 
-    Args:
-        mantissa: the number of its bits.
-        ones: the exponents of the number 1, in blocks that are nowhere negative and in signed ones.
-        last: the code of the largest number less the code of 1; the codes of inf and NaN come next.
-        has_inf: whether the code after the largest number is inf; else it is NaN.
-    """
-
-    def __init__(
-        self, name: CodeName, kind: int, prefix: str, *, mantissa: int, ones: tuple[int, int], last: int, has_inf: bool
-    ) -> None:
-        self.name, self.prefix, self._last, self._nan = name, prefix, last, last + 1 + has_inf
-        self.kind = kind
-        self._step, self._shift = 1 << mantissa, 23 - mantissa  # `_shift`: bits of an FP32 mantissa that a code lacks
-        self._unsigned, self._signed = ones
+    def __init__(self, kind: int, of: FloatNumbers) -> None:
+        self.kind, self.name, self.words, self.prefix = kind, of.name, of.words, of.prefix
+        self._last, self._nan, self._step, self._shift = of.last, of.nan, 1 << of.mantissa, of.shift
+        self._unsigned, self._signed = of.ones
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
         exponent, mantissa = divmod(self._last, self._step)
@@ -174,10 +165,6 @@ class FloatCode(StateCode):
         return one * self._step + self._nan
 
 
-EIGHT_BITS = FloatCode("8bit", CODED, "hmpx_codes_", **FLOATS[CODED]._asdict())
-_E4M3 = FloatCode("fp8", FP8, "hmpx_fp8_", **FLOATS[FP8]._asdict())
-
-
 def _power_of_two(exponents: Tensor) -> Tensor:
     return reinterpreted((exponents + 127) * 0x800000, torch.float32)
 
@@ -189,7 +176,7 @@ _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0  # BF16 scales of "4bit", as bits
 class FourBits(StateCode):
     """Positions in two lists of 16 numbers."""
 
-    name, prefix, bits, is_stable, has_infinity = "4bit", "hmpx_4bit_", 4, False, False
+    name, words, prefix, bits, is_stable, has_infinity = "4bit", "4 bits", "hmpx_4bit_", 4, False, False
     kind, zero = FOUR, (_ZERO * 17, -1.0)
 
     def scales_for(self, magnitudes: Tensor, not_positive: Tensor) -> Tensor:
@@ -227,7 +214,9 @@ def _made(device: torch.device) -> tuple[Tensor, Tensor]:
     return both, both.roll(-1) - both
 
 
-STATE_CODES: dict[CodeName, StateCode] = {code.name: code for code in (EIGHT_BITS, _E4M3, FourBits())}
+_FLOATS = (FloatCode(kind, numbers) for kind, numbers in FLOATS.items())
+STATE_CODES: dict[CodeName, StateCode] = {code.name: code for code in (*_FLOATS, FourBits())}
+EIGHT_BITS = STATE_CODES["8bit"]
 SCALES = "hmpx_scales_"  # the key of scales is this and the optimizer's own name of the state tensor
 _PREFIXES = {code.prefix: code for code in STATE_CODES.values()}
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hmpx.rounding.shared import CODED, FLOATS, FP8
+from hmpx.rounding.shared import FLOATS
 from hmpx.rounding.shared import SIXTEEN as _SIXTEEN
 
 SIXTEEN = tl.constexpr(_SIXTEEN)
 BEFORE_LAST = tl.constexpr(0.8874999284744263)  # the FP32 number below SIXTEEN[14]
 STRETCH = tl.constexpr(1 / _SIXTEEN[14])  # what the scale of a largest negative number is, for one of 1
 
-# Of FP8 and of CODED: bits of an FP32 mantissa that a code lacks, the exponents of 1, and the largest number's code.
-SHIFTS = tl.constexpr((FLOATS[FP8].shift, FLOATS[CODED].shift))
-UNSIGNED = tl.constexpr((FLOATS[FP8].ones[0], FLOATS[CODED].ones[0]))
-SIGNED = tl.constexpr((FLOATS[FP8].ones[1], FLOATS[CODED].ones[1]))
-LASTS = tl.constexpr((FLOATS[FP8].last, FLOATS[CODED].last))
+# Of `FLOATS`, by kind: bits of an FP32 mantissa that a code lacks, the exponents of 1, the largest number's code less
+# that of 1, whether there is inf, the largest number, and the number that the code of NaN would be.
+SHIFTS = tl.constexpr({kind: of.shift for kind, of in FLOATS.items()})
+UNSIGNED = tl.constexpr({kind: of.ones[0] for kind, of in FLOATS.items()})
+SIGNED = tl.constexpr({kind: of.ones[1] for kind, of in FLOATS.items()})
+LASTS = tl.constexpr({kind: of.last for kind, of in FLOATS.items()})
+HAVE_INF = tl.constexpr({kind: of.has_inf for kind, of in FLOATS.items()})
+LARGEST = tl.constexpr({kind: of.number(of.last) for kind, of in FLOATS.items()})
+NANS = tl.constexpr({kind: of.number(of.nan) for kind, of in FLOATS.items()})
 
 
 @triton.jit
@@ -68,10 +72,10 @@ def rounded(x, r):
 
 
 @triton.jit
-def coded(x, r, IS_FP8: tl.constexpr):
+def coded(x, r, KIND: tl.constexpr):
     """Return the bits of the scales of blocks and the codes of numbers, int32; a tile without inf takes a short way."""
-    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
-    LAST: tl.constexpr = LASTS[0] if IS_FP8 else LASTS[1]
+    SHIFT: tl.constexpr = SHIFTS[KIND]
+    LAST: tl.constexpr = LASTS[KIND]
     STEPS: tl.constexpr = 1 << (23 - SHIFT)  # codes of one exponent
     UP: tl.constexpr = ((STEPS - LAST % STEPS) << SHIFT) - 1  # the next exponent where the largest mantissa is passed
     LESS: tl.constexpr = LAST // STEPS
@@ -81,25 +85,25 @@ def coded(x, r, IS_FP8: tl.constexpr):
     largest = tl.maximum(tl.max(bits.to(tl.int32, bitcast=True), 1), (top & 0x7FFFFFFF).to(tl.int32))
     if tl.max(largest, 0) < ((MOST + LESS + 1) << 23) - UP:
         exponent, signed = tl.maximum(((largest + UP) >> 23) - LESS, 1), (top > 0x80000000).to(tl.int32)
-        code = encoded_within(x, r, exponent[:, None], signed[:, None], IS_FP8)
+        code = encoded_within(x, r, exponent[:, None], signed[:, None], KIND)
     else:
         magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
         largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
         exponent = tl.minimum(tl.maximum(((largest + UP) >> 23) - LESS, 1), MOST)
         signed = (tl.min(tl.minimum(x, 0.0), 1) < 0).to(tl.int32)  # NaN is none of them
-        code = encoded(x, r, exponent[:, None], signed[:, None], IS_FP8)
+        code = encoded(x, r, exponent[:, None], signed[:, None], KIND)
     return exponent << 7 | signed << 15, code
 
 
 @triton.jit
-def encoded_within(x, r, exponent, signed, IS_FP8: tl.constexpr):
+def encoded_within(x, r, exponent, signed, KIND: tl.constexpr):
     """Return the codes of numbers that are not past the last one.
 
     As FP32 with the exponent of a code, a number begins with its code: also below the least exponent of the code, where
     it is below that of FP32. So it is brought there, and what follows the code is rounded by r.
     """
-    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
-    one = exponent_of_one(signed, IS_FP8)
+    SHIFT: tl.constexpr = SHIFTS[KIND]
+    one = exponent_of_one(signed, KIND)
     bits = bits_of((x * float_of((254 - exponent) << 23) + 0.0) * float_of(one << 23))  # without -0
     bits = tl.maximum(bits, tl.where(x > 0, (1 - signed) << SHIFT, 0).to(tl.uint32))
     bits += r * (1 << (SHIFT - 16)) + (1 << (SHIFT - 17))
@@ -108,14 +112,14 @@ def encoded_within(x, r, exponent, signed, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def encoded(x, r, exponent, signed, IS_FP8: tl.constexpr):
+def encoded(x, r, exponent, signed, KIND: tl.constexpr):
     """Return the codes of any numbers; see `encoded_within`."""
-    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
-    LAST: tl.constexpr = LASTS[0] if IS_FP8 else LASTS[1]
-    one = exponent_of_one(signed, IS_FP8)
+    SHIFT: tl.constexpr = SHIFTS[KIND]
+    LAST: tl.constexpr = LASTS[KIND]
+    one = exponent_of_one(signed, KIND)
     bits = bits_of(tl.abs(x) * float_of((254 - exponent) << 23) * float_of(one << 23)).to(tl.int32)
     past = bits >> 22  # 510 of inf, 511 of NaN, whose codes come after the last one
-    past = (past >= 510).to(tl.int32) if IS_FP8 else tl.maximum(past - 509, 0)
+    past = tl.maximum(past - 509, 0) if HAVE_INF[KIND] else (past >= 510).to(tl.int32)
     bits = tl.minimum(bits, ((one << (23 - SHIFT)) + LAST + past) << SHIFT)
     code = (bits + (r * (1 << (SHIFT - 16)) + (1 << (SHIFT - 17))).to(tl.int32)) >> SHIFT
     code = tl.where(x != 0, tl.maximum(code, 1 - signed), code)  # none but 0 becomes 0, where all are positive
@@ -123,28 +127,25 @@ def encoded(x, r, exponent, signed, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def decoded(code, exponent, signed, IS_FP8: tl.constexpr):
+def decoded(code, exponent, signed, KIND: tl.constexpr):
     """Return the numbers that codes stand for; see `encoded_within`."""
-    SHIFT: tl.constexpr = SHIFTS[0] if IS_FP8 else SHIFTS[1]
-    one = exponent_of_one(signed, IS_FP8)
+    SHIFT: tl.constexpr = SHIFTS[KIND]
+    one = exponent_of_one(signed, KIND)
     bits = ((code << 24) >> (24 - SHIFT)) & (((0xFF >> signed) << SHIFT) | (signed << 31))
     y = float_of(bits) * float_of((254 - one) << 23)
     number, size = y * float_of(exponent << 23), tl.abs(y)
-    largest = tl.max(tl.max(size, 1), 0)
-    if IS_FP8:
-        if largest >= 480.0:
-            number = tl.where(size == 480.0, float("nan"), number)
-    else:
-        if largest > 1.8125:  # inf, then NaN
-            number = tl.where(size > 1.8125, (1.9375 - size) * (y * float("inf")), number)
+    if tl.max(tl.max(size, 1), 0) > LARGEST[KIND]:
+        if HAVE_INF[KIND]:  # inf, then NaN
+            number = tl.where(size > LARGEST[KIND], (NANS[KIND] - size) * (y * float("inf")), number)
+        else:
+            number = tl.where(size == NANS[KIND], float("nan"), number)
     return number
 
 
 @triton.jit
-def exponent_of_one(signed, IS_FP8: tl.constexpr):
-    ONE: tl.constexpr = UNSIGNED[0] if IS_FP8 else UNSIGNED[1]
-    LESS: tl.constexpr = ONE - (SIGNED[0] if IS_FP8 else SIGNED[1])
-    return ONE - LESS * signed
+def exponent_of_one(signed, KIND: tl.constexpr):
+    LESS: tl.constexpr = UNSIGNED[KIND] - SIGNED[KIND]
+    return UNSIGNED[KIND] - LESS * signed
 
 
 @triton.jit

@@ -32,8 +32,8 @@ TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(shared.SCALARS)
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(shared.KERNELS)))
 
-# Kinds, of `native_stored.c`; none at all; other codes, in FOUR two in a byte.
-ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8, FP8, FOUR = (
+# Kinds, of `native_stored.c`; none at all; in FOUR, two codes are in a byte. Those behind it are codes of 8 bits.
+ABSENT, FP32, BF16, NEAREST, MASTER, SPLIT, SPLIT8, FOUR = (
     tl.constexpr(kind) for kind in range(len(shared.HALF_BYTES))
 )
 
@@ -130,7 +130,7 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
         x = tl.full([TILE, CODES], 0.0, tl.float32)
     elif KIND == FP32:
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
-    elif (KIND == CODED) | (KIND >= FP8):
+    elif KIND >= FOUR:
         if KIND == FOUR:
             pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0  # [TILE, CODES / 2], a byte each
             two = tl.load(pointer(held, AT, tl.uint8, LIE) + pair, mask=there, other=0).to(tl.int32)
@@ -138,12 +138,7 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
         else:
             code = tl.load(pointer(held, AT, tl.uint8, LIE) + at, mask=inside, other=0).to(tl.int32)
         scale = scales_at(held, block, has_block, LIE)
-        if KIND == CODED:
-            x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, False)
-        elif KIND == FP8:
-            x = decoded(code, (scale >> 7) & 0xFF, scale >> 15, True)
-        else:
-            x = decoded_of_four(code, scale)
+        x = decoded_of_four(code, scale) if KIND == FOUR else decoded(code, scale >> 7 & 0xFF, scale >> 15, KIND)
     else:
         upper = tl.load(pointer(held, AT, tl.uint16, LIE) + at, mask=inside, other=0).to(tl.uint32)
         x = float_of(upper << 16)
@@ -172,7 +167,7 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
         pass
     elif KIND == FP32:
         tl.store(pointer(held, AT, tl.float32, LIE) + at, x, mask=inside)
-    elif (KIND == CODED) | (KIND >= FP8):
+    elif KIND >= FOUR:
         r = drawn(tile, held, LIE)
         NOTHING: tl.constexpr = 1e-45 if KIND == FOUR else 0.0  # which no scale is made of
         if LIE == ALIGNED:
@@ -184,7 +179,7 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
             scale = scale_of_four(x)
             code = encoded_in_four(x, r, scale[:, None])
         else:
-            scale, code = coded(x, r, KIND == FP8)
+            scale, code = coded(x, r, KIND)
         tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
         if KIND == FOUR:
             first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))  # two codes in a byte

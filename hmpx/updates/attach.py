@@ -82,12 +82,12 @@ def attach(
         seed: of the rounding numbers, in [0, 2^64); the first step is number 0 then. None: the one that `state_dict`
             carries, else 0; a new optimizer goes on from the last step number of its parameters.
         state_dtype: how the optimizer's state is held between steps. torch.bfloat16 rounds it to BF16, stochastically.
-            "8bit", "fp8" and "4bit" hold each state tensor of the parameter's shape in codes, with a scale for 128
-            elements (`hmpx.rounding.state_codes`): of 8 bits; of 8 bits, the numbers of float8_e4m3fn; of 4 bits,
-            in 8 where rows have an odd number of elements. Three kinds of state are in BF16 then: of parameters of one
-            dimension; of those that are cut along the last one, as some are by tensor parallelism, or along another
-            but the first where the last has fewer than 128 elements; and of Muon, SCION, SOAP and Shampoo, as their
-            matrix functions make the noise of 8 bits cost loss.
+            "8bit", "4bit" and the other names of `hmpx.rounding.state_codes` hold each state tensor of the parameter's
+            shape in codes, with a scale for 128 elements; "4bit" in 8 bits where rows have an odd number of elements.
+            Three kinds of state are in BF16 then: of parameters of one dimension; of those that are cut along the last
+            one, as some are by tensor parallelism, or along another but the first where the last has fewer than 128
+            elements; and of Muon, SCION, SOAP and Shampoo, as their matrix functions make the noise of 8 bits cost
+            loss.
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             `weights`, `state_dtype` or both. Of several patterns that fit, the last decides; a key that it lacks
             has the value above.

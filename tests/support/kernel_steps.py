@@ -3,8 +3,9 @@
 import torch
 
 from hmpx.rounding import stochastic
-from hmpx.rounding.native import BF16, CODED, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.shared import name_id
+from hmpx.rounding.state_codes import EIGHT_BITS
 from tests.support.numbers import special_values
 
 KEY = (2**63 + 5, 9)  # seed and step
@@ -90,7 +91,7 @@ def _coded(size, row, signed, name, generator):
     codes = torch.randint(0, 126 if signed else 254, (size,), generator=generator, dtype=torch.uint8)
     codes += 128 * torch.randint(0, 2, (size,), generator=generator, dtype=torch.uint8) * signed
     scales = 2.0 ** -torch.randint(0, 20, (-(-row // 128) * (size // row),), generator=generator)
-    return StoredTensor(codes, CODED, name, (-scales if signed else scales).bfloat16(), row=row)
+    return StoredTensor(codes, EIGHT_BITS.kind, name, (-scales if signed else scales).bfloat16(), row=row)
 
 
 def shard_of(one, start, stop):
@@ -100,7 +101,7 @@ def shard_of(one, start, stop):
         if held is None:
             return None
         beside = held.beside
-        if held.kind == CODED:
+        if held.kind == EIGHT_BITS.kind:
             beside = beside[start // held.row * -(-held.row // 128) : stop // held.row * -(-held.row // 128)]
         elif beside is not None:
             beside = beside[start:stop]

@@ -22,6 +22,7 @@ from torch.optim import optimizer
 
 from hmpx.base.torch_private import DISPATCH, TorchDispatchMode, tree_leaves
 from hmpx.rounding import devices, native, triton
+from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.table import Launch, Table, TableRow
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
@@ -113,8 +114,8 @@ def _moved(name: str, args: Any, here: list[Tensor], made: list[Tensor]) -> int:
 def bytes_of(kind: int) -> float:
     """Return bytes an element of a tensor of a kind of the kernels, with what is beside it."""
     stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
-    forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
-    forms |= {native.FP8: "fp8", native.FOUR: "4bit"}
+    forms: dict[int | None, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16}
+    forms |= {code.kind: name for name, code in STATE_CODES.items()}
     return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
 
 

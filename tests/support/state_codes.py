@@ -8,6 +8,7 @@ import torch
 
 BLOCK = 128
 PREFIXES = {"8bit": "hmpx_codes_", "fp8": "hmpx_fp8_", "4bit": "hmpx_4bit_"}
+OF_TORCH = {"fp8": torch.float8_e4m3fn}  # codes that have the numbers of a dtype
 SCALES = "hmpx_scales_"
 
 
@@ -19,14 +20,14 @@ def held_as(code, shape):
     return "8bit" if code == "4bit" and row_length(shape) % 2 else code
 
 
-def grid(signed, code="8bit"):
-    """The magnitudes of a code of 8 bits in the order of its codes, for a scale of 1."""
-    if code == "fp8":
-        return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+def magnitudes(signed, code):
+    """Those of a code of 8 bits in the order of its codes, for a scale of 1."""
+    if code in OF_TORCH:
+        return torch.arange(128, dtype=torch.uint8).view(OF_TORCH[code]).double().numpy()
     top = 7 if signed else 15
     numbers = [m / 16 * 2.0 ** (1 - top) for m in range(16)]
     numbers += [(1 + m / 16) * 2.0 ** (e - top) for e in range(1, top + 1) for m in range(16)]
-    return np.array(numbers[:-2])  # the last two codes are inf and NaN
+    return np.array([*numbers[:-2], np.inf, np.nan])
 
 
 def grid_of_4_bits(signed):
@@ -44,8 +45,8 @@ def meanings(signed, code):
     """What each code means, for a scale of 1."""
     if code == "4bit":
         return grid_of_4_bits(signed)
-    magnitudes = np.concatenate([grid(signed, code), [np.inf, np.nan] if code == "8bit" else [np.nan]])
-    return np.concatenate([magnitudes, -magnitudes]) if signed or code == "fp8" else magnitudes
+    found = magnitudes(signed, code)
+    return np.concatenate([found, -found]) if signed or code in OF_TORCH else found
 
 
 def numbers(count, seed, step, name):
@@ -106,13 +107,12 @@ def _packed(codes, shape, code):
 
 def _block(x, r, name):
     finite, signed = np.abs(x[np.isfinite(x)]), bool((x < 0).any())
-    most, code = max(finite, default=0.0), grid(signed, name)
-    has_inf, finest = (
-        name == "8bit",
-        2 ** (19 if name == "8bit" else 20),
-    )  # steps between two codes, 2^16 of them random
+    most, code = max(finite, default=0.0), magnitudes(signed, name)
+    code, has_inf = code[np.isfinite(code)], bool(np.isinf(code).any())
+    spacing = torch.finfo(OF_TORCH[name]).eps if name in OF_TORCH else 1 / 16
+    finest = round(2**23 * spacing)  # steps between two codes, 2^16 of them random
     exponent = math.ceil(math.log2(most / code[-1])) if most > 0 else -126
-    scale = 2.0 ** min(max(exponent, -126), 119 if name == "fp8" else 126)
+    scale = 2.0 ** min(max(exponent, -126), 126, 127 - math.floor(math.log2(code[-1])))
     held, codes = x.copy(), np.zeros(len(x), np.uint8)
     for i, value in enumerate(x):
         sign = 128 if value < 0 else 0

@@ -19,19 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hmpx.rounding import triton_kernels as kernels
-from hmpx.rounding.native import BF16, CODED, FOUR, FP8, FP32, KERNELS, MASTER, SPLIT8
+from hmpx.rounding.native import BF16, FP32, KERNELS, MASTER, SPLIT8
+from hmpx.rounding.state_codes import STATE_CODES
 
 TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 ABSENT, UNEVEN, EVEN, ALIGNED = 0, 0, 1, 2
+CODED, FOUR = STATE_CODES["8bit"].kind, STATE_CODES["4bit"].kind
 MOVES = {
     "round, even": (FP32, BF16, EVEN),
     "encode, uneven": (FP32, CODED, UNEVEN),
-    "encode, aligned": (FP32, CODED, ALIGNED),
-    "decode, aligned": (CODED, FP32, ALIGNED),
-    "encode FP8, aligned": (FP32, FP8, ALIGNED),
-    "encode 4 bits, aligned": (FP32, FOUR, ALIGNED),
-    "decode 4 bits, aligned": (FOUR, FP32, ALIGNED),
+    **{f"encode {name}, aligned": (FP32, code.kind, ALIGNED) for name, code in STATE_CODES.items()},
+    **{f"decode {name}, aligned": (code.kind, FP32, ALIGNED) for name, code in STATE_CODES.items()},
     "halves to FP32, aligned": (SPLIT8, FP32, ALIGNED),
 }
 STEPS = {

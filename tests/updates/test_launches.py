@@ -64,4 +64,4 @@ def test_a_value_that_a_step_asks_for_is_seen(monkeypatch):
     monkeypatch.setattr(hmpx.updates.holding.stores.Stochastic, "begin", lambda store: store.tensor.sum().item())
     with pytest.raises(RuntimeError, match="meta"):
         step_of(1 << 20, "foreach", "stochastic", torch.float32, by_kernels=True)
-    assert launches.bytes_of(launches.native.CODED) == 1 + 2 / 128
+    assert launches.bytes_of(launches.STATE_CODES["8bit"].kind) == 1 + 2 / 128

@@ -3,7 +3,7 @@
 ================  ================================================================  ==================
 torch.float32     as the step leaves it                                             4 bytes an element
 torch.bfloat16    rounded stochastically                                            2
-"8bit", "fp8"     rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
+codes of 8 bits   rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
                   (`hmpx.rounding.state_codes`)                                     rows below 128
 "4bit"            the same; as "8bit" in rows of an odd number of elements          a half and a 64th
 ================  ================================================================  ==================
