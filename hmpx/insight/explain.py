@@ -44,7 +44,7 @@ _UPDATES = {
 _CODED = (
     "a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension or cut along the last"
 )
-_STATE = {
+_STATE: dict[str, str] = {
     "float32": "float32",
     "bfloat16": "bfloat16, rounded stochastically",
     **{name: f"{code.words} with {_CODED}" for name, code in STATE_CODES.items()},

@@ -1,108 +1,20 @@
-"""The kernels in eager torch: any device, no compiler, and no look at a value on an accelerator.
+"""The steps of optimizers in torch's operators, on any device, with the bits of `native_steps.c`.
 
-On a CPU rounding goes through the cache's size at a time. On an accelerator each call costs as much as some hundred
-thousand elements: there it rounds a tensor of any size in some 26 calls; XLA's compiler fuses them. XLA flushes numbers
-below BF16's normal range to zero where it likes.
-
-Steps of optimizers have the bits of `native_steps.c`: each operation is a call of its own that rounds once, so nothing
-is contracted into a fused multiply-add. That is 10 to 20 passes over memory where a kernel takes one.
+Each operation is a call of its own that rounds once, so nothing is contracted into a fused multiply-add. That is 10 to
+20 passes over memory where a kernel takes one. The names of kernels and of their scalars stand here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hmpx.base.tensors import is_lazy, is_on_host
+from hmpx.base.tensors import is_on_host
 from hmpx.base.torch_private import copy_all, private
-from hmpx.rounding.devices import reinterpreted, shifted
-from hmpx.rounding.shared import SCALARS_OF
 
 Tensor = torch.Tensor
-
-GOLDEN, MULTIPLY_1, MULTIPLY_2 = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
-BF16_MAX = torch.finfo(torch.bfloat16).max
-_CHUNK = 1 << 17  # elements: few enough for the cache, enough for two threads
-
-
-def signed(x: int) -> int:
-    """Return the int32 with the low 32 bits of `x`."""
-    x &= 0xFFFFFFFF
-    return x - 2**32 if x >= 2**31 else x
-
-
-def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, within one key.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
-    """
-    out, x = out.view(-1), x.view(-1)
-    for here, *place in _parts(x, offset, width or x.numel(), stride):
-        _round_at_once(out[here], x[here], key, *place)
-
-
-def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Write the random numbers of `round_`, 16 bits each, to flat int32 `out`."""
-    for here, *place in _parts(out, offset, width or out.numel(), stride):
-        out[here].copy_(_numbers_at_once(out[here], key, *place))
-
-
-def _parts(like: Tensor, offset: int, width: int, stride: int) -> Iterator[tuple[slice, int, int, int]]:
-    """Yield the parts that are rounded one after the other, each with its offset, width and stride."""
-    if not is_on_host(like):
-        yield slice(None), offset, width, stride
-        return
-    for row, begin in enumerate(range(0, like.numel(), max(width, 1))):
-        for column in range(0, width, _CHUNK):
-            size = min(_CHUNK, width - column)
-            yield slice(begin + column, begin + column + size), offset + row * stride + column, size, 0
-
-
-def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
-    """Round all in a few calls. Values past BF16's maximum get half a unit added to their bits, and inf stays inf."""
-    bits, sums = reinterpreted(x, torch.int32), _numbers_at_once(x, key, offset, width, stride)
-    if is_on_host(x) and torch.dot(x, x).item() < 1e38:  # no inf, no NaN, and no number past BF16's maximum
-        out.view(torch.int16).copy_(sums.add_(bits).bitwise_right_shift_(16))
-        return
-    sums = torch.where(x.abs() <= BF16_MAX, sums, 0x8000).add_(bits)
-    sums = torch.where(x.isnan(), bits | 0x400000, sums)
-    out.copy_(reinterpreted(shifted(sums, 16).to(torch.int16), torch.bfloat16))
-
-
-def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: int) -> Tensor:
-    """Return the numbers of as many elements as `like` has."""
-    count, odd = like.numel(), offset & 1
-    if width < count:  # an element of its own for each number: pairs may begin anywhere in a row
-        at = _counted(like, count, torch.int64)
-        element = at.div(width, rounding_mode="floor").mul_(stride).add_(at.remainder_(width)).add_(offset)
-        h = _mixed_at_once(element.div(2, rounding_mode="floor").to(torch.int32), key, key >> 32)
-        return torch.where(element.remainder_(2) == 0, h, shifted(h, 16)).bitwise_and_(0xFFFF)
-    pairs = (count + odd + 1) // 2
-    h = _mixed_at_once(_counted(like, pairs, torch.int32), key + (offset >> 1) * GOLDEN, key >> 32)
-    if is_on_host(like):  # little-endian: the low half of a number belongs to the even element
-        return h.view(torch.uint16)[odd : odd + count].to(torch.int32)
-    return torch.stack((h & 0xFFFF, shifted(h, 16).bitwise_and_(0xFFFF)), -1).view(-1)[odd : odd + count]
-
-
-def _counted(like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return 0 ... `count - 1` where `like` is; `out` makes it a fake tensor beside one."""
-    return torch.arange(count, out=like.new_empty(count, dtype=dtype), device=like.device)
-
-
-def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:
-    """Return the hashes of pairs, given their indices."""
-    keys: Sequence[Any] = (signed(k1), signed(k2))  # Python numbers, since a tensor would be a copy to the device
-    if is_lazy(pairs):  # and data on XLA, where one compiled graph serves every step
-        keys = torch.tensor(keys, dtype=torch.int32, device=pairs.device).unbind()
-    # Each mask takes away the signs that int32 shifts bring in: with them the hash would be two to one.
-    h = pairs.mul_(signed(GOLDEN)).add_(keys[0])
-    h = h.bitwise_xor_(shifted(h, 16).bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
-    h = h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF)).bitwise_xor_(keys[1]).mul_(MULTIPLY_2)
-    return h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF))
-
 
 _add, _sub, _mul, _div, _sqrt = (private(f"torch._foreach_{name}") for name in ("add", "sub", "mul", "div", "sqrt"))
 _AT_ONCE = 1 << 15  # elements: few enough for the cache, temporaries included
@@ -149,69 +61,79 @@ def _operand(other: _TensorList | Sequence[float]) -> Sequence:
     return other.tensors if isinstance(other, _TensorList) else other
 
 
-Numbers = Any  # its attributes are scalars by their names in `shared.SCALARS_OF`, each with a value for each tensor
-States = list[Any]  # a `_TensorList` or None, in the order of `native_steps.c`
+# A step gets weights, their gradients with sign and L2 penalty, states in the order of `native_steps.c` (None for one
+# that is not kept), and each of its scalars for each tensor. It writes the states and returns the new weights.
+States = list[Any]
+Numbers = Sequence[float]
 
 
-def _adam(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def adam(
+    p: _TensorList, x: _TensorList, states: States, decay: Numbers, beta1: Numbers, rest1: Numbers, beta2: Numbers,
+    rest2: Numbers, rate: Numbers, eps: Numbers,
+) -> _TensorList:  # fmt: skip
     m, v = states[:2]
-    m.becomes(m * s.beta1 + x * s.rest1)
-    v.becomes(v * s.beta2 + x * s.rest2 * x)
-    return p * s.decay - m / (v.sqrt() + s.eps) * s.rate
+    m.becomes(m * beta1 + x * rest1)
+    v.becomes(v * beta2 + x * rest2 * x)
+    return p * decay - m / (v.sqrt() + eps) * rate
 
 
-def _sgd(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def sgd(
+    p: _TensorList, x: _TensorList, states: States, rate: Numbers, momentum: Numbers, keep: Numbers, add: Numbers,
+    nesterov: Numbers,
+) -> _TensorList:  # fmt: skip
     b = states[0]
     if b is None:
-        return p - x * s.rate
-    b.becomes(b * s.keep + x * s.add)
-    is_nesterov = s.nesterov[0] != 0
-    return p - (x + b * s.momentum if is_nesterov else b) * s.rate
+        return p - x * rate
+    b.becomes(b * keep + x * add)
+    return p - (x + b * momentum if nesterov[0] != 0 else b) * rate
 
 
-def _lion(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def lion(
+    p: _TensorList, x: _TensorList, states: States, decay: Numbers, beta1: Numbers, rest1: Numbers, beta2: Numbers,
+    rest2: Numbers, rate: Numbers,
+) -> _TensorList:  # fmt: skip
     m = states[0]
-    direction = (m * s.beta1 + x * s.rest1).sign()
-    m.becomes(m * s.beta2 + x * s.rest2)
-    return p * s.decay - direction * s.rate
+    direction = (m * beta1 + x * rest1).sign()
+    m.becomes(m * beta2 + x * rest2)
+    return p * decay - direction * rate
 
 
-def _adagrad(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def adagrad(p: _TensorList, x: _TensorList, states: States, rate: Numbers, eps: Numbers) -> _TensorList:
     total = states[0]
     total.becomes(total + x * x)
-    return p - x / (total.sqrt() + s.eps) * s.rate
+    return p - x / (total.sqrt() + eps) * rate
 
 
-def _rmsprop(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def rmsprop(
+    p: _TensorList, x: _TensorList, states: States, rate: Numbers, alpha: Numbers, rest: Numbers, eps: Numbers,
+    momentum: Numbers, centered: Numbers,
+) -> _TensorList:  # fmt: skip
     square, b, mean = states
-    square.becomes(square * s.alpha + x * s.rest * x)
+    square.becomes(square * alpha + x * rest * x)
     variance = square
     if mean is not None:
-        mean.becomes(mean + (x - mean) * s.rest)
+        mean.becomes(mean + (x - mean) * rest)
         variance = square - mean * mean
-    moved = x / (variance.sqrt() + s.eps)
+    moved = x / (variance.sqrt() + eps)
     if b is not None:
-        b.becomes(b * s.momentum + moved)
+        b.becomes(b * momentum + moved)
         moved = b
-    return p - moved * s.rate
+    return p - moved * rate
 
 
-def _nadam(p: _TensorList, x: _TensorList, states: States, s: Numbers) -> _TensorList:
+def nadam(
+    p: _TensorList, x: _TensorList, states: States, decay: Numbers, rest1: Numbers, beta2: Numbers, rest2: Numbers,
+    rate: Numbers, rate_mean: Numbers, eps: Numbers, correction: Numbers,
+) -> _TensorList:  # fmt: skip
     m, v = states[:2]
-    m.becomes(m + (x - m) * s.rest1)
-    v.becomes(v * s.beta2 + x * s.rest2 * x)
-    root = v.over(s.correction).sqrt() + s.eps
-    return p * s.decay - x / root * s.rate - m / root * s.rate_mean
+    m.becomes(m + (x - m) * rest1)
+    v.becomes(v * beta2 + x * rest2 * x)
+    root = v.over(correction).sqrt() + eps
+    return p * decay - x / root * rate - m / root * rate_mean
 
 
-_STEPS: dict[str, Callable[[_TensorList, _TensorList, States, Numbers], _TensorList]] = {
-    "adam": _adam,
-    "sgd": _sgd,
-    "lion": _lion,
-    "adagrad": _adagrad,
-    "rmsprop": _rmsprop,
-    "nadam": _nadam,
-}
+# The kernels by name. C and Triton read two scalars of each, sign and l2, and then those above in their order.
+KERNELS = {step.__name__: step for step in (adam, sgd, lion, adagrad, rmsprop, nadam)}
 
 
 def step_list(
@@ -229,13 +151,13 @@ def step_list(
         scalars: of each weight; what they switch (momentum, nesterov) is the same for all.
     """
     for few, their_grads, held, of_each in _slices_of(weights, grads, states, scalars):
-        p, numbers = _TensorList(few), [list(each) for each in zip(*of_each, strict=True)]
-        s = SimpleNamespace(**dict(zip(SCALARS_OF[kernel], numbers, strict=False)))
-        x = _TensorList(their_grads) * s.sign
-        if any(s.l2):  # 0 times an infinite weight would be NaN
-            both = zip(s.l2, (x + p * s.l2).tensors, x.tensors, strict=True)
-            x = _TensorList([penalised if l2 else plain for l2, penalised, plain in both])
-        p.becomes(_STEPS[kernel](p, x, [None if each is None else _TensorList(each) for each in held], s))
+        p, (sign, l2, *others) = _TensorList(few), map(list, zip(*of_each, strict=True))
+        x = _TensorList(their_grads) * sign
+        if any(l2):  # 0 times an infinite weight would be NaN
+            both = zip(l2, (x + p * l2).tensors, x.tensors, strict=True)
+            x = _TensorList([penalised if each else plain for each, penalised, plain in both])
+        kept = [None if each is None else _TensorList(each) for each in held]
+        p.becomes(KERNELS[kernel](p, x, kept, *others))
 
 
 def _slices_of(

@@ -1,4 +1,4 @@
-"""What Python, C and Triton must know alike: kernels, kinds of tensors, numbers of codes, keys of random numbers.
+"""What Python, C and Triton must know alike: kinds of tensors, numbers of codes, keys of random numbers.
 
 C gets numbers as it is compiled (`for_c`), Triton as constants. Keys depend on seed, step, name and on positions in the
 whole parameter; `stochastic` specifies them, and `native.h` has them in C.
@@ -11,16 +11,9 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-# The kernels of `native_steps.c` and the scalars of each, in the order in which C and Triton read them.
-SCALARS_OF = {
-    "adam": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate", "eps"),
-    "sgd": ("sign", "l2", "rate", "momentum", "keep", "add", "nesterov"),
-    "lion": ("sign", "l2", "decay", "beta1", "rest1", "beta2", "rest2", "rate"),
-    "adagrad": ("sign", "l2", "rate", "eps"),
-    "rmsprop": ("sign", "l2", "rate", "alpha", "rest", "eps", "momentum", "centered"),
-    "nadam": ("sign", "l2", "decay", "rest1", "beta2", "rest2", "rate", "rate_mean", "eps", "correction"),
-}
-KERNELS = tuple(SCALARS_OF)
+from hmpx.rounding import eager
+
+KERNELS = tuple(eager.KERNELS)  # by number from 0
 SCALARS = 12  # of a step, at most
 
 # How a tensor is stored, by number from 0, and the half bytes of an element; `native_stored.c` says what each is.

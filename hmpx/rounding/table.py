@@ -119,7 +119,7 @@ def _addresses(held: StoredTensor) -> list[int]:
 def row_of_rounding(
     out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0
 ) -> TableRow:
-    """Return the row that does what `eager.round_` does."""
+    """Return the row that does what `stochastic.round_` does."""
     width = width or x.numel()
     layout = RowLayout(x.numel(), offset, width, stride, min(width, x.numel()))
     return TableRow(layout, (StoredTensor(x, FP32), StoredTensor(out, BF16)), (None, key))

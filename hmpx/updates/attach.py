@@ -97,8 +97,8 @@ def attach(
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
             finishes the step, with the same bits. Accumulation, clipping, GradScaler, skipped steps, and options (a
             rate) that are set between `backward()` and `step()` raise.
-        fused: None: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) step in the arithmetic of
-            hmpx's kernels, one call for all parameters; others by their own code, and so do groups with amsgrad,
+        fused: None: Adam, AdamW, SGD and the other classes that `hmpx.explain` names step in the arithmetic of hmpx's
+            kernels, one call for all parameters; others by their own code, and so do groups with amsgrad,
             differentiable or capturable, and sparse gradients. Results agree with the optimizer's own to rounding and
             not to the bit. They are the same on every device, in every layout and on any number of ranks: where no
             kernel can take a parameter (the head of `stepping/fused_batch.py` has the list), torch's operators give the

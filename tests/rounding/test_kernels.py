@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import eager, native, stochastic, table
+from hmpx.rounding import native, stochastic, table
 from hmpx.rounding.shared import Span, derive_key, key_of, name_id, step_key
 from hmpx.rounding.table import Table, run_all
 from tests.support import python
@@ -52,7 +52,7 @@ def threads(request):
 def test_c_and_eager_give_the_same_bits(threads):
     for offset, count in itertools.product(OFFSETS, [1, 2, 300, 300_000]):
         x = numbers(count)[: None if count > 2 else count]
-        assert torch.equal(rounded(native, x, offset), rounded(eager, x, offset)), (offset, count)
+        assert torch.equal(rounded(native, x, offset), rounded(stochastic, x, offset)), (offset, count)
 
 
 def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(monkeypatch):
@@ -63,8 +63,8 @@ def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(monkeypatch):
         x = whole[: whole.numel() // (width or 1) * (width or 1)]
         found = []
         for is_on_host in (True, False):
-            monkeypatch.setattr(eager, "is_on_host", lambda tensor, answer=is_on_host: answer)
-            found.append(rounded(eager, x, offset, width, stride))
+            monkeypatch.setattr(stochastic, "is_on_host", lambda tensor, answer=is_on_host: answer)
+            found.append(rounded(stochastic, x, offset, width, stride))
         assert torch.equal(*found), (offset, width)
 
 
@@ -81,7 +81,7 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
     for (x, name, *place), out in zip(pieces, outs, strict=True):
         alone = torch.empty_like(x, dtype=torch.bfloat16)
         if x.numel():
-            eager.round_(alone, x, derive_key(5, 9, name), *place)
+            stochastic.round_(alone, x, derive_key(5, 9, name), *place)
         assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), name
 
 
@@ -116,7 +116,7 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, ker
                 for got, expected in zip((step.weight, *step.states), (want.weight, *want.states), strict=True):
                     if got is not None:
                         number, rounded = expected.tensor, torch.empty_like(expected.tensor, dtype=bf16)
-                        eager.round_(rounded, number, key_of(step_key(5, 9), got.name), 0)
+                        stochastic.round_(rounded, number, key_of(step_key(5, 9), got.name), 0)
                         equal = rounded if got.tensor.dtype == bf16 else number
                         assert torch.equal(got.tensor, equal), (scalars, dtypes, got.name)
 
@@ -128,20 +128,20 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatc
     whole = torch.randn(5 * 101)
     rows = whole.view(5, 101)[:, :60].reshape(-1)
     out = torch.empty(300, dtype=torch.bfloat16)
-    expected = rounded(eager, whole, offset).view(5, 101)[:, :60].reshape(-1)
+    expected = rounded(stochastic, whole, offset).view(5, 101)[:, :60].reshape(-1)
     numbers_of_whole = torch.empty(505, dtype=torch.int32)
-    eager.numbers_(numbers_of_whole, KEY, offset)
+    stochastic.numbers_(numbers_of_whole, KEY, offset)
     if kernel == "accelerator":
-        monkeypatch.setattr(eager, "is_on_host", lambda tensor: False)
+        monkeypatch.setattr(stochastic, "is_on_host", lambda tensor: False)
     with torch.device("meta"):  # where whatever is made without a device would lie
         if kernel is native:
             table.launch_once(native, [table.row_of_rounding(out, rows, KEY, offset, 60, 101)])
         else:
-            eager.round_(out, rows, KEY, offset, 60, 101)
+            stochastic.round_(out, rows, KEY, offset, 60, 101)
     assert torch.equal(out.view(torch.int16), expected)
     if kernel is not native:
         found = torch.empty(300, dtype=torch.int32)
-        eager.numbers_(found, KEY, offset, 60, 101)
+        stochastic.numbers_(found, KEY, offset, 60, 101)
         assert torch.equal(found, numbers_of_whole.view(5, 101)[:, :60].reshape(-1))
 
 

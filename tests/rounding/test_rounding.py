@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.rounding import eager
 from hmpx.rounding import shared as keys_of
+from hmpx.rounding import stochastic
 from tests.support.numbers import special_values
 
 KEYS = {"seed": 7, "step": 3, "name": "blocks.0.weight"}
@@ -108,7 +108,7 @@ def test_special_values():
     past = x.abs() > torch.finfo(torch.bfloat16).max
     assert torch.equal(got[past & ~x.isnan()], x.bfloat16()[past & ~x.isnan()])
     in_eager = torch.empty_like(got)
-    eager.round_(in_eager, x, keys_of.derive_key(0, step, "w"), 0)
+    stochastic.round_(in_eager, x, keys_of.derive_key(0, step, "w"), 0)
     assert torch.equal(in_eager.isnan(), x.isnan()) and torch.equal(in_eager.nan_to_num(7.0), got.nan_to_num(7.0))
     finite = x.isfinite() & ~past
     for value, rounded in zip(x[finite].tolist(), got[finite].tolist(), strict=True):

@@ -12,7 +12,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.recipes.recipe import footprint
 from hmpx.updates.holding.stores import Settings
-from hmpx.updates.stepping.optimizer_classes import formula_of
+from hmpx.updates.stepping.optimizer_classes import SCOPES, formula_of
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.same import same
 
@@ -25,9 +25,11 @@ class Own(optim.AdamW):
 
 OTHERS = {
     "a subclass": (Own, {}),
-    "RAdam": (optim.RAdam, {}),
-    "Adamax": (optim.Adamax, {}),
-    "Adafactor": (optim.Adafactor, {}),
+    **{
+        cls.__name__: (cls, {})
+        for cls in SCOPES
+        if cls not in {optim.Muon, *(known for known, _ in CONFIGURATIONS.values())}
+    },
     "amsgrad": (optim.AdamW, {"amsgrad": True}),
     "differentiable": (optim.SGD, {"differentiable": True}),
 }
@@ -101,7 +103,7 @@ def test_a_checkpoint_of_before_says_which_key_gives_its_bits(caplog):
         told = [message for message in caplog.messages if "is of hmpx 0.2 or before" in message]
         assert len(told) == 1 and "fused=False" in told[0]
     caplog.clear()
-    resumed, other = trained(*case, attach={"fused": False}, load=saved), trained(optim.Adamax, {}, attach={})
+    resumed, other = trained(*case, attach={"fused": False}, load=saved), trained(Own, {}, attach={})
     assert not caplog.messages and formula_of(resumed[0]) and not formula_of(other[0])
 
 

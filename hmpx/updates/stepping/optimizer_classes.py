@@ -98,7 +98,7 @@ class Formula:
     """One optimizer. The methods get one of `param_groups` and the number of the step, from 1.
 
     Attributes:
-        kernel: its name in `native.KERNELS`.
+        kernel: its name in `eager.KERNELS`.
         counts: whether a parameter's state has a count of steps.
         tensors_alone: whether beside that its state is the kernel's tensors.
     """
