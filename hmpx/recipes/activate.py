@@ -237,7 +237,9 @@ def activate_for(plugin: str, recipe: Recipe, undo: contextlib.ExitStack) -> Act
         )
     elif before is not None and not before._trainer:
         said = " sets a recipe up, and hmpx.activate (or `python -m hmpx run`) has one in force: take one of the two"
-    elif before is not None and before.recipe != recipe:
+    elif before is not None and any(
+        before.recipe.under_zero(zero) != recipe.under_zero(zero) for zero in (False, True)
+    ):
         said = (
             ": another recipe is in force, of a second plugin or of a trainer that was made before: one at a time, and "
             "hmpx.restore() ends it"

@@ -146,7 +146,10 @@ class Recipe:
         return cls(**nxd_keys(config, with_zero))
 
     def __str__(self) -> str:
-        """Return the recipe as a file that needs no other file, with the versions that it was written with."""
+        """Return the recipe as a file that needs no other file, with the versions that it was written with.
+
+        What NxD's configuration leaves to a default that is another under ZeRO-1 is told in a comment.
+        """
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
         keys |= {
@@ -155,7 +158,11 @@ class Recipe:
             **{side: list(keys[side]) for side in SIDES if side in keys},
         }
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
-        return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
+        zero = yaml.safe_dump(dict(self._under_zero), default_flow_style=True, width=116)
+        said = f"# Under ZeRO-1 NxD's defaults were others, which a file of keys cannot say: {zero}" * bool(
+            self._under_zero
+        )
+        return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{said}{text}"
 
     def __repr__(self) -> str:
         said = [f"{key}={value!r}" for key, value in asdict(self).items() if value != getattr(USUAL, key)]

@@ -56,6 +56,15 @@ class Nothing(nn.Linear):
         return self.bias.view(4)[:1].squeeze()
 
 
+def test_masters_that_nxd_has_under_zero_stay_in_the_recipe():
+    found = tuned(lists={"mixed_precision_config": {}}).recipe
+    assert (found.weights, found.under_zero().weights, found.under_zero().use_fp32_grad_acc) == (
+        "nearest",
+        "master",
+        True,
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -167,6 +167,8 @@ def test_a_recipe_prints_as_a_file_that_is_complete_in_itself(tmp_path):
         written = yaml.safe_load(keys)
         assert not any(key.endswith("_path") for key in written) and {"opt_level", "weights", "kernels"} <= set(written)
         assert ("bf16" in written) == (recipe.opt_level == "O1"), name
+    said = str(as_recipe({"mixed_precision_config": {"use_fp32_grad_acc": True}})).splitlines()[1]
+    assert said.startswith("# Under ZeRO-1 NxD's defaults were others") and said.endswith("{weights: master}")
 
 
 def test_fp32_parameters_are_not_attached(caplog):

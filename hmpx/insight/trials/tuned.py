@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import SLACK, WIDE, Chosen, Low, NameInModule, Search, Unit, Worths, words_of
 from hmpx.ops.policies.lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
-from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.recipe import Recipe, changed
 
 DTYPES = {"FP4": "float4", "FP8": "float8", "BF16": "bfloat16", "FP32": "float32"}  # what `Choice.dtype` says
 STEADY = 0.1  # relative interquartile range of timings, from which on torch.utils.benchmark warns of noise, too
@@ -179,7 +179,8 @@ def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
     keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES} | {"fp8": policy.fp8 or None}
     in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
     keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
-    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **keys)
+    base = base or Recipe(parameter_dtype="float32", low_precision="bfloat16")
+    return changed(base, modules=rules, **keys)
 
 
 def percent(share: float) -> str:
