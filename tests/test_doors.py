@@ -16,9 +16,8 @@ import pytest
 import hmpx
 from hmpx.insight.explain import recipe_lines
 from hmpx.insight.looks.checks import CHECKS
-from hmpx.recipes.keys import _LEGAL
 from hmpx.recipes.reading import as_recipe
-from hmpx.recipes.recipe import KEYS
+from hmpx.recipes.recipe import KEYS, LEGAL
 from hmpx.rounding import eager, native, shared, table
 from hmpx.rounding.state_codes import _PREFIXES, STATE_CODES, _code_of, code_of
 from hmpx.shell.main import _COMMANDS
@@ -115,11 +114,11 @@ def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):
 
 
 # What kernels "auto" means depends on the CPU, and `verbose` changes no number.
-@pytest.mark.parametrize("key", sorted({*_LEGAL} - {"kernels", "verbose"}))
+@pytest.mark.parametrize("key", sorted({*LEGAL} - {"kernels", "verbose"}))
 def test_explain_has_words_of_its_own_for_each_legal_value(key):
     beside = {"weights": "master"} if key == "use_master_weights_in_ckpt" else {}
     said: dict[str, object] = {}
-    for value in _LEGAL[key]:
+    for value in LEGAL[key]:
         recipe = as_recipe({"parameter_dtype": "bfloat16", **beside, key: value})
         try:
             lines = str(recipe_lines(recipe))

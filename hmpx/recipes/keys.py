@@ -16,13 +16,11 @@ import yaml
 
 from hmpx.base.tensors import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean, errors_at
-from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.lists import LIST_KEYS, LOW_PRECISION, MORE, SIDES, shipped
-from hmpx.ops.policies.policy import OPT_LEVELS, WHERE
 from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
-from hmpx.updates.holding.stores import SWITCHES, WAYS
+from hmpx.updates.holding.stores import WAYS, is_one_of
 
 NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
 _NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
@@ -36,21 +34,9 @@ LAST = re.compile(r"<last ([1-9]\d?) ?%>")  # the same, of the blocks of a model
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 OF_OPS = frozenset((*LIST_KEYS, *LISTS, "opt_level", MODULES, "kernels", "where", "verbose"))
-_LEGAL = {
-    "opt_level": (*OPT_LEVELS, None),
-    "parameter_dtype": (*DTYPES, None),
-    "state_dtype": tuple(STATE_DTYPES),
-    "kernels": KERNELS,
-    "where": WHERE,
-    "weights": tuple(WAYS),
-    "fused": (True, False, None),
-    **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
-}
-_OF_PARAMETERS = {  # what a rule for parameters may say
-    "dtype": tuple(DTYPES),
-    "weights": _LEGAL["weights"],
-    "state_dtype": _LEGAL["state_dtype"],
-}
+OF_DTYPES = {"parameter_dtype": (*DTYPES, None), "state_dtype": tuple(STATE_DTYPES)}  # names that are legal values
+# What a rule for parameters may say.
+_OF_PARAMETERS = {"dtype": tuple(DTYPES), "weights": tuple(WAYS), "state_dtype": OF_DTYPES["state_dtype"]}
 MAPPINGS = {  # keys whose values are mappings, and what these map
     MODULES: "modules' names to dtypes or lists of ops",
     PARAMETERS: "parameters' names to dtypes or settings",
@@ -94,11 +80,12 @@ def _spelled_out(value: Any) -> Any:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else value
 
 
-def check(key: Any, value: Any, keys: Sequence[str]) -> None:
+def check(key: Any, value: Any, keys: Sequence[str], legal: Mapping[str, tuple]) -> None:
     """Check one key and its value, as `spelled_out` returns it. The six keys of op lists are `OpLists.of`'s to check.
 
     Args:
         keys: the names of every key that a recipe has.
+        legal: the legal values of those that have a few.
 
     Raises:
         HmpxError: there is no such key, or it cannot have the value; with the nearest legal one.
@@ -117,8 +104,8 @@ def check(key: Any, value: Any, keys: Sequence[str]) -> None:
             raise HmpxError(f"{key} is {PARAMETERS} now, by the names of parameters: {{{f'{first}.*'!r}: float32}}")
         elif key not in keys:
             raise HmpxError(f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}")
-        elif key in _LEGAL:
-            _check(key, value, _LEGAL[key])
+        elif key in legal:
+            _check(key, value, legal[key])
         elif key == "seed" and value is not None:
             check_seed(value)
         elif key in LISTS and not isinstance(value, str):
@@ -167,7 +154,7 @@ def _quotes(value: Any) -> str:
 
 
 def _check(what: str, value: Any, legal: tuple) -> None:
-    if not any(type(value) is type(each) and value == each for each in legal):
+    if not is_one_of(legal, value):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
         raise HmpxError(f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
 

@@ -40,7 +40,7 @@ from hmpx.recipes.keys import (
     nxd_under_zero,
     spelled_out,
 )
-from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, naming_lines, noted
+from hmpx.recipes.recipe import DEFAULT, KEYS, LEGAL, USUAL, Recipe, changed, naming_lines, noted
 
 logger = logging.getLogger("hmpx")
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
@@ -77,7 +77,7 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Check the keys of a recipe, and return them with dtypes by their names."""
     values = {key: spelled_out(key, value) for key, value in keys.items()}
     for key, value in values.items():
-        check(key, value, KEYS)
+        check(key, value, KEYS, LEGAL)
         if key in LIST_KEYS:
             OpLists.of({key: value}, "", may_add=True)
     for side in SIDES:

@@ -24,6 +24,7 @@ from hmpx.recipes.keys import (
     LISTS,
     MAPPED,
     MODULES,
+    OF_DTYPES,
     PARAMETERS,
     STATE_DTYPES,
     check,
@@ -32,7 +33,7 @@ from hmpx.recipes.keys import (
     spelled_out,
 )
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
-from hmpx.updates.holding.stores import WAYS, Settings, Weights
+from hmpx.updates.holding.stores import WAYS, Settings, Weights, legal_values
 from hmpx.updates.stepping.released import Waiting
 from hmpx.updates.stepping.transfers import room_size
 from hmpx.version import __version__
@@ -115,7 +116,7 @@ class Recipe:
         """
         values = {name: spelled_out(name, getattr(self, name)) for name in KEYS}
         for name, value in values.items():
-            check(name, value, KEYS)
+            check(name, value, KEYS, LEGAL)
         rules = values[PARAMETERS].items()  # one that says a dtype alone is that dtype
         values[PARAMETERS] = {name: rule["dtype"] if [*rule] == ["dtype"] else rule for name, rule in rules}
         for name, value in values.items():
@@ -294,6 +295,7 @@ class Recipe:
 
 
 KEYS = tuple(each.name for each in fields(Recipe))
+LEGAL = legal_values(Recipe) | OF_DTYPES
 _SETTINGS = tuple(each.name for each in fields(Settings))  # keys that are settings of the optimizer
 USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights

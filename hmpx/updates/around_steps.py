@@ -32,7 +32,7 @@ from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.base.tensors import is_on_host
 from hmpx.base.torch_private import CLIPPING, UNSCALING, copy_all, norms_of, powers_of, private
-from hmpx.updates.gradients import are_of_claimed, is_claimed
+from hmpx.updates.gradients import are_of_claimed, settings_of
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.sharding import box_of, is_sharded, local
 
@@ -146,7 +146,7 @@ def _averaging_in_fp32(update: Callable) -> Callable:
     def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
         is_bf16 = any(p.dtype is torch.bfloat16 for _, p in state)
-        if not is_bf16 or not (is_claimed(model.parameters()) or _is_under_recipe()):
+        if not is_bf16 or not (settings_of(model.parameters()) or _is_under_recipe()):
             return update(self, model)
         names = {local(p.detach()).data_ptr(): name for name, p in state}
         own = self.multi_avg_fn

@@ -81,10 +81,7 @@ class Attachment:
         self._undo = contextlib.ExitStack()  # puts parameters and hooks back
         # Parameters hold this callback and may outlive the optimizer, so it must not hold the attachment.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
-        self._claim = Claim(
-            fp32=settings.use_fp32_grad_acc,
-            release=release if settings.release_gradients else None,
-        )
+        self._claim = Claim(settings, release if settings.release_gradients else None)
         self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._waiting = released.Waiting()
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of the parameters, in the last `sync_parameters`

@@ -25,6 +25,7 @@ from hmpx.base.process_state import over_forks
 from hmpx.base.torch_private import FSDP_SUMS, SWAPPED
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.sharding import is_sharded, shards_of
+from hmpx.updates.holding.stores import Settings
 from hmpx.updates.ranks import exchange_in_fp32, exchange_of, hook_when_complete, in_job, reducers
 
 Parameter = torch.nn.Parameter
@@ -37,20 +38,21 @@ _fsdp_changes = Changes()  # of FSDPModule, while there are some
 
 
 class Claim:
-    """How one attached optimizer wants gradients to be held.
+    """How one attached optimizer wants gradients to be held, and what acts beside its steps.
+
+    With `use_fp32_grad_acc`, gradients accumulate in FP32, as long as their parameter is BF16.
 
     Args:
-        fp32: gradients accumulate in FP32, as long as their parameter is BF16.
         release: called with each parameter whose gradient is complete.
     """
 
-    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None) -> None:
-        self.fp32, self.release = fp32, release
+    def __init__(self, settings: Settings, release: Callable[[Parameter], None] | None) -> None:
+        self.settings, self.release = settings, release
         self.params: dict[int, Parameter] = {}
 
     def add(self, params: list[Parameter]) -> None:
         """Claim these parameters; the new claim is in force."""
-        modules = reducers() if params and (self.fp32 or self.release is not None) else []
+        modules = reducers() if params and (self.settings.use_fp32_grad_acc or self.release is not None) else []
         with _lock:
             for p in params:
                 if id(p) not in self.params:
@@ -95,7 +97,8 @@ class _ClaimedParameter:
         last = self.claims[-1] if self.claims else None
         # An FP32 parameter is prepared too: it may be cast to BF16 later.
         of_fp32 = self.param.dtype is torch.float32 and not in_job()
-        wanted = last is not None and last.fp32 and (self.param.dtype is torch.bfloat16 or of_fp32)
+        is_asked = last is not None and last.settings.use_fp32_grad_acc
+        wanted = is_asked and (self.param.dtype is torch.bfloat16 or of_fp32)
         if self._widened != (now := (wanted, wanted and self._reduced)):
             self._narrow()
             self._widened = now
@@ -165,9 +168,10 @@ def _reduce_by(modules: list[DistributedDataParallel]) -> None:
     exchange_of(modules)
 
 
-def is_claimed(params: Iterable[Parameter]) -> bool:
-    """Whether an attached optimizer has one of these parameters."""
-    return any(id(p) in _claimed for p in params)
+def settings_of(params: Iterable[Parameter]) -> Settings | None:
+    """Return the settings of an attached optimizer that has one of these parameters; None if there is none."""
+    found = (claim.settings for p in params if id(p) in _claimed for claim in _claimed[id(p)].claims[-1:])
+    return next(found, None)
 
 
 def are_of_claimed(gradients: Iterable[torch.Tensor]) -> bool:

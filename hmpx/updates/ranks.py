@@ -189,7 +189,7 @@ def watch_wrapping(changes: Changes, wrapped: Callable[[DistributedDataParallel]
     changes.callback(register_module_module_registration_hook(registered).remove)
 
 
-def watch_joins(changes: Changes, is_claimed: Callable[[Iterable[torch.nn.Parameter]], bool]) -> None:
+def watch_joins(changes: Changes, settings_of: Callable[[Iterable[torch.nn.Parameter]], Any]) -> None:
     """Refuse every `Join` of parameters that an attached optimizer steps, until `changes` are undone."""
     if not (dist.is_available() and JOINS.is_on()):
         return
@@ -197,7 +197,7 @@ def watch_joins(changes: Changes, is_claimed: Callable[[Iterable[torch.nn.Parame
 
     def is_attached(joinable: Any) -> bool:
         is_optimizer = isinstance(joinable, torch.optim.Optimizer)
-        return is_claimed(parameters(joinable) if is_optimizer else joinable.parameters())
+        return settings_of(parameters(joinable) if is_optimizer else joinable.parameters()) is not None
 
     def entering(join: Any) -> Any:
         if join._enable and any(map(is_attached, join._joinables)):

@@ -102,7 +102,7 @@ def _watch() -> None:
     optimizer_hooks.install(_changes, lambda: _is_installed, refuse_steps_on_loaded)
     around_steps.watch(_changes)
     released.watch(_changes, _watch_again)
-    ranks.watch_joins(_changes, gradients.is_claimed)
+    ranks.watch_joins(_changes, gradients.settings_of)
 
 
 def step_part(optimizer: Optimizer, updates: WeightUpdates, params: list[torch.nn.Parameter]) -> None:

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, ClassVar, cast
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -312,11 +313,9 @@ class Settings:
         object.__setattr__(self, "parameters", _read_rules(self.parameters, usual))
         if self.seed is not None:
             check_seed(self.seed)
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False", key=(name,))
-        if self.fused is not None and not isinstance(self.fused, bool):
-            raise HmpxError(f"fused={self.fused!r} is neither True nor False nor None", key=("fused",))
+        for name, legal in _LEGAL.items():
+            if not is_one_of(legal, value := getattr(self, name)):
+                raise HmpxError(f"{name}={value!r} is neither {' nor '.join(map(repr, legal))}", key=(name,))
         if self.use_master_weights_in_ckpt and not self.has_masters:
             raise HmpxError(
                 f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8",
@@ -359,7 +358,25 @@ class Settings:
                 raise HmpxError(wrong, key=("parameters", pattern))
 
 
-SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")
+def legal_values(cls: type) -> dict[str, tuple]:
+    """Return the values of each attribute that is annotated with literals, bool and None alone."""
+    found = {name: _values_of(hint) for name, hint in get_type_hints(cls).items()}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def _values_of(hint: Any) -> tuple | None:
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_values_of(each) for each in get_args(hint)]
+        return None if None in parts else tuple(value for part in parts for value in part or ())
+    return get_args(hint) if get_origin(hint) is Literal else {bool: (True, False), type(None): (None,)}.get(hint)
+
+
+_LEGAL = legal_values(Settings)
+
+
+def is_one_of(legal: Iterable[Any], value: Any) -> bool:
+    """Return whether a value is one of these, of the same type: 1 is not True."""
+    return any(type(value) is type(each) and value == each for each in legal)
 
 
 def _read_rules(given: Any, usual: Way) -> Rules:
@@ -393,7 +410,7 @@ def _checked(way: Way, where: str = "") -> Way:
         if isinstance(weights, torch.nn.Module):
             raise HmpxError(f"weights is a {type(weights).__name__}, not one of {legal}; did you mean model=?")
         raise HmpxError(f"{where}weights={weights!r} is none of {legal}{did_you_mean(str(weights), WAYS)}")
-    if not any(type(state_dtype) is type(each) and state_dtype == each for each in STATE_FORMS):
+    if not is_one_of(STATE_FORMS, state_dtype):
         legal, words = ", ".join(map(repr, STATE_FORMS)), [each for each in STATE_FORMS if isinstance(each, str)]
         hint = did_you_mean(str(state_dtype), words)
         raise HmpxError(f"{where}state_dtype={state_dtype!r} is none of {legal}{hint}")
