@@ -270,22 +270,27 @@ class OpWatch(TorchDispatchMode):
 def _seen_through(op: OpCall, at: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a tensor as those of a view of it, which may have fewer numbers, or in another order.
 
-    What the numbers were in FP32 is seen through the same view; other facts that hold numbers are left out.
+    Functions that return its numbers are seen through the same view; other facts that hold numbers are left out.
     """
     given, view = op.given[0], op.results[at]
     if view_of(view) == view_of(given):
         return facts
     handed_on = without_numbers(facts)
-    if "exact" in facts and op.args[0] is given and view.dtype is given.dtype:
-        func, rest, kwargs, exact, strides = op.func, op.args[1:], op.kwargs, facts["exact"], given.stride()
-
-        def seen() -> Tensor | None:
-            whole = exact()
-            lies_alike = whole is not None and whole.stride() == strides  # else `as_strided` shows other numbers
-            return tree_leaves(func(whole, *rest, **kwargs))[at] if lies_alike else None
-
-        handed_on["exact"] = seen
+    functions = {name: fact for name, fact in facts.items() if callable(fact)}
+    if functions and op.args[0] is given and view.dtype is given.dtype:
+        handed_on |= {name: _viewed(numbers, op, at) for name, numbers in functions.items()}
     return handed_on
+
+
+def _viewed(numbers: Callable[[], Tensor | None], op: OpCall, at: int) -> Callable[[], Tensor | None]:
+    func, rest, kwargs, strides = op.func, op.args[1:], op.kwargs, op.given[0].stride()
+
+    def seen() -> Tensor | None:
+        whole = numbers()
+        lies_alike = whole is not None and whole.stride() == strides  # else `as_strided` shows other numbers
+        return tree_leaves(func(whole, *rest, **kwargs))[at] if lies_alike else None
+
+    return seen
 
 
 def is_of_hook(frame: FrameType) -> bool:

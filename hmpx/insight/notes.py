@@ -222,23 +222,19 @@ class OpCall:
 
 def without_numbers(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a tensor that hold where it has other numbers, or shows them in another order."""
-    return {name: fact for name, fact in facts.items() if name not in ("derived", "read", "sum", "exact")}
+    return {name: fact for name, fact in facts.items() if name not in ("derived", "read", "sum") and not callable(fact)}
 
 
 class Notes:
     """What the ops tell: lines at which something was found, and facts of tensors, as long as the tensors live.
 
-    Facts, by name; derived, read, sum and exact hold until an op writes:
-        moment: "square", "mean", "mean of square" or "square of mean".
+    Facts, by name, beside those that `hand_on` of looks/dtypes.py gives. A function returns numbers, as many as the
+    tensor has. Functions, derived, read and sum hold until an op writes:
         cast: the dtype before the last cast, and the line of this cast.
         derived: samples of the older tensors that it was computed of, by address; and what it would be in FP32.
         read: what an index has read of a tensor; and what later ops have made of it, computed in FP32.
         sum: the first value of a state, its movement in FP32, the number of its steps, and their place.
-        product: how many sums of squares were added to a product in low precision; and the size of the product.
-        squares: how many sums of squares were added up.
-        rounded: the op that has rounded probabilities to low precision, and its place.
         fixed: whether a recipe puts what it was made of into FP32.
-        exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
         off: of a gradient, the square of the share that FP16 has cost it below its normal numbers.
         of_nan: whether it was made of a NaN that the program has written.
         sites: the lines whose results it was made of, and of which no gradient is known to depend.

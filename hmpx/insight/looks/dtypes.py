@@ -323,7 +323,14 @@ _SUMS, _FACTORS = ("add", "sub", "rsub"), ("mul", "div", "neg", "_to_copy")
 
 
 def hand_on(op: OpCall, notes: Notes) -> None:
-    """Note what the evidence in a later op rests on."""
+    """Note what the evidence in a later op rests on, as facts of the result.
+
+    moment: "square", "mean", "mean of square" or "square of mean".
+    product: how many sums of squares were added to a product in low precision; and the size of the product.
+    squares: how many sums of squares were added up.
+    rounded: the op that has rounded probabilities to low precision, and its place.
+    exact: a function that returns it as FP32 would have made it; None if what it was made of is gone.
+    """
     if not op.results:
         return
     if moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else ""):
