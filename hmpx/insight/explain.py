@@ -28,27 +28,13 @@ from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
 from hmpx.ops.policies.lists import SIDES, shipped
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.ops.wrapping.observing import positions_in_words
-from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
+from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS, STATE_DTYPES
 from hmpx.recipes.reading import Stated, as_recipe, read_recipe, recipe_names, recipe_path
 from hmpx.recipes.recipe import Recipe
-from hmpx.rounding.state_codes import STATE_CODES
+from hmpx.updates.holding.state_forms import STATE_FORMS
+from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.optimizer_classes import FUSED, OWN
 
-_UPDATES = {
-    "stochastic": "computed in FP32 and written back by stochastic rounding",
-    "nearest": "computed in FP32 and written back by rounding to nearest, which loses small ones",
-    "master": "made to FP32 masters, of which the weights are the rounding to nearest",
-    "split": "made to FP32 masters, whose lower halves are kept beside the weights",
-    "split8": "made to masters of 24 bits, whose lower 8 are rounded stochastically and kept beside the weights",
-}
-_CODED = (
-    "a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension or cut along the last"
-)
-_STATE: dict[str, str] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16, rounded stochastically",
-    **{name: f"{code.words} with {_CODED}" for name, code in STATE_CODES.items()},
-}
 _KERNELS = f"in the arithmetic of hmpx's kernels for {FUSED}"
 _COPIES = (
     "in FP32 copies of the largest parameter or more; of all parameters at once where hmpx does not know the class, "
@@ -175,10 +161,10 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "kernels": _kernels_in_words(recipe, policy),
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
-        "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
+        "updates": f"of bfloat16 weights: {WAYS[recipe.weights].words}{_seed(recipe)}",
         "steps": _STEPS[recipe.fused],
         "gradients": f"{dtype}{released}",
-        "state": _STATE[recipe.state_dtype],
+        "state": STATE_FORMS[STATE_DTYPES[recipe.state_dtype]].words,
         PARAMETERS: _parameters_in_words(recipe),
         "checkpoints": "weights and state as they are held, step number and seed",
     }

@@ -61,10 +61,12 @@ class StateForm:
     Attributes:
         bytes_each: how many bytes an element of a state tensor takes.
         as_left: whether state is held as a step on a whole parameter leaves it.
+        words: what it is held in, for `hmpx.explain`.
     """
 
     bytes_each: float = 4.0
     as_left: bool = True
+    words: str = "float32"
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         """Before a step, bring the state of a parameter to this form: a load may have brought another one.
@@ -95,6 +97,7 @@ class InBF16(StateForm):
 
     bytes_each = 2.0
     as_left = False
+    words = "bfloat16, rounded stochastically"
 
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:
         weights = weight_keys(optimizer)
@@ -128,6 +131,10 @@ class InCodes(StateForm):
 
     def __init__(self, code: StateCode) -> None:
         self._code, self.bytes_each = code, code.bits / 8 + BF16.itemsize / BLOCK
+        self.words = (
+            f"{code.words} with a scale for {BLOCK} elements, rounded stochastically; bfloat16 of parameters of one "
+            "dimension or cut along the last"
+        )
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer, group: dict, segment: Segment, rounding_key: RoundingKey) -> bool:

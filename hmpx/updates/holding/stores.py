@@ -56,9 +56,11 @@ class Store(Held):
         beside: the tensors kept beside the weights. When one of them is exchanged, this becomes another tuple.
         bytes_beside: how many bytes are kept for each weight, beside the weight.
         has_masters: whether the result of `masters` has more digits than the BF16 weights.
+        words: how updates are made, for `hmpx.explain`.
     """
 
     beside: tuple[Tensor, ...] = ()
+    words: ClassVar[str]
     bytes_beside: ClassVar[float] = 0.0
     has_masters: ClassVar[bool] = False
 
@@ -89,6 +91,7 @@ class Stochastic(Store):
     """BF16 weights, written by stochastic rounding: updates below BF16's precision are kept on average."""
 
     kind = native.BF16
+    words = "computed in FP32 and written back by stochastic rounding"
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         rounding_key.round_into(local(self.tensor), x, name, segment.box)
@@ -98,6 +101,7 @@ class Nearest(Store):
     """BF16 weights, rounded to nearest as a plain torch step leaves them. The step itself is computed in FP32."""
 
     kind = native.NEAREST
+    words = "computed in FP32 and written back by rounding to nearest, which loses small ones"
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         local(self.tensor).copy_(x)
@@ -107,6 +111,7 @@ class Master(Store):
     """BF16 weights beside FP32 masters."""
 
     kind = native.MASTER
+    words = "made to FP32 masters, of which the weights are the rounding to nearest"
     bytes_beside: ClassVar[float] = 4.0
     has_masters: ClassVar[bool] = True
 
@@ -135,6 +140,7 @@ class Split(Store):
     """
 
     kind = native.SPLIT
+    words = "made to FP32 masters, whose lower halves are kept beside the weights"
     bytes_beside: ClassVar[float] = 2.0
     has_masters: ClassVar[bool] = True
     _dtype: ClassVar[torch.dtype] = torch.int16  # the dtype of the lower halves
@@ -182,6 +188,7 @@ class Split8(Split):
     """Masters of 24 bits, rounded stochastically: an int8 beside each weight."""
 
     kind = native.SPLIT8
+    words = "made to masters of 24 bits, whose lower 8 are rounded stochastically and kept beside the weights"
     bytes_beside: ClassVar[float] = 1.0
     _dtype = torch.int8
 
