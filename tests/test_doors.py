@@ -106,6 +106,7 @@ def test_a_code_of_state_is_tested_and_told_from_the_others(monkeypatch):
         "tests/support/state_codes.py: PREFIXES"
     )
     for code in STATE_CODES.values():
+        assert f'`"{code.name}"`' in guide(), f"examples/README.md: no row of {code.name}"
         assert code_of(f"{code.prefix}exp_avg") is code and code_of(f"hmpx_no_{code.name}_exp_avg") is None
     monkeypatch.setitem(_PREFIXES, f"{STATE_CODES['fp8'].prefix}longer_", STATE_CODES["8bit"])
     assert code_of(f"{STATE_CODES['fp8'].prefix}longer_momentum") is STATE_CODES["8bit"], "the longest prefix decides"
@@ -134,10 +135,17 @@ def test_a_key_of_a_recipe_refuses_what_it_cannot_mean(key):
             as_recipe({key: value})
 
 
-def test_the_page_names_each_key_of_a_recipe():
+def test_the_page_names_each_key_of_a_recipe_and_its_values():
     page = (ROOT / "oplists" / "README.md").read_text(encoding="utf-8")
-    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))))
-    assert {each for each in hmpx.Recipe.__dataclass_fields__ if each[0] != "_"} <= rows, "oplists/README.md: keys"
+    rows = {
+        key: {*re.findall(r"`(\w+)`", values)}
+        for keys, values in re.findall(r"^\| (`[^|]*)\|([^|]*)", page, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", keys)
+    }
+    assert {*KEYS} <= rows.keys(), "oplists/README.md: keys"
+    for key, legal in LEGAL.items():
+        words = {"null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal}
+        assert rows[key] == words, f"oplists/README.md: {key}"
 
 
 def test_each_look_at_an_op_is_planted():
