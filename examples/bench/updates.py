@@ -13,7 +13,7 @@ from torch import nn
 from bench import measure
 from bench.models import LISTS
 from hmpx.base.torch_private import copy_all
-from hmpx.rounding import eager, native, table, triton
+from hmpx.rounding import native, stochastic, table, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.state_forms import StateDtype
 from hmpx.updates.holding.stores import Weights
@@ -32,7 +32,7 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
         candidates["hmpx C kernel"] = lambda: table.launch_once(native, [table.row_of_rounding(out, x, _KEY, 0)])
     if device.type == "cuda" and triton.available():
         candidates["hmpx Triton kernel"] = lambda: table.launch_once(triton, [table.row_of_rounding(out, x, _KEY, 0)])
-    candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, _KEY, 0)
+    candidates["hmpx eager kernel"] = lambda: stochastic.round_(out, x, _KEY, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
     notes = []
     for name, candidate in _torchao(out, x).items():
