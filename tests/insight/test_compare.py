@@ -45,6 +45,27 @@ def test_a_look_for_an_inf_that_raises_is_told(monkeypatch, caplog):
     assert "no op that hmpx sees" not in found.stopped and "a fault of the look" in caplog.text
 
 
+class MaskedInPlace(nn.Module):
+    """Attention as in T5: scores in BF16 take an FP32 mask in place, which is -inf there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        scores = self.query(x) @ x.transpose(0, 1)
+        scores += torch.zeros(len(x), len(x)).masked_fill(torch.ones(len(x), len(x)).triu(1) > 0, torch.finfo().min)
+        return self.last(scores.float().softmax(-1) @ x)
+
+
+def test_a_mask_that_is_minus_infinity_breaks_nothing_where_the_gradients_are_those_of_fp32():
+    data = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
+    found = hmpx.compare(MaskedInPlace(), data, loss_of, lists="autocast-cpu")
+    assert found.first_nonfinite.is_fill and not found.is_broken and "this is a mask" in str(found)
+    assert str(found).splitlines()[0].startswith(("healthy", "tolerable"))
+
+
 def test_a_gradient_that_overflows_where_it_is_cast_to_fp16_is_found_behind_the_op():
     """Autograd's node of the cast follows that of the product, and belongs to the same call."""
     model, lists = Model(torch.relu), policy("linear", "mul mean")

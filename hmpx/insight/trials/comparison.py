@@ -21,6 +21,7 @@ from hmpx.insight.trials.runs import PART, Felt, largest_of
 # measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
 FELT, BROKEN = 0.1, 0.2
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
+_END = torch.finfo(torch.bfloat16).max  # a value above it is the end of the range of FP32
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Row(Felt):
         raised: the error that the op raises under the lists, in a line; the comparison goes on with FP32 there.
         decisions: of an op that picks an index, an order or a mask, how many of them the lists change, in words.
         note: what else there is to say, in words.
+        is_fill: whether FP32 holds the end of its range there, which is what masks are filled with.
     """
 
     op: str
@@ -63,6 +65,7 @@ class Row(Felt):
     raised: str = ""
     decisions: str = ""
     note: str = ""
+    is_fill: bool = False
 
     @property
     def place(self) -> str:
@@ -92,6 +95,7 @@ def row_of(sites: Sequence[RunSite], is_op: bool = False) -> Row:
         raised=first.raised,
         decisions=f"{changed} of {sum(site.decided for site in sites)} changed" if changed else "",
         note=_mask_note(first),
+        is_fill=first.largest >= _END,
     )
 
 
@@ -200,9 +204,13 @@ class Comparison(Felt, Report):
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is another training or none: an op raises, something is not finite, gradients are off."""
-        raised = any(row.raised for row in self.rows)
-        return bool(self.stopped) or raised or self.first_nonfinite is not None or self.felt >= BROKEN
+        """Whether there is another training or none: an op raises, something is not finite, gradients are off.
+
+        A mask that is -inf where FP32 has the end of its range breaks nothing by itself.
+        """
+        raised, first = any(row.raised for row in self.rows), self.first_nonfinite
+        wrong = first is not None and not (first.is_fill and self.felt < BROKEN)
+        return bool(self.stopped) or raised or wrong or self.felt >= BROKEN
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes as objects of JSON, by their names; null for NaN."""
