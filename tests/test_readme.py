@@ -316,7 +316,7 @@ def _distributed(mode, ranks, steps, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.11")
 def test_ranks_and_modes_take_over_from_one_another(tmp_path):
     """What one mode saved, another resumes on more ranks or fewer; the weights are those of a run without a break."""
     unbroken, _ = _distributed("ddp", 1, 6)

@@ -21,7 +21,7 @@ torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed"
 metrics = pytest.importorskip("torch_xla.debug.metrics")
 pytestmark = [pytest.mark.xla, pytest.mark.skipif("PJRT_DEVICE" not in os.environ, reason="PJRT_DEVICE is not set")]
 BF16, FP32 = torch.bfloat16, torch.float32
-needs_grad_dtype = "nxd-standard"  # its gradients accumulate in FP32, which torch has since 2.13
+needs_grad_dtype = "nxd-standard"  # its gradients accumulate in FP32, which torch has since 2.11
 
 
 @pytest.fixture

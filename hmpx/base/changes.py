@@ -14,15 +14,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from hmpx.base.raw import MISSING
+
 logger = logging.getLogger("hmpx")
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-MISSING: Any = _Missing()  # what a target holds that holds nothing
 
 
 # Places that hold one value. label, verb: what a warning calls it, and a change of it.

@@ -21,7 +21,14 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
-MISSING = object()
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = _Missing()  # what a place, a target or a namespace holds that holds nothing
 GENERATED = "__hmpx_generated__"  # a key of the globals of code that hmpx writes; Dynamo would import a `__name__`
 Container = type[dict] | type[list] | type[tuple] | type[set] | type[frozenset] | type[deque]
 _CONTAINERS: tuple[Container, ...] = (dict, list, tuple, set, frozenset, deque)

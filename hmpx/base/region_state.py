@@ -191,7 +191,10 @@ def retire() -> None:
 
 
 def _announce() -> None:
-    """Set the flag that wrappers read. The last three lines call nothing, so no other thread runs between them."""
+    """Set the flag that wrappers read.
+
+    Under the GIL no other thread runs within the last three lines: CPython lets others run at calls and backward jumps.
+    """
     off = state.off
     by = off.by
     off.any = True

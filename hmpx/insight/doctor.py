@@ -259,7 +259,9 @@ class Examination(Capture):
             yield f"ops: the script ended after {number(done, 'iteration')}, the first and the third are looked at"
         for step in sorted({*self._at} - {*self.iterations.watched}) if not self.compiles else ():
             yield f"step {step}: " + (
-                f"the script ended after {number(done, 'iteration')}" if step > done else "its ops"
+                f"the script ended after {number(done, 'iteration')}"
+                if step > done
+                else "its ops, as code was compiled or another dispatch mode was open"
             )
         yield from (f"{each} ({number(n, 'time')})" for each, n in self.notes.unseen.items() if n)
 

@@ -48,7 +48,7 @@ class Policies(dict[int, Policy]):
 
 
 def scope_inside(scope: int, overlay: int) -> int:
-    """Return the scope of an overlay (by its number) inside another scope; a conversion builds wrappers for it."""
+    """Return the scope of an overlay (by its number) inside another scope; the conversion in force has its wrappers."""
     found = number_inside(scope, overlay)
     if found not in state.known_scopes and state.learn is not None:
         state.learn((found,))
@@ -60,7 +60,7 @@ ask_once(scope_inside)
 
 
 def number_inside(scope: int, overlay: int) -> int:
-    """Return the same scope, whether the conversion in force has wrappers for it or not."""
+    """Return the same number as `scope_inside`, and build no wrappers."""
     found = state.scope_numbers.get((scope, overlay))
     return _new(scope, overlay) if found is None else found
 

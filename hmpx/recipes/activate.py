@@ -22,10 +22,10 @@ from weakref import WeakSet
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.base.changes import MISSING, Attribute, Changes
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import when_imported
 from hmpx.base.process_state import Installation, in_force
-from hmpx.base.raw import with_subclasses
+from hmpx.base.raw import MISSING, with_subclasses
 from hmpx.base.tensors import modules_in, parameters_in
 from hmpx.conversion import Conversion, install
 from hmpx.errors import HmpxError

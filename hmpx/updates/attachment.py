@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hmpx.base.changes import MISSING, Attribute, take_back
+from hmpx.base.changes import Attribute, take_back
 from hmpx.base.process_state import new_lock
+from hmpx.base.raw import MISSING
 from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.errors import HmpxError

@@ -201,7 +201,9 @@ class StepCounts:
         self._group, self._since, self._steps = group, since, 0
 
     def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
-        """Compare before a step; `seed` is that of the region around it.
+        """Compare before steps 1, 2, 4, 8 and so on; `seed` is that of the region around it.
+
+        A rank that drifts between two of them is found at the next.
 
         Raises:
             HmpxError: seed or step number are not those of the first rank.

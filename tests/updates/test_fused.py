@@ -42,7 +42,7 @@ def by_kernels(monkeypatch):
     """No step is taken by the optimizer's own code."""
 
     def refused(self, *step):
-        raise AssertionError(f"{[segment.name for segment in self.segments]} in slices")
+        raise AssertionError(f"{[segment.name for segment in self.segments]} in chunks")
 
     monkeypatch.setattr(Chunk, "step", refused)
 

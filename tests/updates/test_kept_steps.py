@@ -1,4 +1,4 @@
-"""A step in the batches of the one before: what it holds, what it raises, and changes that no random program makes.
+"""A step by the plan of the one before: what it holds, what it raises, and changes that no random program makes.
 
 `test_programs.py` has steps of each way and optimizer after every other change, beside FP32 copies.
 """
@@ -33,7 +33,7 @@ ADAM = (optim.AdamW, {"fused": True})
 def made(cls=optim.AdamW, options=None, more=(), **settings):
     """Return parameters of several shapes in two groups, those in `more` the last, their optimizer and its attachment.
 
-    Steps are the optimizer's own, in batches, unless `fused` is given.
+    Steps are the optimizer's own, in chunks, unless `fused` is given.
     """
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
@@ -164,7 +164,7 @@ class Odd(optim.SGD):
 
 @pytest.fixture
 def odd(monkeypatch):
-    """Three steps of `Odd`, in batches."""
+    """Three steps of `Odd`, in chunks."""
     monkeypatch.setitem(optimizer_classes.SCOPES, Odd, "element")
 
     def stepped(momentum=0.9, forget=False, **settings):

@@ -128,7 +128,7 @@ TOUCHES = {
 @pytest.mark.parametrize("fail", [False, True])
 def test_what_a_step_does_to_a_gradient_stays_unless_it_raises(touch, fail, fp32):
     if fp32 and not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("torch before 2.13 has no grad_dtype")
+        pytest.skip("torch before 2.11 has no grad_dtype")
     p, q = nn.Parameter(torch.ones(8, dtype=BF16)), nn.Parameter(torch.ones(8))
     optimizer, reference = Touching([p], TOUCHES[touch], fail), Touching([q], TOUCHES[touch])
     hmpx.attach(optimizer, use_fp32_grad_acc=fp32)

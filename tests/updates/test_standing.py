@@ -358,3 +358,14 @@ def test_a_step_that_bypasses_its_copies_is_refused_while_it_is_kept(is_native, 
     with pytest.raises(hmpx.HmpxError, match="wrote to parameter"):
         optimizer.step()
     assert torch.equal(p, before)
+
+
+def test_why_a_step_is_planned_anew_is_logged(caplog):
+    weights = nn.Parameter(torch.randn(4, 6).to(BF16)), nn.Parameter(torch.randn(6, 4).to(BF16).t())
+    optimizer = Adam(weights)
+    with caplog.at_level("DEBUG", logger="hmpx"):
+        hmpx.attach(optimizer)
+        for weight in weights:
+            weight.grad = torch.randn(4, 6).to(BF16)
+        optimizer.step()
+    assert "Adam: the next step is planned anew, as a parameter is on another device, or not contiguous" in caplog.text

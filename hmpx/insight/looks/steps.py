@@ -30,7 +30,8 @@ LENGTH = 8  # steps of a window
 def window_of(step: int) -> int:
     """Return the first step of the window that a step, counted from 1, is in; 0 for none.
 
-    Windows begin at 2, 20, 40, 80, 160 and so on: a warm-up hides what is lost, a rate that has fallen makes it.
+    Windows begin at 2, 20, 40, 80, 160 and so on, as a learning rate changes over a training, and with it what is lost:
+    little in a warm-up, most where the rate has fallen.
     """
     start = 2 if step < 20 else 20
     while start > 2 and 2 * start <= step:

@@ -44,7 +44,12 @@ Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the paramete
 
 
 class Felt:
-    """What has a gradient error, and that of the worst parameter. `felt` is the larger, on the scale of the first."""
+    """A measured effect on the gradients.
+
+    Attributes:
+        gradient_error: of all gradients. part_error: of the worst parameter, beside its own size.
+        felt: the larger of the two, where an error of one parameter counts `PART` of an error of all.
+    """
 
     gradient_error: float
     part_error: float

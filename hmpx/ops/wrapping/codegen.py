@@ -5,7 +5,7 @@ their signature; everything else (a subclass, a missing argument, a list, a spar
 `rules.cast_arguments`. What is usual is asked first, by identity: to find it in a set takes twice as long.
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
-before, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1, `_usual` torch.float32; `_off.any` says
+before, `_target` is torch.bfloat16, `_castable` what a rule casts, `_usual` torch.float32; `_off.any` says
 that casts are off in some thread or task, `_traced.inside` that Dynamo traces a region). No argument of torch has a
 name that begins with an underscore, and all names of the wrapper do:
 

@@ -6,7 +6,7 @@ and one of its tensors requires a gradient. Five more are cast wherever they sta
 - what the `backward` of a `torch.autograd.Function` calls whose forward was cast;
 - a loss (an op with a `reduction`), so that a loss under `no_grad` is computed like that of training;
 - an op of the fp32 list to which low precision comes;
-- an op whose tensors differ in dtype where torch would raise, as it raises because of other casts;
+- an op that torch would refuse as its tensors differ in dtype, which casts elsewhere have made so;
 - what compiled code calls: Dynamo traces a model.
 
 Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as torch runs it.

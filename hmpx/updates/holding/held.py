@@ -276,7 +276,7 @@ def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "")
         if code is None:
             own = key.removeprefix(SCALES) if isinstance(key, str) and key.startswith(SCALES) else None
             if own is not None and not any(each.prefix + own in state for each in STATE_CODES.values()):
-                raise HmpxError(f"{key!r} of {of} are scales without codes of {own!r}")
+                raise HmpxError(f"{key!r} of {of} are scales without codes of {own!r}: load both, or neither")
             continue
         layout, own = BlockLayout.of(param.shape), key.removeprefix(code.prefix)
         if own in state:
@@ -286,7 +286,10 @@ def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "")
                 "hmpx.attach(optimizer, methods=[...])"
             )
         if SCALES + own not in state:
-            raise HmpxError(f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}")
+            raise HmpxError(
+                f"{own!r} of {of} is in {code.bits} bits without its scales: there is no {SCALES + own!r}; load both, "
+                "or neither"
+            )
         scales = state[SCALES + own]
         for each, value, dtype in ((key, codes, torch.uint8), (SCALES + own, scales, BF16)):
             if not isinstance(value, Tensor) or value.dtype is not dtype or not local(value).is_contiguous():
@@ -298,7 +301,8 @@ def checked_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "")
             raise HmpxError(
                 f"{own!r} of {of} is in {code.bits} bits for another shape, or sharded in another way: {kept[0][0]} "
                 f"with scales {kept[0][1]}, of which this rank has {kept[1][0]} with {kept[1][1]}; the parameter's is "
-                f"{fits[0][0]} with {fits[0][1]}, here {fits[1][0]} with {fits[1][1]}"
+                f"{fits[0][0]} with {fits[0][1]}, here {fits[1][0]} with {fits[1][1]}. Load what was saved of this "
+                "parameter, or leave its state out, and it begins anew"
             )
     return found
 

@@ -1,1 +1,1 @@
-"""One step: batches of FP32 shadows, the optimizer unmodified, and the write-back."""
+"""One step: in batches by a formula, or in chunks by the optimizer's own code, and the write-back."""

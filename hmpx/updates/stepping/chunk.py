@@ -81,7 +81,7 @@ def chunks(segments: list[Segment], others: list[Parameter] | None, context: Ste
 class Chunk:
     """BF16 parameters, and other ones that are stepped as they are. The methods need `torch.no_grad()`.
 
-    If the optimizer holds others (Lookahead's base), and nobody knows what it reads, they see the same shadows.
+    Where the class is not listed, optimizers that it holds (Lookahead's base) see the same shadows.
 
     Args:
         others: parameters that are not BF16. None: all that the optimizer has.

@@ -57,6 +57,12 @@ from hmpx.updates.stepping.step_call import StepCall, StepContext, WriteBack
 from hmpx.updates.stepping.transfers import together
 
 logger = logging.getLogger("hmpx")
+
+
+class _MissingState(HmpxError, KeyError):
+    """A KeyError, too, as the optimizer's own step raises one."""
+
+
 Tensor = torch.Tensor
 
 
@@ -197,7 +203,10 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 if count is not None:  # the optimizer's own step raises the same error
-                    raise KeyError(f"{key}: parameter {segment.name!r} has a count of steps, and not this state")
+                    raise _MissingState(
+                        f"{key}: parameter {segment.name!r} has a count of steps, and not this state: load all of "
+                        "it, or none, by load_state_dict"
+                    )
                 new.update(form.zeros(p).entries(key))
         return Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new)
 

@@ -11,6 +11,7 @@ references to the room and to all that stands are counted after each step.
 
 from __future__ import annotations
 
+import logging
 import sys
 from array import array
 from collections import Counter, defaultdict
@@ -37,7 +38,7 @@ from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import is_scaled
 from hmpx.updates.stepping.plan import Gradients, Guards, is_parameter, is_seen
 from hmpx.updates.stepping.shadow import Gradient, Shadow, ShownState
-from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, need
+from hmpx.updates.stepping.standing_states import StandingFingerprint, StandingStates, Unfit, are_equal, need
 from hmpx.updates.stepping.step_call import (
     ShownParameters,
     StepCall,
@@ -56,7 +57,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 BF16, FP32 = torch.bfloat16, torch.float32
 _uses_of, _references_of = private("torch._C._storage_Use_Count"), private("torch.Tensor._use_count")
-_TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
+logger = logging.getLogger("hmpx")
 _STAYS = 128 << 20  # bytes: so large a room keeps its memory on a CPU, where fresh pages can take longer than the step
 
 
@@ -70,8 +71,12 @@ class Standing(Chunk):
     def __init__(self, optimizer: Optimizer, segments: list[Segment], stores: Stores) -> None:
         super().__init__(optimizer, segments, None)
         self.is_in_room = True
-        need(KEPT_STEPS.is_on() and KEPT_SHADOWS.is_on() and segments and not is_scaled(optimizer))
-        need(type(optimizer.state) is defaultdict and len(list(nested(optimizer))) == 1)
+        need(
+            KEPT_STEPS.is_on() and KEPT_SHADOWS.is_on() and segments, "no BF16 parameters, or this torch keeps no plans"
+        )
+        need(not is_scaled(optimizer), "its gradients are scaled")
+        need(type(optimizer.state) is defaultdict, "its `state` is no defaultdict")
+        need(len(list(nested(optimizer))) == 1, "it holds another optimizer")
         self._state, self._params = optimizer.state, [segment.param for segment in segments]
         self._kernels = kernels_for(self._params[0])
         self._look_at_parameters(optimizer)
@@ -81,7 +86,10 @@ class Standing(Chunk):
         grads = [self._piece(Gradient(segment.param), segment, "") for segment in segments]
         self._of_states = StandingStates(self._state, segments, self._piece, weight_keys(optimizer))
         moved = [*weights, *self._of_states.pieces]
-        need(all([piece.kernels(local(piece.held.tensor)) is self._kernels for piece in moved]))
+        need(
+            all([piece.kernels(local(piece.held.tensor)) is self._kernels for piece in moved]),
+            "no kernel moves its weights or state",
+        )
         held = [*self._of_states.held, *chain.from_iterable(store.beside for store in made)]
         self._fingerprint = StandingFingerprint(optimizer, self._params, held, bool(self._of_states.copies))
         room = torch.empty(self.size, dtype=FP32, device=self.device)
@@ -98,17 +106,22 @@ class Standing(Chunk):
 
     def _look_at_parameters(self, optimizer: Optimizer) -> None:
         params, device, dtypes = self._params, self.device, set[torch.dtype]()
-        need(self._kernels is not None and all(map(is_parameter, parameters(optimizer))))
+        need(self._kernels is not None, "no kernel reads its parameters")
+        need(all(map(is_parameter, parameters(optimizer))), "it has tensors that are no parameters")
         for p, segment in zip(params, self.segments, strict=True):
-            need(type(p) in PLAIN and p.device == device and p.is_contiguous() and segment.box is None)
-            need(0 < p.numel() < 2**32 and p.data_ptr())
+            need(type(p) in PLAIN and segment.box is None, "a parameter is sharded, or of a class of its own")
+            need(p.device == device and p.is_contiguous(), "a parameter is on another device, or not contiguous")
+            need(0 < p.numel() < 2**32 and p.data_ptr(), "a parameter is empty, or has no memory, or too many elements")
             grad = p.grad
             if grad is not None:
-                need(is_seen(grad) and grad.is_contiguous() and not grad.is_inference())
+                need(
+                    is_seen(grad) and grad.is_contiguous() and not grad.is_inference(),
+                    "a gradient is no plain dense tensor",
+                )
             dtypes.add((getattr(p, "grad_dtype", None) or BF16) if grad is None else grad.dtype)
-        need(dtypes in ({BF16}, {FP32}))
+        need(dtypes in ({BF16}, {FP32}), "its gradients are in several dtypes")
         self._is_wide = FP32 in dtypes
-        need(not self._is_wide or all([p.grad is not None for p in params]))
+        need(not self._is_wide or all([p.grad is not None for p in params]), "some FP32 gradients are None")
 
     def _piece(self, held: Held, segment: Segment, name: str) -> Piece:
         piece = Piece(held, segment, name, self.size)
@@ -265,14 +278,14 @@ class Standing(Chunk):
         assert before is not None
         if self._in_c:
             return not self._of_weights.differing(before.data_ptr(), self._weights_at)
-        return _are_equal(self._params, before.view(BF16).split([p.numel() for p in self._params]))
+        return are_equal(self._params, before.view(BF16).split([p.numel() for p in self._params]))
 
     def _written_gradients(self) -> list[int]:
         """Return the indices of shown gradients whose values have changed: `.data` writes without a new version."""
         if self._in_c:
             return self._of_grads.differing(self._room.data_ptr(), self._found.addresses, widened=not self._is_wide)
-        are_equal = _are_equal(self._xs, [grad.float() for grad in self._found.tensors])
-        return [] if are_equal else [*range(len(self._xs))]
+        as_shown = are_equal(self._xs, [grad.float() for grad in self._found.tensors])
+        return [] if as_shown else [*range(len(self._xs))]
 
     def _has_grads_as_shown(self) -> bool:
         """Whether the shadows have the very gradients that they were shown, whatever their values are."""
@@ -423,26 +436,13 @@ def _after_each_other(sizes: array[int]) -> array[int]:
     return array("Q", [0, *accumulate(sizes[:-1])])
 
 
-def _are_equal(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether these have the same bits, by few launches."""
-    number = {2: torch.int16, 4: torch.int32}[tensors[0].element_size()]
-    begin, size = 0, 0
-    for end, each in enumerate(tensors, 1):
-        size += each.numel()
-        if size >= _TOGETHER or end == len(tensors):
-            both = [torch.cat([x.detach().reshape(-1) for x in of[begin:end]]).view(number) for of in (tensors, before)]
-            if not torch.equal(*both):
-                return False
-            begin, size = end, 0
-    return True
-
-
 def standing_or_none(optimizer: Optimizer, segments: list[Segment], stores: Stores) -> Standing | None:
-    """Return the plan of the next step; None if there can be none."""
+    """Return the plan of the next step; None if there can be none, for a reason that is logged."""
     try:
         with torch.no_grad():
             made = Standing(optimizer, segments, stores)
             made.finish()
             return made
-    except Unfit:
+    except Unfit as reason:
+        logger.debug("%s: the next step is planned anew, as %s", type(optimizer).__name__, reason)
         return None

@@ -27,16 +27,21 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 FP32 = torch.float32
+_TOGETHER = 1 << 24  # elements that are compared at once on an accelerator
 _PLAIN_VALUES = frozenset({int, float, bool, str, type(None)})
 
 
 class Unfit(Exception):
-    """An optimizer that cannot have such a plan as it is now."""
+    """An optimizer that cannot have such a plan as it is now, and why."""
 
 
-def need(condition: object) -> None:
+def need(condition: object, otherwise: str) -> None:
+    """
+    Raises:
+        Unfit: the condition does not hold; `otherwise` says what is there in its place.
+    """
     if not condition:
-        raise Unfit
+        raise Unfit(otherwise)
 
 
 def chosen(of: Sequence[bool]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -84,7 +89,10 @@ class StandingFingerprint(Fingerprint):
         values = values_of(self._dicts)
         if self._has_copies:
             return all(map(is_, values, self.values))
-        self.values, self._replaceable = values, self._tensors_of(values)  # the guards see a value of another class
+        self.values, self._replaceable = (
+            values,
+            self._tensors_of(values),
+        )  # no `is`: `Guards` compares class, dtype and shape
         return list(map(type, self._others_of(values))) == self._types
 
     def take(self) -> bool:
@@ -135,7 +143,7 @@ class StandingStates:
         self._states, self._place, self.weight_keys = states, place, weight_keys
         self.own = {each.param: state for each in segments if (state := states.get(each.param)) is not None}
         self._others = len(states) - len(self.own)
-        need(are_same(list(states)[self._others :], self.own))
+        need(are_same(list(states)[self._others :], self.own), "its states are in another order than its parameters")
         self.pieces, self.held = list[Piece](), list[Tensor]()
         self.given, is_copy, names = list[dict[str, Any]](), list[bool](), list[str]()
         for segment in segments:
@@ -154,7 +162,11 @@ class StandingStates:
     def _itself(self, own: Any, segment: Segment) -> dict[str, Any]:
         _refuse_odd(own)
         laid = [v for v in own.values() if isinstance(v, Tensor) and v.shape == segment.param.shape]
-        need(not any(map(is_bf16, own.values())) and not is_coded(own) and all([v.is_contiguous() for v in laid]))
+        need(
+            not any(map(is_bf16, own.values())) and not is_coded(own),
+            "state that is FP32 by its form is held otherwise",
+        )
+        need(all([v.is_contiguous() for v in laid]), "a state tensor is not contiguous")
         return own
 
     def _copies_of(self, own: Any, segment: Segment) -> dict[str, Any]:
@@ -163,18 +175,24 @@ class StandingStates:
         for key, held in held_states(own, segment.param).items():
             is_held, name = isinstance(held, HeldState), f"{segment.name}.{key}"
             shown[key] = value = held.tensor if is_held else held
-            need(not is_held or type(held) in (HeldTensor, HeldCodes))
+            need(not is_held or type(held) in (HeldTensor, HeldCodes), f"{key!r} is held in another way than whole")
             if isinstance(held, HeldCodes):
-                need(held.code.is_stable)  # others are compared with what was held, before they are rounded again
+                need(
+                    held.code.is_stable, f"{key!r} is in a code that rounds again what it has rounded"
+                )  # others are compared with what was held, before they are rounded again
                 self.held += held.tensor, held.scales
             elif is_bf16(value):
-                need(value.dim() and value.is_contiguous() and not in_codes)
+                need(
+                    value.dim() and value.is_contiguous() and not in_codes,
+                    f"{key!r} is a BF16 scalar, or not contiguous",
+                )
                 self.held.append(value)
             else:  # shown itself: a count or a mask, a moment that codes leave in FP32, weights
                 need(
                     not is_moment(value)
                     or (in_codes and not is_held)
-                    or (key in self.weight_keys and value.is_contiguous())
+                    or (key in self.weight_keys and value.is_contiguous()),
+                    f"{key!r} is an FP32 moment beside BF16 state",
                 )
                 continue
             # Factored moments are pieces of their own shape
@@ -262,10 +280,13 @@ class StandingStates:
 
 
 def _refuse_odd(own: Any) -> None:
-    need(type(own) is dict and all([type(key) is str for key in own]))
+    need(type(own) is dict and all([type(key) is str for key in own]), "a state is no dict of names")
     for value in own.values():
         is_tensor = isinstance(value, Tensor)
-        need(is_seen(value) and not value.requires_grad if is_tensor else type(value) in _PLAIN_VALUES)
+        need(
+            is_seen(value) and not value.requires_grad if is_tensor else type(value) in _PLAIN_VALUES,
+            f"a state holds a {type(value).__name__}",
+        )
 
 
 def _fits(now: Any, shown: Tensor, room: Tensor) -> bool:
@@ -281,3 +302,17 @@ def _may_stand_for(now: Any, before: Any) -> bool:
         return type(now) is type(before)
     is_like = now.dtype is before.dtype and now.device == before.device and not now.requires_grad
     return is_like and not now.dim() and not before.dim()
+
+
+def are_equal(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether these have the same bits, by few launches."""
+    number = {2: torch.int16, 4: torch.int32}[tensors[0].element_size()]
+    begin, size = 0, 0
+    for end, each in enumerate(tensors, 1):
+        size += each.numel()
+        if size >= _TOGETHER or end == len(tensors):
+            both = [torch.cat([x.detach().reshape(-1) for x in of[begin:end]]).view(number) for of in (tensors, before)]
+            if not torch.equal(*both):
+                return False
+            begin, size = end, 0
+    return True

@@ -162,7 +162,7 @@ class WeightUpdates:
         """Return the plan of the next step."""
         if not is_whole:
             return plan if plan.keep(optimizer) else None
-        # To make a plan that is never used takes as long as a step: one is made after 1, 2, 4 ... 64 steps
+        # To make a plan that is never used takes as long as a step: made at misses 1, 2, 4 ... 64, then at each 64th
         self._misses += 1
         if self._misses & (self._misses - 1) and self._misses % 64:
             return None
