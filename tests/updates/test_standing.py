@@ -368,4 +368,5 @@ def test_why_a_step_is_planned_anew_is_logged(caplog):
         for weight in weights:
             weight.grad = torch.randn(4, 6).to(BF16)
         optimizer.step()
+        hmpx.detach(optimizer)
     assert "Adam: the next step is planned anew, as a parameter is on another device, or not contiguous" in caplog.text
