@@ -127,7 +127,7 @@ def open_regions() -> list[Region]:
 
 
 def acts() -> bool | None:
-    """Whether ops called from here, now, are cast; None: only those of a model are.
+    """Return whether ops called from here, now, are cast; None: only those of a model are.
 
     A hook that runs in a backward pass is no part of the model: there the default is None in place of True.
     """
@@ -140,12 +140,12 @@ def acts() -> bool | None:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
+    """Return whether autograd runs a backward pass in this thread."""
     return not is_dynamo_compiling() and graph_task() != -1
 
 
 def casts_on() -> bool:
-    """Whether torch is converted and ops called from this thread, now, are cast."""
+    """Return whether torch is converted and ops called from this thread, now, are cast."""
     return state.converted and acts() is not False
 
 

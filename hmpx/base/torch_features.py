@@ -68,7 +68,7 @@ class Feature:
         return [path for path, name in self.names.items() if name.stand_in is _NOTHING and not exists(path)]
 
     def is_on(self) -> bool:
-        """Whether torch has what this needs; the first time that it has not, a warning says so."""
+        """Return whether torch has what this needs; the first time that it has not, a warning says so."""
         if self.missing and not self._said:
             self._said = True
             logger.warning("hmpx: %s", self.sentence())
@@ -120,7 +120,7 @@ def find(path: str) -> Any:
 
 
 def exists(path: str) -> bool:
-    """Whether torch has a name."""
+    """Return whether torch has a name."""
     module, mentioned, word = path.partition(":")
     owner, of_object, attribute = path.partition("().")
     if not (mentioned or of_object):
@@ -134,7 +134,7 @@ def exists(path: str) -> bool:
 
 
 def _shows(cls: type, attribute: str) -> bool:
-    """Whether a class shows that its objects have an attribute: annotated, as a string, or as `self.X` in a method."""
+    """Return whether a class shows that its objects have an attribute: an annotation, a string, or `self.X`."""
     codes = [each.__code__ for each in vars(cls).values() if isinstance(each, types.FunctionType)]
     if attribute in inspect.get_annotations(cls) or any(attribute in code.co_consts for code in codes):
         return True

@@ -346,12 +346,12 @@ version_of, base_of = private("torch.Tensor._version").__get__, private("torch.T
 
 
 def has(path: str) -> bool:
-    """Whether torch has a listed name."""
+    """Return whether torch has a listed name."""
     return path in _BY_PATH and exists(path)
 
 
 def lacks(path: str) -> bool:
-    """Whether torch has not a name that is listed, which is then said if a feature is off because of it."""
+    """Return whether torch has not a name that is listed, which is then said if a feature is off because of it."""
     if path not in _BY_PATH or exists(path):
         return False
     _BY_PATH[path].is_on()

@@ -350,7 +350,7 @@ def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.
 
 
 def _are_of_compiled(losses: Sequence[torch.Tensor]) -> bool:
-    """Whether a function that torch.compile has made is among those that autograd will run, or the first of them."""
+    """Return whether autograd will run a function that torch.compile has made."""
     waiting, seen = [each.grad_fn for each in losses], set[Any]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()

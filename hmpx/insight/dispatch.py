@@ -294,12 +294,12 @@ def _viewed(numbers: Callable[[], Tensor | None], op: OpCall, at: int) -> Callab
 
 
 def is_of_hook(frame: FrameType) -> bool:
-    """Whether a frame below the dispatcher is Python of a program, and not the line that runs autograd's engine."""
+    """Return whether a frame below the dispatcher is Python of a program, and does not run autograd's engine."""
     return not own_frame(frame).f_code.co_filename.endswith(_ENGINE)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the values can be read: the tensor is strided and not on meta, and no CUDA graph is being captured.
+    """Return whether the values can be read: a strided tensor, not on meta, and no CUDA graph is being captured.
 
     A subclass without a `__torch_dispatch__` of its own holds its values as a plain tensor does.
     """
@@ -339,7 +339,7 @@ def note_trouble(trouble: list[str], error: Exception) -> None:
 
 
 def in_autocast(tensor: Tensor) -> bool:
-    """Whether an op was called where torch.autocast casts on a tensor's device, before a mode has seen it.
+    """Return whether an op was called where torch.autocast casts on a tensor's device, before a mode has seen it.
 
     Below the dispatcher autocast is off, and the depth of regions counts those that are off.
     """

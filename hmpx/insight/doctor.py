@@ -61,7 +61,7 @@ class Diagnosis(Report):
 
     @property
     def wrong(self) -> bool:
-        """Return whether something harms the training."""
+        """Whether something harms the training."""
         return any(each.wrong for each in self.findings)
 
     @property

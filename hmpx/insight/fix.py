@@ -50,7 +50,7 @@ class Script:
         self.autocast = dtypes.autocast_dtype(capture.notes)
 
     def is_plain(self, name: str) -> bool:
-        """Whether a rule for a module of this name is for that one alone, and legal where each optimizer is made."""
+        """Return whether a rule of this name is for one module alone, and legal where each optimizer is made."""
         having = {model for model, names in self.modules.items() if name in names}
         return len(having) == 1 and all(having & {*models} for models in self._capture.models.values())
 

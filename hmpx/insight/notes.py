@@ -210,7 +210,7 @@ class OpCall:
         return next((each for each in written if each.numel() and not is_finite(each)), None)
 
     def is_called_from(self, *names: str) -> bool:
-        """Whether one of the nearest frames has such a function's name, or is in a file whose path ends so."""
+        """Return whether one of the nearest frames has such a function's name, or is in a file whose path ends so."""
         near = itertools.islice(frames(self.frame), 4)  # Dynamo, once imported, adds frames around the mode's
         return any(each.f_code.co_name in names or each.f_code.co_filename.endswith(names) for each in near)
 
@@ -397,7 +397,7 @@ class Notes:
             self.note_line("loss", BACKWARD, frame, place=made, is_of_forward=made is not None)
 
     def are_weights(self, addresses: set[int]) -> bool:
-        """Whether the memory that begins at one of these addresses holds weights."""
+        """Return whether the memory that begins at one of these addresses holds weights."""
         return any(addresses & known for known in self.leaves.values())
 
     @property

@@ -63,7 +63,7 @@ def held_here(tensor: Tensor) -> Tensor:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether the storage is as large as the tensor. FSDP2 frees that of a whole parameter: to read it is a SIGSEGV."""
+    """Return whether the storage is as large as the tensor: FSDP2 frees that of whole ones, and to read it crashes."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.numel():
         return True
     if tensor.is_contiguous():

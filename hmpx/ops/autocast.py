@@ -83,7 +83,7 @@ _SET_DTYPE = tuple(f"set_{name.removeprefix('get_')}" for name in _GET_DTYPE)
 
 
 def _governs() -> bool:
-    """Whether hmpx, and not torch, runs a `torch.autocast` region that opens here."""
+    """Return whether hmpx, and not torch, runs a `torch.autocast` region that opens here."""
     return process_state.converted and (region_state.acts() is not False or region_state.innermost().island)
 
 
@@ -94,7 +94,7 @@ def _is_for_a_model(frame: FrameType) -> bool:
 
 
 def in_enabled_region() -> bool:
-    """Whether an enabled `torch.autocast` region is open here."""
+    """Return whether an enabled `torch.autocast` region is open here."""
     return any(isinstance(each.owner, torch.autocast) and not each.island for each in region_state.open_regions())
 
 
@@ -380,7 +380,7 @@ def questions(switch: Switch, policies: Policies) -> Iterator[Patch]:
 
 
 def casts_here() -> bool:
-    """Whether an op that the asking code calls now is cast."""
+    """Return whether an op that the asking code calls now is cast."""
     acts = region_state.acts()
     if acts is not None or is_dynamo_compiling():
         return acts is not False and process_state.converted

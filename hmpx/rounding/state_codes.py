@@ -233,7 +233,7 @@ def _code_of(key: str) -> StateCode | None:
 
 
 def is_coded(state: Any) -> TypeGuard[dict]:
-    """Whether some of a parameter's state is in codes of a few bits."""
+    """Return whether some of a parameter's state is in codes of a few bits."""
     if isinstance(state, dict):
         for key in state:  # a loop, as every step asks this of every parameter
             if code_of(key) is not None:

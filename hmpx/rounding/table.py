@@ -54,7 +54,7 @@ class RowLayout(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Return whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
+        """Whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
         return self.width >= self.size and (self.row % _CODES == 0 or self.size <= self.row)
 
     def words(self, lie: int) -> tuple[int, ...]:

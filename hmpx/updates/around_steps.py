@@ -84,7 +84,7 @@ def _exact(function: Callable) -> Callable:
 
 
 def _is_known(gradient: Any) -> bool:
-    """Whether the norm of a gradient can be taken in FP64: Apple's GPUs have none."""
+    """Return whether the norm of a gradient can be taken in FP64: Apple's GPUs have none."""
     known = isinstance(gradient, Tensor) and gradient.dtype in _DTYPES and gradient.layout is torch.strided
     is_partial = known and is_sharded(gradient) and any(placement.is_partial() for placement in gradient.placements)
     return known and not is_partial and gradient.device.type != "mps"

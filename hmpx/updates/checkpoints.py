@@ -217,7 +217,7 @@ class Checkpoints:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor, stateless: bool) -> bool:
-    """Whether a save has the masters of a parameter without state: if none has state, or they differ from the weights.
+    """Return whether a save has masters of parameters without state: if none has state, or they are not the weights.
 
     A distributed load reads only what its target would save, and the target's masters equal its weights before the
     load. Shards are not compared, since ranks must agree on what they save.

@@ -175,7 +175,7 @@ def settings_of(params: Iterable[Parameter]) -> Settings | None:
 
 
 def are_of_claimed(gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether one of these is the gradient of a parameter that an attached optimizer has."""
+    """Return whether one of these is the gradient of a parameter that an attached optimizer has."""
     if torch.compiler.is_compiling():  # which knows no identities
         return bool(_claimed)
     given = set(map(id, gradients))
@@ -261,7 +261,7 @@ def _refusing(method: Callable) -> Callable:
 
 
 def _sums_low(module: Any) -> bool:
-    """Whether this module, without modules inside it, adds up gradients of `_summed` parameters in BF16."""
+    """Return whether this module, without modules inside it, adds up gradients of `_summed` parameters in BF16."""
     held = shards_of(module)
     return any(each.sharded_param in _summed and each.mp_policy.reduce_dtype is not torch.float32 for each in held)
 

@@ -76,7 +76,7 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
 
 
 def takes_hooks(optimizer: Optimizer, register: str = "register_step_pre_hook") -> bool:
-    """Whether hooks can be put on an optimizer: one that wraps another may never have run `Optimizer.__init__`."""
+    """Return whether an optimizer takes hooks: one that wraps another may never have run `Optimizer.__init__`."""
     try:
         getattr(optimizer, register)(lambda *_: None).remove()
     except AttributeError:

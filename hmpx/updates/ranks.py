@@ -46,7 +46,7 @@ _met: weakref.ref | None = None  # the process group that it belongs to
 
 
 def in_job() -> bool:
-    """Whether this process is a rank, perhaps the only one."""
+    """Return whether this process is a rank, perhaps the only one."""
     return dist.is_available() and dist.is_initialized()
 
 

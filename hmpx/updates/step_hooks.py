@@ -165,7 +165,7 @@ never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Whether hmpx has nothing to do with the weights and the state of an optimizer that is not attached."""
+    """Return whether hmpx has nothing to do with the weights and the state of an optimizer that is not attached."""
     is_ours = has_bf16(optimizer) or inside_zero(optimizer) is not None
     return not is_ours and not step_count.stored(optimizer)
 

@@ -337,7 +337,7 @@ def _fixed_by(check: Check, notes: Notes, op: OpCall, site: NotedSite) -> str:
 
 
 def _is_scripted(op: OpCall, name: str) -> bool:
-    """Whether scripted code has called an op, which no list reaches: a module, or a function that the line may call."""
+    """Return whether scripted code, which no list reaches, has called an op: a module, or a function of the line."""
     frames = [*op.inner_frames(), *filter(None, [users_frame(op.frame)])]
     if any(isinstance(each.f_locals.get("self"), torch.jit.ScriptModule) for each in frames):
         return True

@@ -65,7 +65,7 @@ def _precision(out: torch.Tensor) -> str:
 
 
 def are_low_by_hand(notes: Notes) -> bool:
-    """Whether the program itself, without torch.autocast, computes products in low precision."""
+    """Return whether the program itself, without torch.autocast, computes products in low precision."""
     sites = notes.sites("product in low")
     return bool(sites) and not any(site.numbers["autocast"] for site in sites)
 

@@ -72,7 +72,7 @@ class Moves(NamedTuple):
         return self.noise**0.5 / self.size if self.size else 0.0
 
     def is_below(self, limit: float) -> bool:
-        """Whether *kept* is below the limit: by three errors; or by one, if three are less than from the limit to 1.
+        """Return whether *kept* is below the limit by three errors, or by one if three do not fit between it and 1.
 
         Or it is below, and fewer elements have moved than that share of those that should have, by three deviations.
         """

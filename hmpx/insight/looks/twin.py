@@ -216,7 +216,7 @@ class Twin:
 
 
 def _by_rows(grad: Tensor) -> bool:
-    """Whether a gradient touches only some rows of a table: it is sparse, or a matrix that is mostly zero."""
+    """Return whether a gradient touches only some rows of a table: it is sparse, or a matrix that is mostly zero."""
     if grad.is_sparse or grad.dim() != 2 or type(grad) not in PLAIN:
         return grad.is_sparse
     part = sample(grad)
@@ -239,7 +239,7 @@ def _read(optimizer: Optimizer, p: Parameter) -> dict[str, Any]:
 
 
 def is_rounded(optimizer: Optimizer, p: Parameter) -> bool:
-    """Whether a step rounds a weight, or what the optimizer itself keeps of it, to low precision."""
+    """Return whether a step rounds a weight, or what the optimizer itself keeps of it, to low precision."""
     if p.dtype in LOW or own_attachment(optimizer) is not None:
         return p.dtype in LOW
     state = (optimizer.state.get(p) or {}).values()

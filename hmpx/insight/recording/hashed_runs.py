@@ -155,7 +155,7 @@ class Iteration:
         return [CallPair(a, b, (self._beside(a or b), other._beside(b or a))) for a, b in every]
 
     def _is_alone(self, call: HashedCall, other: Iteration) -> bool:
-        """Whether the runs part at a call that the other run has not, or at an input whose reader it has."""
+        """Return whether the runs part at a call that the other run has not, or at an input whose reader it has."""
         if call.stage != "input":
             twin = other._by_key.get(self._keys[id(call)])
             return twin is None or self._values.issuperset(twin.given)  # or else what differs is before that
@@ -188,7 +188,7 @@ def _whole(gradients: Iterable[HashedCall]) -> dict[str, HashedCall]:
 
 
 def is_hashes(path: str) -> bool:
-    """Whether a file, or those of ranks, hold what `record --hash` has saved."""
+    """Return whether a file, or those of ranks, hold what `record --hash` has saved."""
     try:
         return any(f'"{SCHEMA}"' in each.read_text(encoding="utf-8")[:200] for each in _files(path))
     except (OSError, UnicodeDecodeError):

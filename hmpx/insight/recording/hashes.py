@@ -289,7 +289,7 @@ def _settings(value: Any) -> Iterator[str]:
 
 
 def _is_random(op: OpCall) -> bool:
-    """Whether an op draws random numbers: attention does so if it drops some."""
+    """Return whether an op draws random numbers: attention does so if it drops some."""
     arguments = op.func._schema.arguments if op.schema.is_random else ()
     at = next((i for i, each in enumerate(arguments) if each.name == "dropout_p"), None)
     share = None if at is None else op.args[at] if at < len(op.args) else op.kwargs.get("dropout_p", 0.0)
@@ -297,7 +297,7 @@ def _is_random(op: OpCall) -> bool:
 
 
 def _is_traffic(op: OpCall) -> bool:
-    """Whether an op moves numbers between ranks, or packs and unpacks what is moved."""
+    """Return whether an op moves numbers between ranks, or packs and unpacks what is moved."""
     near = itertools.islice(frames(op.frame), 3)  # Dynamo, if it was imported, stands around a mode's function
     return (
         "c10d" in op.schema.space

@@ -131,12 +131,12 @@ def by_site(compute_of: Callable[[RunSite], Compute]) -> Compute:
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass is running: a checkpoint then repeats calls of the forward pass."""
+    """Return whether a backward pass is running: a checkpoint then repeats calls of the forward pass."""
     return graph_task() != -1
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms the call: a tensor then stands for several, and cannot be read."""
+    """Return whether torch.func transforms the call: a tensor then stands for several, and cannot be read."""
     return in_torch_func() is not None
 
 

@@ -283,7 +283,7 @@ def _verdict(found: Comparison) -> Iterator[str]:
 
 
 def _is_of_part(found: Comparison) -> bool:
-    """Whether it is one parameter alone that breaks the training."""
+    """Return whether it is one parameter alone that breaks the training."""
     return found.felt >= BROKEN > largest_of(found.gradient_error, 0)
 
 

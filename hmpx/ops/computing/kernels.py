@@ -203,7 +203,7 @@ def asked_of(frame: types.FrameType) -> torch.dtype | None:
 
 
 def is_of_fp32_kernel(frame: types.FrameType) -> bool:
-    """Whether an op that this frame calls is one of those by which an FP32 kernel widens, computes and rounds."""
+    """Return whether this frame calls an op by which an FP32 kernel widens, computes or rounds."""
     return any(_computing_near(frame))
 
 

@@ -328,7 +328,7 @@ def _cast_back(value: Any, dtype: torch.dtype, what: str) -> Tensor:
 
 @functools.cache
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether another dtype holds all codes, or all scales."""
+    """Return whether another dtype holds all codes, or all scales."""
     if other.is_complex:
         return False
     some = range(256) if dtype is torch.uint8 else (1.0078125, 2.0**-126, 3e38, -1.5)

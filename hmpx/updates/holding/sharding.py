@@ -96,7 +96,7 @@ def widened() -> str:
 
 
 def is_shell(tensor: Tensor) -> bool:
-    """Whether this rank's part is a shell around other tensors: of a class of its own, and without memory."""
+    """Return whether this rank's part is a shell around other tensors: of a class of its own, and without memory."""
     part = local(tensor)
     if type(part) in PLAIN or isinstance(part, FakeTensor):
         return False
@@ -146,7 +146,7 @@ def like(param: Tensor, held: Tensor, shape: torch.Size | None = None, cut: int 
 
 
 def is_cut_from(tensor: Tensor, dim: int) -> bool:
-    """Whether ranks hold parts of a tensor along this dimension, or along one after it."""
+    """Return whether ranks hold parts of a tensor along this dimension, or along one after it."""
     if not is_sharded(tensor):
         return False
     mesh = tensor.device_mesh

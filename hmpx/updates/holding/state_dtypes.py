@@ -156,7 +156,7 @@ def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -
 
 
 def has_fp32_state(optimizer: optim.Optimizer) -> bool:
-    """Whether BF16 parameters have FP32 state or codes, which torch's own step cannot use."""
+    """Return whether BF16 parameters have FP32 state or codes, which torch's own step cannot use."""
     if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
         return False
     params = [p for _, p in with_groups(optimizer) if p.dtype is BF16 and isinstance(optimizer.state.get(p), dict)]
@@ -183,14 +183,14 @@ def _scalar_moments(optimizer: optim.Optimizer, p: Parameter) -> list[str]:
 
 
 def _holds(value: Any, dtype: torch.dtype) -> bool:
-    """Whether a state value, or an item of a list, is a tensor of `dtype`. An FP32 count of steps is not meant."""
+    """Return whether a state value, or an item of a list, is a tensor of `dtype`, but for FP32 counts of steps."""
     if isinstance(value, list):
         return any(_holds(item, dtype) for item in value)
     return _is_dense(value) and value.dtype is dtype and (dtype is BF16 or not is_single(value))
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether a value is a plain tensor or a DTensor. Another class may hold its values in eight bits."""
+    """Return whether a value is a plain tensor or a DTensor. Another class may hold its values in eight bits."""
     return type(value) is Tensor or isinstance(value, FakeTensor) or is_sharded(value)
 
 
@@ -206,18 +206,18 @@ def keeps_bf16(optimizer: optim.Optimizer) -> None:
 
 
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
-    """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
+    """Return whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
     others = (v for v in state.values() if _is_dense(v) and v.dtype is FP32)
     return optimizer in _keeping_bf16 or not all(map(is_single, others))
 
 
 def is_moment(value: Any) -> bool:
-    """Whether a state value is a strided FP32 or BF16 tensor of several elements: held in `state_dtype`."""
+    """Return whether a state value is a strided FP32 or BF16 tensor of several elements: held in `state_dtype`."""
     return _is_dense(value) and value.dtype in (BF16, FP32) and not is_single(value) and value.layout is torch.strided
 
 
 def is_single(tensor: Tensor) -> bool:
-    """Whether a tensor has one element. In state it may be a count: it is held as it is, whatever the parameter is."""
+    """Return whether a tensor has one element. In state it may be a count, and is held as it is."""
     return tensor.numel() == 1
 
 

@@ -221,7 +221,7 @@ def written(
 
 
 def _is_kept(held: HeldState, value: Tensor) -> bool:
-    """Whether a step has left the held numbers (it had no gradient), and to round them again would change them."""
+    """Return whether a step (without a gradient) has left the held numbers, and rounding again would change them."""
     if not isinstance(held, HeldCodes) or held.code.is_stable or not shows_values(held.tensor):
         return False
     before = held.whole()

@@ -232,7 +232,7 @@ class Chunk:
         self._is_plain = all([state.shown is None or len(state.same) == len(state.shown) for _, state in copied])
 
     def _is_as_shown(self, left: list[Any]) -> bool:
-        """Whether the step has left the very tensors that it was shown. Most steps do, and then no state moves."""
+        """Return whether the step has left the very tensors that it was shown: most do, and then no state moves."""
         if not self._is_known or not self._is_plain or not all(map(is_, left, self._own)):
             return False
         values = values_of(self._copies)
@@ -390,7 +390,7 @@ class Chunk:
         return [states.pop(q, None) for q in self._qs]
 
     def can_be_kept(self, *, is_new: bool = False) -> bool:
-        """Whether it can be stepped again: the last step has left all state in the tensors that it was shown.
+        """Return whether it can be stepped again: the last step has left all state in the tensors that it was shown.
 
         is_new: whether this was the first step. Before later ones, a fingerprint compares the parameters' state.
         """

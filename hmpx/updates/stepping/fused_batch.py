@@ -82,7 +82,7 @@ def fused_batches(
 
 
 def _is_stepped_by(formula: Formula, group: dict, segment: Segment, grad: Tensor, state: dict) -> bool:
-    """Whether the formula steps this parameter. If not, the optimizer's own step does, or raises.
+    """Return whether the formula steps this parameter. If not, the optimizer's own step does, or raises.
 
     Raises:
         HmpxError: a state tensor has a dtype that no step gives it.
@@ -96,7 +96,7 @@ def _is_stepped_by(formula: Formula, group: dict, segment: Segment, grad: Tensor
 
 
 def _can_be_by_kernel(formula: Formula, segment: Segment, grad: Tensor, state: dict) -> bool:
-    """Whether a kernel can step this parameter as it is held."""
+    """Return whether a kernel can step this parameter as it is held."""
     if segment.first is None or segment.first + segment.count > 2**32:
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel knows this way to hold weights
@@ -211,7 +211,7 @@ class FusedBatch:
         return Taken(segment, context.indices[p], at, keys, by_own_keys({**state, **new}), new)
 
     def fits(self, groups: list[dict]) -> bool:
-        """Whether the options of all groups still ask for this kernel and for the same state tensors."""
+        """Return whether the options of all groups still ask for this kernel and for the same state tensors."""
         for each in self._firsts:
             options = groups[each.group]
             if not self._formula.supports(options, each.known) or self._formula.states(options) != each.keys:

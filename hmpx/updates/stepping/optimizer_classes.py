@@ -67,7 +67,7 @@ _OF_MATRICES = re.compile(r"(?i:muon|shampoo|scion)|soap\b|Soap|SOAP")  # not Is
 
 
 def wants_bf16(optimizer: Optimizer) -> bool:
-    """Whether the class, or one that it derives from, is called Muon, SCION, SOAP or Shampoo: they want BF16 for codes.
+    """Return whether the class, or a base of it, is called Muon, SCION, SOAP or Shampoo: they want BF16 for codes.
 
     Muon brings all singular values of its momentum to one size, the small ones with the noise of 8 bits, which costs
     loss (figures: ``examples/bench/README.md``). One BF16 tensor takes as many bytes as two in 8 bits, which Adam has.
@@ -79,7 +79,7 @@ def wants_bf16(optimizer: Optimizer) -> bool:
 
 
 def by_memory(*optimizers: Optimizer) -> bool:
-    """Whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
+    """Return whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
 
     It then gets weight, gradient and state in one layout. Any other step gets each in its own layout, so that sums over
     an element's neighbours come out as in a plain step.
@@ -108,7 +108,7 @@ class Formula:
     tensors_alone: ClassVar[bool] = True
 
     def supports(self, group: dict, state: State) -> bool:
-        """Whether the kernel supports these options."""
+        """Return whether the kernel supports these options."""
         return not any(map(group.get, OWN))
 
     def states(self, group: dict) -> tuple[str | None, ...]:
@@ -267,7 +267,7 @@ def chosen(optimizer: Optimizer, fused: bool | None) -> Formula | None:
 
 
 def is_scaled(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler leaves the unscaling to torch's own kernels: it then sets these attributes.
+    """Return whether a GradScaler leaves the unscaling to torch's own kernels: it then sets these attributes.
 
     It does so where the class says that it can; another class's attributes of these names are its own.
     """
@@ -307,12 +307,12 @@ def own_step(cls: type[Optimizer]) -> Callable:
 
 
 def is_watched(step: Any) -> bool:
-    """Whether hmpx stands around this function."""
+    """Return whether hmpx stands around this function."""
     return hasattr(step, "__hmpx_original__") and _publisher(step) == "hmpx"
 
 
 def is_own(cls: type[Optimizer], method: Callable | None = None) -> bool:
-    """Whether the step of a class, or `method`, is the one that came with it, with all that it calls in its module."""
+    """Return whether the step of a class, or `method`, came with it, with all that it calls in its module."""
     known = _known.get(cls)
     if known is None or cls.step is not known[0] or not all([held.get(name) is v for held, name, v in known[2]]):
         step = own_step(cls)

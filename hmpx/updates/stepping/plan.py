@@ -57,7 +57,7 @@ class Guards:
         self._all = [TensorGuards(*some, **options) for some in _together(tensors)]
 
     def hold(self, tensors: list[Tensor]) -> bool:
-        """Whether these are as those that the guards were made of."""
+        """Return whether these are as those that the guards were made of."""
         return all([guards.check(*some) for guards, some in zip(self._all, _together(tensors), strict=True)])
 
 
@@ -114,7 +114,7 @@ class Fingerprint:
 
     @staticmethod
     def can_be(optimizer: Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether every change would be seen: plain tensors on a CPU or a GPU, or DTensors with such parts.
+        """Return whether every change would be seen: plain tensors on a CPU or a GPU, or DTensors with such parts.
 
         False after a step whose gradients a GradScaler has left scaled.
         """
@@ -156,18 +156,18 @@ class Fingerprint:
         return Gradients(grads, addresses) if self._has_these(grads) else None
 
     def _has_these(self, grads: list[Tensor]) -> bool:
-        """Whether no other parameter has a gradient."""
+        """Return whether no other parameter has a gradient."""
         return len(self._all) == len(grads) or sum([p.grad is not None for p in self._all]) == len(grads)
 
     def _has_members(self, groups: list[dict]) -> bool:
-        """Whether the groups hold the same parameters, with the same names."""
+        """Return whether the groups hold the same parameters, with the same names."""
         if self._is_part:  # a step in parts compares the members when it begins
             return True
         params = chain.from_iterable(map(_OF_GROUP, groups))
         return self._look_at_groups(groups) == self._groups and all(map(is_, params, self._all))
 
     def _has_state(self) -> bool:
-        """Whether the state is the same dicts, with the same objects in the same order, and no new keys."""
+        """Return whether the state is the same dicts, with the same objects in the same order, and no new keys."""
         params, own = self._look_at_states()
         if not are_same(params, self._keys_of_states) or not are_same(own, self._own):
             return False

@@ -103,7 +103,7 @@ class Waiting:
         return elements >= most or graph_task() == -1
 
     def is_first(self) -> bool:
-        """Whether a backward pass runs, and this is the first call in it."""
+        """Return whether a backward pass runs, and this is the first call in it."""
         before, self._backward = self._backward, graph_task()
         return self._backward not in (-1, before)
 

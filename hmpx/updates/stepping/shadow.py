@@ -64,7 +64,7 @@ class Sight(NamedTuple):
         return part if self.is_known else like(p, part)
 
     def fits(self, tensor: Tensor, p: Tensor) -> bool:
-        """Whether a held state tensor can be shown beside a copy of the weights `p`."""
+        """Return whether a held state tensor can be shown beside a copy of the weights `p`."""
         if not self.one_layout or not is_moment(tensor):
             return True
         held, weights = local(tensor), local(p)
@@ -163,7 +163,7 @@ class ShownState:
         return [local(value) for value in values if isinstance(value, Tensor)]
 
     def is_as_made(self) -> bool:
-        """Whether `own` has the tensors that it had when this was made."""
+        """Return whether `own` has the tensors that it had when this was made."""
         if self.shown is not None or self.own is None:
             return True
         return len(self.own) == len(self.content) and all([self.own.get(k) is v for k, v in self.content.items()])
@@ -330,7 +330,7 @@ class Shadow:
         return True
 
     def _is_written(self) -> bool:
-        """Whether the shadow's gradient has other values: `.data` and fused kernels write without a new version."""
+        """Return whether the shadow's gradient has other values: `.data` and fused kernels write without versions."""
         real, left = self.p.grad, self.q.grad
         assert left is not None, "the caller has looked"
         if real is None:
@@ -378,7 +378,7 @@ class Shadow:
             self.p.copy_(self.q)  # the shadow keeps the exact values
 
     def _is_moved(self) -> bool:
-        """Whether the step has changed the weights of the shadow so far."""
+        """Return whether the step has changed the weights of the shadow so far."""
         if not shows_values(self.q):
             return True
         weights = torch.empty_like(local(self.p), dtype=torch.float32, requires_grad=False)
@@ -413,5 +413,5 @@ def _version(grad: Tensor | None) -> int:
 
 
 def _can_be_written(grad: Tensor) -> bool:
-    """Whether each element has memory of its own. In an expanded gradient, many elements share theirs."""
+    """Return whether each element has memory of its own. In an expanded gradient, many elements share theirs."""
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))

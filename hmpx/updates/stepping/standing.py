@@ -251,7 +251,7 @@ class Standing(Chunk):
         return shown
 
     def _has_marks(self) -> bool:
-        """Whether something is bound to a shadow or a parameter, beside the number of the next step."""
+        """Return whether something is bound to a shadow or a parameter, beside the number of the next step."""
         of_shadows, of_params = self._marks
         bound = list(chain.from_iterable(of_params))
         return any(of_shadows) or bound.count(NEXT_KEY) < len(bound)
@@ -288,7 +288,7 @@ class Standing(Chunk):
         return [] if as_shown else [*range(len(self._xs))]
 
     def _has_grads_as_shown(self) -> bool:
-        """Whether the shadows have the very gradients that they were shown, whatever their values are."""
+        """Return whether the shadows have the very gradients that they were shown, whatever their values are."""
         shown: list[Any] = self._xs
         if self._without:
             shown = [None if grad is None else x for x, grad in zip(self._xs, self._real, strict=True)]
@@ -369,7 +369,7 @@ class Standing(Chunk):
             self._before = None  # the rounding needs memory, too
 
     def _has_left_real_alone(self) -> bool:
-        """Whether the step has left real weights and gradients alone, and nobody else refers to a shadow."""
+        """Return whether the step has left real weights and gradients alone, and nobody else refers to a shadow."""
         if not self._are_weights_as_seen() or not are_same(grads_of(self._params), self._real):
             return False
         is_same = list(map(version_of, self._found.tensors)) == self._real_versions

@@ -245,7 +245,7 @@ class StandingStates:
             self._states.setdefault(key, state)
 
     def are_as_shown(self, room: Tensor) -> bool:
-        """Whether the kernels can write the state as it was left. Replaced tensors are copied to their places."""
+        """Return whether kernels can write the state as it was left. Replaced tensors are copied to their places."""
         states = self._states
         if not are_same(states, [*self._others_before, *self._new]):
             return False
@@ -290,14 +290,14 @@ def _refuse_odd(own: Any) -> None:
 
 
 def _fits(now: Any, shown: Tensor, room: Tensor) -> bool:
-    """Whether a tensor that a step has put in the place of a copy can be copied there."""
+    """Return whether a tensor that a step has put in the place of a copy can be copied there."""
     if type(now) is not Tensor or now.dtype is not FP32 or now.shape != shown.shape or now.layout is not torch.strided:
         return False
     return now.untyped_storage().data_ptr() != room.untyped_storage().data_ptr()
 
 
 def _may_stand_for(now: Any, before: Any) -> bool:
-    """Whether a value may take the place of another one that is held as a step leaves it."""
+    """Return whether a value may take the place of another one that is held as a step leaves it."""
     if now is before or type(now) is not type(before) or not isinstance(now, Tensor):
         return type(now) is type(before)
     is_like = now.dtype is before.dtype and now.device == before.device and not now.requires_grad
@@ -305,7 +305,7 @@ def _may_stand_for(now: Any, before: Any) -> bool:
 
 
 def are_equal(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether these have the same bits, by few launches."""
+    """Return whether these have the same bits, by few launches."""
     number = {2: torch.int16, 4: torch.int32}[tensors[0].element_size()]
     begin, size = 0, 0
     for end, each in enumerate(tensors, 1):

@@ -210,7 +210,7 @@ class WeightUpdates:
             raise
 
     def have_stepped(self, params: list[Parameter]) -> bool:
-        """Whether all of these parameters have taken the step that is open."""
+        """Return whether all of these parameters have taken the step that is open."""
         return self._open is not None and self._open.stepped.issuperset(map(id, params))
 
     def members(self, optimizer: Optimizer, key: RoundingKey) -> Members:
@@ -387,6 +387,6 @@ def _tell_of_before(optimizer: Optimizer) -> None:
 
 
 def _skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler found an inf or a NaN, and has told a fused optimizer to leave its weights alone."""
+    """Return whether a GradScaler found an inf or a NaN, and has told a fused optimizer to leave its weights alone."""
     found = getattr(optimizer, "found_inf", None) if is_scaled(optimizer) else None
     return isinstance(found, torch.Tensor) and bool(found.item())

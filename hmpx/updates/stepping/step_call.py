@@ -106,7 +106,7 @@ class ShownParameters:
             params[:] = before
 
     def are_as_shown(self) -> bool:
-        """Whether the lists hold what they were shown with."""
+        """Return whether the lists hold what they were shown with."""
         return all(map(are_same, self._lists, self._shown))
 
     def __enter__(self) -> None:
@@ -173,7 +173,7 @@ class WriteBack(NamedTuple):
 
 
 def hides_writes(optimizer: Optimizer) -> bool:
-    """Whether a step may write to state or gradients without raising the version of some of them.
+    """Return whether a step may write to state or gradients without raising the version of some of them.
 
     Versions tell a step what the optimizer has written to: gradients that the user shall see, and state that cannot be
     taken back if the step raises. Below a `TorchDispatchMode` (`FlopCounterMode`, or one that looks for NaN) foreach

@@ -70,7 +70,7 @@ def follow(params: Iterable[torch.Tensor], number: list[int]) -> None:
 
 
 def follows(param: torch.Tensor, number: list[int]) -> bool:
-    """Whether the next step of this parameter has the number in this list."""
+    """Return whether the next step of this parameter has the number in this list."""
     return vars(param).get(NEXT_KEY) is number
 
 
@@ -83,7 +83,7 @@ def swapped(*tensors: torch.Tensor) -> None:
 
 
 def is_of_before(optimizer: Optimizer) -> bool:
-    """Whether version 0.2 or one before has taken the last step: a checkpoint of it was loaded."""
+    """Return whether version 0.2 or one before has taken the last step: a checkpoint of it was loaded."""
     stepped = [group for group in optimizer.param_groups if group.get(STEP_KEY)]
     return bool(stepped) and VERSION_KEY not in stepped[0]
 
@@ -128,7 +128,7 @@ def trial() -> Iterator[None]:
 
 
 def is_trial() -> bool:
-    """Whether this step is inside of `trial`."""
+    """Return whether this step is inside of `trial`."""
     return getattr(_trial, "runs", False)
 
 
