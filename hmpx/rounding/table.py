@@ -24,7 +24,7 @@ from hmpx.rounding.native import StepArguments, StoredTensor
 from hmpx.rounding.shared import ABSENT, BF16, CODES, FP32, KERNELS, SPLIT8
 
 # These must equal those of triton_kernels.py: elements in a block, blocks of a program, how elements lie, kinds.
-_CODES, _TILE = 128, 8
+_BLOCK, _TILE = 128, 8
 _UNEVEN, EVEN, _ALIGNED = range(3)
 # A row has 7 words of 8 bytes, then 4 for each tensor:
 #   0         the number of its first program, in Triton
@@ -42,7 +42,7 @@ _NONE = array("Q")
 class RowLayout(NamedTuple):
     """The layout of `size` elements: where they stand in the parameter, and in the blocks of a tensor with scales.
 
-    Element i is element `offset + i // width * stride + i % width` of the parameter. A block begins every `_CODES`
+    Element i is element `offset + i // width * stride + i % width` of the parameter. A block begins every `_BLOCK`
     elements of each row of `row` elements.
     """
 
@@ -54,19 +54,19 @@ class RowLayout(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
-        return self.width >= self.size and (self.row % _CODES == 0 or self.size <= self.row)
+        """Whether the elements follow one another in the parameter, and lie in blocks of `_BLOCK`."""
+        return self.width >= self.size and (self.row % _BLOCK == 0 or self.size <= self.row)
 
     def words(self, lie: int) -> tuple[int, ...]:
         """Return the words of this layout, but not that of the first program. The second is the number of blocks."""
         row, column = divmod(self.size - 1, self.row)
-        uneven = row * _blocks(self.row) + column // _CODES + 1
+        uneven = row * _blocks(self.row) + column // _BLOCK + 1
         blocks = uneven if lie == _UNEVEN else _blocks(self.size + self.offset % 2)
         return self.size, blocks, self.offset, self.row, self.width, self.stride
 
 
 def _blocks(count: int) -> int:
-    return -(-count // _CODES)
+    return -(-count // _BLOCK)
 
 
 class TableRow(NamedTuple):

@@ -1,7 +1,7 @@
 """The Triton kernels: optimizer steps of a list of parameters, and moving a list of tensors from one form to another.
 
 As in `native_stored.c`, a tensor is read to FP32 from the form in which it is stored between two steps, and written
-back. A program takes a tile of elements: `TILE` blocks of `CODES`. A table has a row of words for each parameter:
+back. A program takes a tile of elements: `TILE` blocks of `BLOCK`. A table has a row of words for each parameter:
 `HEAD` for the parameter, `STORED` for each of its tensors. A list says of which row each program takes a part. To add
 a way of holding a tensor, write it into `opened` and `closed`.
 """
@@ -28,7 +28,7 @@ from hmpx.rounding.triton_bits import (
     ties_away,
 )
 
-TILE, CODES = tl.constexpr(8), tl.constexpr(128)
+TILE, BLOCK = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(shared.SCALARS)
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(shared.KERNELS)))
 
@@ -55,16 +55,16 @@ def tile_of(one, part, LIE: tl.constexpr):
     """Return a program's row and part; the indices of its elements in their tensors and in the parameter, and which of
     them exist; the indices of its blocks among all blocks, and which of them exist.
 
-    Those of elements are [TILE, CODES], those of blocks are [TILE].
+    Those of elements are [TILE, BLOCK], those of blocks are [TILE].
     """
-    column = tl.arange(0, CODES)[None, :]
+    column = tl.arange(0, BLOCK)[None, :]
     block = part * TILE + tl.arange(0, TILE)
     has_block = block < tl.load(one + BLOCKS)
     if LIE == UNEVEN:
         row = tl.load(one + ROW)
-        parts = (row + CODES - 1) // CODES
-        begin = block % parts * CODES
-        count = tl.minimum(begin + CODES, row) - begin
+        parts = (row + BLOCK - 1) // BLOCK
+        begin = block % parts * BLOCK
+        count = tl.minimum(begin + BLOCK, row) - begin
         at = block // parts * row + begin
         width = tl.load(one + WIDTH)
         element = tl.load(one + OFFSET) + at // width * tl.load(one + STRIDE) + at % width
@@ -72,14 +72,14 @@ def tile_of(one, part, LIE: tl.constexpr):
         at, element = at[:, None] + column, element[:, None] + column
         ends = True
     else:
-        at = (part * TILE + tl.arange(0, TILE))[:, None] * CODES + column
+        at = (part * TILE + tl.arange(0, TILE))[:, None] * BLOCK + column
         count, offset = tl.load(one + COUNT), tl.load(one + OFFSET)
         if LIE == ALIGNED:
             inside = at < tl.multiple_of(count, 16)
         else:
             at -= offset & 1  # a tile begins with an even element of the parameter
             inside = (at >= 0) & (at < count)
-        element, ends = offset + at, (part + 1) * TILE * CODES > count
+        element, ends = offset + at, (part + 1) * TILE * BLOCK > count
     return one, part, at, element, inside, block, has_block, ends
 
 
@@ -93,7 +93,7 @@ def drawn(tile, held, LIE: tl.constexpr):
         h = mixed((element >> 1).to(tl.uint32), k1, k2)
         r = (h >> (16 * (element & 1)).to(tl.uint32)) & 0xFFFF
     else:
-        HALF: tl.constexpr = CODES // 2
+        HALF: tl.constexpr = BLOCK // 2
         block = part * TILE + tl.arange(0, TILE)
         pair = (tl.load(one + OFFSET) >> 1) + block[:, None] * HALF + tl.arange(0, HALF)[None, :]
         h = mixed(pair.to(tl.uint32), k1, k2)
@@ -118,7 +118,7 @@ def scales_at(held, block, has_block, LIE: tl.constexpr):
 @triton.jit
 def halved(x):
     """Return every second column of a tile."""
-    first, _ = tl.split(tl.reshape(x, [TILE, CODES // 2, 2]))
+    first, _ = tl.split(tl.reshape(x, [TILE, BLOCK // 2, 2]))
     return first
 
 
@@ -127,12 +127,12 @@ def opened(tile, held, KIND: tl.constexpr, LIE: tl.constexpr):
     """Read a tile of a tensor to FP32; zeros outside of the tensor."""
     _, _, at, _, inside, block, has_block, _ = tile
     if KIND == ABSENT:
-        x = tl.full([TILE, CODES], 0.0, tl.float32)
+        x = tl.full([TILE, BLOCK], 0.0, tl.float32)
     elif KIND == FP32:
         x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
     elif KIND >= FOUR:
         if KIND == FOUR:
-            pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0  # [TILE, CODES / 2], a byte each
+            pair, there = halved(at) // 2, halved(inside.to(tl.int32)) != 0  # [TILE, BLOCK / 2], a byte each
             two = tl.load(pointer(held, AT, tl.uint8, LIE) + pair, mask=there, other=0).to(tl.int32)
             code = tl.interleave(two >> 4, two & 15)
         else:
@@ -182,7 +182,7 @@ def closed(tile, held, x, KIND: tl.constexpr, LIE: tl.constexpr):
             scale, code = coded(x, r, KIND)
         tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale.to(tl.uint16), mask=has_block)
         if KIND == FOUR:
-            first, second = tl.split(tl.reshape(code, [TILE, CODES // 2, 2]))  # two codes in a byte
+            first, second = tl.split(tl.reshape(code, [TILE, BLOCK // 2, 2]))  # two codes in a byte
             code, at, inside = first * 16 + second, halved(at) // 2, halved(inside.to(tl.int32)) != 0
         tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)
     else:

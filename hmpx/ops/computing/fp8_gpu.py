@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from hmpx.base.torch_private import FP8_KERNELS, base_of, in_torch_func, private
-from hmpx.ops.policies.fp8_format import CODES, Format
+from hmpx.ops.policies.fp8_format import DTYPES, Format
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.ops.wrapping.weight_cache import current, open_caches
 
@@ -71,7 +71,7 @@ def _kept(b: Tensor, form: Format) -> CodedLines | None:
     count = b.numel()
     scale = held[count:].view(torch.float32)
     shape = {"tensorwise": (), "rowwise": (-1,), "blockwise": (-(-b.shape[1] // 128), -1)}[form.scaling]
-    return CodedLines(held[:count].view(CODES[form.forward]).view(b.shape[::-1]), scale.view(shape))
+    return CodedLines(held[:count].view(DTYPES[form.forward]).view(b.shape[::-1]), scale.view(shape))
 
 
 class _Product(torch.autograd.Function):
@@ -217,14 +217,14 @@ def cast_both(
     elif kind == _LINES:
         found = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
         _launch("largest_of_lines", tiles, (x, found, *where), last, first)
-    of_last = made((rows, columns), dtype=CODES[name]) if last else x
-    of_first = made((columns, held), dtype=CODES[name]) if first else x
+    of_last = made((rows, columns), dtype=DTYPES[name]) if last else x
+    of_first = made((columns, held), dtype=DTYPES[name]) if first else x
     shapes: dict[int, list[tuple[int, ...]]] = {
         _WHOLE: [(), ()], _LINES: [(rows,), (columns,)], _SQUARES: [blocks, blocks[::-1]],
         _BLOCKS: [(blocks[1], rows), (blocks[0], columns)],
     }  # fmt: skip
     scales = [made(shape, dtype=torch.float32) for shape in shapes[kind]]
-    constants = kind, torch.finfo(CODES[name]).max, form.power_of_two, last, first
+    constants = kind, torch.finfo(DTYPES[name]).max, form.power_of_two, last, first
     _launch("encode", tiles, (x, found, of_last, of_first, *scales, *where, held, programs), *constants)
     if kind == _WHOLE:
         scales[1] = scales[0]

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hmpx.base.process_state import fp8_watchers
-from hmpx.ops.policies.fp8_format import BLOCK, Format, decoded, encoded, factors, in_parts, mixed, of_scales
+from hmpx.ops.policies.fp8_format import BLOCK_OF, Format, decoded, encoded, factors, in_parts, mixed, of_scales
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -82,11 +82,11 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
         shared = functools.partial(of_scales, form=form, dim=dim, scaling=cast.scaling, weight=cast.weight)
         watcher.seen(cast.role, x, codes, all_scales, cast.name, shared)
     # On a CPU, torch's scaled_mm refuses scales of blocks; of stacks of matrices it has no product anywhere.
-    if how.by == "scaled_mm" and form.scaling not in BLOCK and x.dim() == 2:
+    if how.by == "scaled_mm" and form.scaling not in BLOCK_OF and x.dim() == 2:
         return Codes(codes, scale)
     numbers, factor = decoded(codes, cast.name, form.saturating)
     scale = aten.mul(scale, factor)
-    if form.scaling not in BLOCK:
+    if form.scaling not in BLOCK_OF:
         return Codes(aten.to.dtype(numbers, torch.bfloat16), scale)
     wide = torch.bfloat16 if form.exact_scales and how.by != "float32" else torch.float32
     return Codes(aten.to.dtype(aten.mul_(numbers, scale), wide), whole)

@@ -32,7 +32,7 @@ from hmpx.base.torch_private import FakeTensor, private
 from hmpx.ops.computing import fp8_gpu
 from hmpx.ops.computing.fp8_product import GroupedProduct, How, product, watching, why_not_grouped, wide_product
 from hmpx.ops.policies.composition import einsum_labels
-from hmpx.ops.policies.fp8_format import BLOCK, PRODUCTS, SMALL, Format
+from hmpx.ops.policies.fp8_format import BLOCK_OF, PRODUCTS, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, Kernel, call, may_override, stand_in
 from hmpx.ops.wrapping.rules import cast, is_stated
 
@@ -214,7 +214,7 @@ def fp8_kernel(form: Format, on_cpu: str = "bfloat16") -> Kernel:
     """
     kept = [each.replace("_", " of the ") for each in PRODUCTS[1:] if each not in form.products]
     backward = f"{form.bits} too{', but for ' + ' and '.join(kept) if kept else ''}"
-    if on_cpu == "scaled_mm" and form.scaling not in BLOCK:
+    if on_cpu == "scaled_mm" and form.scaling not in BLOCK_OF:
         multiplied = "scaled_mm"
     else:
         in_bf16 = on_cpu != "float32" and (form.scaling == "tensorwise" or form.exact_scales)

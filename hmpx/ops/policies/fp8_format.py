@@ -40,9 +40,9 @@ from hmpx.rounding.stochastic import random_numbers
 Tensor = torch.Tensor
 aten = torch.ops.aten
 # What holds the codes of each kind of element. Every number of e2m1 is one of e4m3.
-CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
-BLOCK = {"blockwise": 128, "mx": 32, "nvfp4": 16}  # elements that share a scale, along the dimension of the sum
-SCALINGS = ("tensorwise", "rowwise", *BLOCK)
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
+BLOCK_OF = {"blockwise": 128, "mx": 32, "nvfp4": 16}  # elements that share a scale, along the dimension of the sum
+SCALINGS = ("tensorwise", "rowwise", *BLOCK_OF)
 PRODUCTS = ("output", "input_gradient", "weight_gradient")
 # Where torchao's filter leaves a layer in BF16 as too small to gain: K and N both at most these (None: any). Source:
 # torchao 0.14, `float8_linear_utils._auto_filter_for_recipe`; its figures are of an H100.
@@ -96,7 +96,7 @@ class Format:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "products", tuple(self.products))
-        elements = ("e2m1",) if self.scaling == "nvfp4" else tuple(CODES)
+        elements = ("e2m1",) if self.scaling == "nvfp4" else tuple(DTYPES)
         legal: dict[str, tuple] = {"scaling": SCALINGS, "forward": elements, "backward": elements}
         for key in (each.name for each in fields(self) if each.type == "bool"):
             legal[key] = (True, False)
@@ -104,7 +104,7 @@ class Format:
             _check(key, getattr(self, key), words)
         for product in self.products:
             _check("products", product, PRODUCTS)
-        in_blocks, has_e2m1 = self.scaling in BLOCK, "e2m1" in (self.forward, self.backward)
+        in_blocks, has_e2m1 = self.scaling in BLOCK_OF, "e2m1" in (self.forward, self.backward)
         for is_wrong, why in (
             (self.auto_filter and in_blocks, f"auto_filter: torchao has none for {self.scaling} scales"),
             (self.power_of_two and self.scaling == "nvfp4", "power_of_two: scales of nvfp4 are numbers of e4m3"),
@@ -189,7 +189,7 @@ FORMATS = {
 
 
 def largest_of(name: str) -> float:
-    return 6.0 if name == "e2m1" else torch.finfo(CODES[name]).max
+    return 6.0 if name == "e2m1" else torch.finfo(DTYPES[name]).max
 
 
 def spills_of(name: str) -> float:
@@ -220,7 +220,7 @@ def in_parts(
         scale, whole, factor = nvfp4_scales(largest, largest_of(name))
     else:
         factor, scale = factors(largest, name, form, scaling == "mx")
-    if scaling in BLOCK:
+    if scaling in BLOCK_OF:
         scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
     # In place wherever memory is new: new memory costs a CPU more than the computation in it.
     scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
@@ -272,9 +272,9 @@ def encoded(x: Tensor, name: str, saturating: bool, site: str = "") -> Tensor:
         over = torch.nan if name == "e4m3" else torch.inf
         spilt = aten.copysign(torch.full_like(x, over), x)
         clamped = aten.clamp(x, -most, most)
-        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), spills_of(name)), spilt, clamped), CODES[name])
+        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), spills_of(name)), spilt, clamped), DTYPES[name])
     held = aten.clamp_(x, -most, most)
-    return aten.to.dtype(to_e2m1(held, site) if name == "e2m1" else held, CODES[name])
+    return aten.to.dtype(to_e2m1(held, site) if name == "e2m1" else held, DTYPES[name])
 
 
 def of_scales(x: Tensor, form: Format, dim: int, scaling: str, weight: bool) -> Tensor:
@@ -284,18 +284,18 @@ def of_scales(x: Tensor, form: Format, dim: int, scaling: str, weight: bool) -> 
 
 def _dims(form: Format, scaling: str, weight: bool, dim: int) -> tuple[int, ...]:
     """Return the dimensions along which a block extends."""
-    square = weight and (scaling == "blockwise" or (form.squares and scaling in BLOCK))
+    square = weight and (scaling == "blockwise" or (form.squares and scaling in BLOCK_OF))
     return (-1, -2) if square else (dim,)
 
 
 def _largest(magnitude: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
     """Return the largest magnitude for each scale: of all, of rows, or of each block along each of `dims`."""
-    if scaling not in BLOCK:
+    if scaling not in BLOCK_OF:
         return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
     for dim in dims:
         rows = magnitude.transpose(dim, -1)
-        padded = aten.constant_pad_nd(rows, [0, -rows.shape[-1] % BLOCK[scaling]])
-        magnitude = aten.amax(padded.unflatten(-1, (-1, BLOCK[scaling])), [-1]).transpose(dim, -1)
+        padded = aten.constant_pad_nd(rows, [0, -rows.shape[-1] % BLOCK_OF[scaling]])
+        magnitude = aten.amax(padded.unflatten(-1, (-1, BLOCK_OF[scaling])), [-1]).transpose(dim, -1)
     return magnitude
 
 
@@ -303,7 +303,7 @@ def _spread(of_blocks: Tensor, x: Tensor, scaling: str, dims: tuple[int, ...]) -
     """Return the value of its block for each element of `x`."""
     for dim in dims:
         rows = of_blocks.transpose(dim, -1).unsqueeze(-1)
-        repeated = rows.expand(*rows.shape[:-1], BLOCK[scaling]).flatten(-2)
+        repeated = rows.expand(*rows.shape[:-1], BLOCK_OF[scaling]).flatten(-2)
         of_blocks = repeated[..., : x.shape[dim]].transpose(dim, -1)
     return of_blocks
 
