@@ -25,7 +25,8 @@ def test_autocasts_lists_give_the_bits_of_autocast(name):
     """Dtypes and bits of all outputs, gradients and buffers."""
     model, inputs = made(name)
     if "lstm" in name and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # torch raises there, and hmpx trains
-        assert all(each.isfinite().all() for each in run(model, inputs, under_its_lists).gradients.values())
+        plain, found = run(model, inputs).gradients, run(model, inputs, under_its_lists).gradients
+        assert plain.keys() == found.keys() and all(relative(found[key], plain[key]) < 0.1 for key in plain)
         return
     autocast = functools.partial(under_autocast, cache_enabled=name in CACHED)
     found = differences(run(model, inputs, autocast), run(model, inputs, under_its_lists))
