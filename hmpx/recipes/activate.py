@@ -38,7 +38,7 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import attached, check_torch, detach, steppers
 from hmpx.updates.ranks import compare
-from hmpx.updates.stepping.names import inside_zero, parameters
+from hmpx.updates.stepping.names import inner_optimizers, inside_zero, parameters
 
 logger = logging.getLogger("hmpx")
 Module = torch.nn.Module
@@ -148,8 +148,8 @@ class Activation(Installation):
                 if not attached(each):
                     self._made(each)
             return
-        for each in vars(optimizer).values():  # Lookahead and its kind write weights themselves
-            if isinstance(each, torch.optim.Optimizer) and each not in stepping and attached(each):
+        for each in inner_optimizers(optimizer):  # Lookahead and its kind write weights themselves
+            if each not in stepping and attached(each):
                 detach(each)
         compare("hmpx.activate", facts(self.recipe), self._group)
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were

@@ -24,6 +24,7 @@ from hmpx.updates.stepping.names import (
     BF16Parameters,
     given_names,
     has_bf16,
+    inner_optimizers,
     inside_zero,
     named,
     own_attachment,
@@ -194,21 +195,14 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     """
     while cell_of(type(optimizer).step) is None and not is_watched(type(optimizer).step):
         state, groups = getattr(optimizer, "state", None), getattr(optimizer, "param_groups", None)
-        shared = ((each, getattr(each, "state", 0), getattr(each, "param_groups", 0)) for each in held(optimizer))
-        inner = next((each for each, its, own in shared if its is state and own is groups), None)
-        if inner is None:
+        shared = (
+            (each, getattr(each, "state", 0), getattr(each, "param_groups", 0)) for each in inner_optimizers(optimizer)
+        )
+        holder = next((each for each, its, own in shared if its is state and own is groups), None)
+        if holder is None:
             break
-        optimizer = inner
+        optimizer = holder
     return optimizer
-
-
-def held(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that another one holds as attributes, or in lists and dicts."""
-    found: list[Optimizer] = []
-    for value in vars(optimizer).values():
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        found += [each for each in inside if isinstance(each, Optimizer) and each is not optimizer]
-    return found
 
 
 def steppers(optimizer: Optimizer, inside: Iterable[Optimizer] = ()) -> list[Optimizer]:
@@ -220,7 +214,7 @@ def steppers(optimizer: Optimizer, inside: Iterable[Optimizer] = ()) -> list[Opt
     inside: others that it may hold.
     """
     optimizer = unwrapped(optimizer)
-    known = {id(each): each for each in (*held(optimizer), *inside)}
+    known = {id(each): each for each in (*inner_optimizers(optimizer), *inside)}
     if known and not takes_hooks(optimizer):
         return [each for one in known.values() for each in steppers(one)]
     own = set(parameters_of(optimizer)) if known else set()

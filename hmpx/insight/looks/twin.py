@@ -22,7 +22,7 @@ from hmpx.rounding.native import PLAIN
 from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import HeldState, held_states
 from hmpx.updates.holding.sharding import is_sharded, local
-from hmpx.updates.stepping.names import own_attachment, parameters
+from hmpx.updates.stepping.names import inner_optimizers, own_attachment, parameters
 from hmpx.updates.stepping.optimizer_classes import own_step, scope_of
 
 Tensor = torch.Tensor
@@ -315,9 +315,9 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], apart: set[str]) -> Opti
         NotChecked: something that it holds cannot be copied.
     """
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and id(value) not in memo:
-            _copied(value, memo, set())
+    for each in inner_optimizers(optimizer):
+        if id(each) not in memo:
+            _copied(each, memo, set())
     for value in tree_leaves(list(optimizer.state.values())):
         if hasattr(value, "__tensor_flatten__") and not is_sharded(value):  # `copy.deepcopy` fails for codes of torchao
             names, about = value.__tensor_flatten__()

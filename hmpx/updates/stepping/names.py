@@ -79,6 +79,19 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that another one holds as attributes, or in lists and dicts."""
+    found: list[Optimizer] = []
+    state = getattr(optimizer, "state", None)  # none of one that never ran `Optimizer.__init__`
+    for value in vars(optimizer).values():
+        if value is not state:
+            inside = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
+            found += [each for each in inside if isinstance(each, Optimizer) and each is not optimizer]
+    return found
+
+
 def membership(optimizer: Optimizer) -> tuple:
     """Return everything that `named` depends on, with the group of each parameter.
 

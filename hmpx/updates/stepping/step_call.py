@@ -29,6 +29,7 @@ from hmpx.base.torch_private import dispatch_modes
 from hmpx.errors import HmpxError
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.stores import Stores
+from hmpx.updates.stepping.names import inner_optimizers
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _GRAD = attrgetter("grad")
@@ -117,16 +118,11 @@ class ShownParameters:
 
 
 def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield `optimizer` and every optimizer that it holds in an attribute, directly, in a list or in a dict."""
+    """Yield `optimizer`, every optimizer that it holds, and those that these hold."""
     found = [optimizer]
     for each in found:
         yield each
-        for value in vars(each).values():
-            if value is each.state:
-                continue
-            inner = value.values() if isinstance(value, dict) else value
-            inner = inner if isinstance(value, (list, tuple, dict)) else (value,)
-            found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
+        found += [one for one in inner_optimizers(each) if not any(one is seen for seen in found)]
 
 
 def all_lists(optimizers: list[Optimizer]) -> list[list[Any]]:
