@@ -194,7 +194,7 @@ class Examination(Capture):
         """Fill `found` with what was found. alone: leave the other ranks out."""
         if not alone:
             self.close()
-        found, trained = self.found, self.trained
+        found, trained = self.found, dict.fromkeys([*self.trained, *self._updates.stepped])
         names = {p: self.names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained)}
         findings, unchecked = list[Finding](), [*self._not_checked()]
         with unwatched(self.trouble, is_whole=True):

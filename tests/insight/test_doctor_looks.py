@@ -168,6 +168,22 @@ def test_work_of_every_tenth_and_twentieth_iteration_is_met_wherever_a_script_co
     assert not iterations.passed_over
 
 
+def test_updates_of_weights_that_others_have_replaced_in_their_optimizer_are_judged():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(20, 16, dtype=BF16))
+    optimizer = torch.optim.AdamW([weight], lr=1e-5, weight_decay=0)
+    with hmpx.doctor() as found:
+        for step in range(6):
+            if step == 3:  # an embedding that grows
+                weight = nn.Parameter(torch.cat([weight.detach(), weight.detach()[:4]]))
+                optimizer.param_groups[0]["params"] = [weight]
+                optimizer.state.clear()
+            F.embedding(torch.arange(20), weight).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert only(found, "lost updates").wrong and not found.not_checked, str(found)
+
+
 def test_weights_that_nobody_steps_are_not_checked():
     model = mlp(BF16)
     with torch.no_grad():

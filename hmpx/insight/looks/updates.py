@@ -66,6 +66,11 @@ class Updates(Look):
         rows = [row for each in self._seen.values() for window in each.moves.values() for row in window.items()]
         return {p: total(moves for _, moves in its) for p, its in grouped(rows, lambda row: row[0]).items()}
 
+    @property
+    def stepped(self) -> Iterator[Parameter]:
+        """The parameters that had gradients in a step, also those that their optimizer has lost since."""
+        return (p for each in self._seen.values() for p in each.active)
+
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
         own = {*parameters(optimizer)}
         for each in self._seen.values():
