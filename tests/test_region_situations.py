@@ -203,21 +203,6 @@ def test_as_a_decorator(case, parentheses):
         assert holder.look(0) == [case.inside] and case.look() == case.inside
 
 
-def test_inside_of_compiled_code(case):
-    """A graph has the casts of the region that it runs in; a cache is no affair of compiled code."""
-    with case.region():
-        expected = LAYER(X).dtype
-
-    def function(x):
-        with case.region():
-            return LAYER(x)
-
-    compiled, outside = torch.compile(function, backend="aot_eager"), LAYER(X).dtype
-    for _ in range(2):
-        assert compiled(X).dtype is expected and LAYER(X).dtype is outside
-    torch._dynamo.reset()
-
-
 def test_converted_twice_inside(case):
     with case.region():
         with hmpx.convert(enabled=case.enabled):

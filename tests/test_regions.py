@@ -18,15 +18,6 @@ def product():
     return (X @ X).dtype
 
 
-def test_torch_compile_sees_a_decorator_without_its_parentheses():
-    @hmpx.disable_casts
-    def whole(x):
-        return (x @ x).relu()
-
-    with hmpx.convert():
-        assert torch.compile(whole, backend="aot_eager", fullgraph=True)(X).dtype is UNCAST
-
-
 def test_a_with_wants_parentheses_as_every_class_does():
     with pytest.raises(TypeError, match="context manager protocol"), hmpx.disable_casts:
         pass

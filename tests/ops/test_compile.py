@@ -11,7 +11,6 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
 from hmpx.base import region_state
@@ -132,20 +131,6 @@ def test_other_lists_take_effect(lists):
         with hmpx.convert(**lists(bf16=names)):
             seen.append(tuple(t.dtype for t in compiled(x)))
     assert seen == [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)]
-
-
-@hmpx.bf16
-@hmpx.disable_casts()
-def decorated(x):
-    return x @ x
-
-
-@recent
-def test_a_function_with_two_decorators():
-    x = torch.randn(4, 4)
-    with hmpx.convert():
-        compiled = torch.compile(lambda x: (decorated(x), x @ x), fullgraph=True, backend="aot_eager")(x)
-        assert same(compiled, (decorated(x), x @ x)) and [t.dtype for t in compiled] == [BF16, BF16]
 
 
 @pytest.mark.parametrize(
@@ -288,56 +273,6 @@ def test_torchs_cache_on_disk_tells_conversions_apart(lists, tmp_path, monkeypat
         with hmpx.convert(**lists()):
             assert dtype() is torch.float32
     assert torch.compiler.config.cache_key_tag == tag
-
-
-def by_an_interpreter(graph, inputs):
-    return torch.fx.Interpreter(graph).run
-
-
-def traced_again(graph, inputs):
-    return make_fx(graph)(*inputs)
-
-
-@hmpx.fp32
-def listed(x):
-    return x @ x
-
-
-class TwoRules(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
-        hmpx.policy_for(self.high, "fp32")
-
-    def forward(self, x):
-        with hmpx.casts(fp32=["matmul"]):
-            laid = [x @ x]
-            with hmpx.casts(bf16=["matmul", "add"]):
-                laid += [x @ x, x + x]
-            laid += [x @ x, x + x]
-        with hmpx.disable_casts():
-            off = [x @ x]
-            with hmpx.enable_casts():
-                off.append(x.matmul(x))
-            with hmpx.casts(fp32=["matmul"]):
-                off.append(x.bfloat16() @ x.bfloat16())
-            off.append(x.matmul(x))
-        return [self.low(x), self.high(x), *laid, *off, listed(x), x @ x]
-
-
-@recent
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", by_an_interpreter, traced_again])
-def test_regions_and_rules_inside_hold_whatever_runs_the_graph(backend):
-    """A backend that runs the ops of a graph one by one finds the wrappers in torch again."""
-    model, x = TwoRules(), torch.randn(4, 4)
-    with hmpx.convert():
-        eager = model(x)
-        found = torch.compile(model, fullgraph=True, backend=backend)(x)
-        assert same(found, eager)
-        laid, off = [FP32, BF16, BF16, FP32, FP32], [FP32, BF16, FP32, FP32]
-        assert [t.dtype for t in eager] == [BF16, FP32, *laid, *off, FP32, BF16]
-        assert model.low(x).dtype is BF16
-    assert model.low(x).dtype is FP32
 
 
 @recent

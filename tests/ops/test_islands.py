@@ -1,7 +1,8 @@
-"""`torch.autocast` regions and questions where op lists cast; the oracle is torch.autocast, or the model in FP32."""
+"""`torch.autocast` regions and questions where op lists cast; the oracle is torch.autocast, FP32, or eager code."""
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -9,15 +10,16 @@ import types
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.base import process_state
 from tests.support import python
 from tests.support.autocast_lists import AUTOCAST_LISTS
-from tests.support.islands import BODIES, LISTS, Net, X, decorated, off
+from tests.support.compiling import nothing_compiled  # noqa: F401
+from tests.support.islands import LISTS, Net, X, decorated, off
 from tests.support.old_llama import old_llama
 from tests.support.same import same
 
@@ -25,48 +27,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = pytest.mark.parametrize("where", ["model", "everywhere"])
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@torch.autocast("cpu", enabled=False)
-def recursive(x, depth):
-    return recursive(x, depth - 1) if depth else (x @ x).dtype
-
-
-@WHERE
-@pytest.mark.parametrize("name", BODIES)
-def test_a_region_has_the_bits_of_autocast(name, where):
-    net = Net(BODIES[name])
-    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-        expected = net(X)
-    with hmpx.convert(where=where, **LISTS):
-        assert same(net(X), expected)
-    assert {each.dtype for each in net(X)[:-1]} <= {FP32, BF16} and net(X)[-1].dtype is FP32
-
-
-OFF = {
-    "torch.amp": lambda: torch.amp.autocast("cuda", enabled=False),
-    "torch.cuda.amp": lambda: torch.cuda.amp.autocast(False),
-    "torch.cpu.amp": lambda: torch.cpu.amp.autocast(enabled=False),
-    "by position": lambda: torch.autocast("cpu", BF16, False),
-    "torch.amp by position": lambda: torch.amp.autocast("cuda", FP16, False, True),
-    "float32": lambda: torch.autocast("cpu", dtype=FP32),
-    "float32 of a device that is not here": lambda: torch.autocast("cuda", dtype=FP32),
-}
-
-
-@pytest.mark.parametrize("recipe", ["autocast-cuda", "bf16-sr", "hmp-o1"])
-def test_a_region_of_any_device_and_spelling_is_heard(recipe):
-    def in_and_out(region):
-        def body(net, x):
-            with region():
-                inside = x @ net.w
-            return inside.dtype, (x @ net.w).dtype
-
-        return Net(body)(X)
-
-    with hmpx.activate(recipe):
-        for name, region in OFF.items():
-            assert in_and_out(region) == (FP32, BF16), name
 
 
 @pytest.mark.parametrize("recipe", ["autocast-cpu", "bf16-sr", "hmp-o2"])
@@ -102,27 +62,9 @@ def test_arithmetic_in_fp32_beside_weights_in_bf16_is_computed_in_the_widest(whe
     net = Net(body).bfloat16()
     with hmpx.convert(where=where, **LISTS):
         found = net(x)
+        assert same(torch.compile(net, backend="aot_eager", fullgraph=True)(x), found)
         assert net.w.dtype is BF16 and Net(lambda net, x: decorated(x, net.w)).bfloat16()(x.bfloat16()).dtype is BF16
     assert same(found, net.float()(x))
-
-
-@WHERE
-def test_the_modules_in_a_scripts_own_region_are_cast(where):
-    """``with torch.autocast(device, enabled=args.amp)`` around a step: what the script itself computes stays alone."""
-    net, takes_it = Net(lambda net, x: net.linear(x)), lambda model, x: (model(x), X.clone().requires_grad_() @ X)
-    with hmpx.convert(where=where, **LISTS):
-        with off():
-            y, product = takes_it(net, X)
-            assert F.cross_entropy(y.float(), torch.arange(4)).dtype is FP32
-        assert (y.dtype, product.dtype) == (BF16, FP32)
-        with torch.autocast("cpu"):
-            assert torch.is_autocast_enabled("cpu") and not torch._C.is_autocast_enabled("cpu")
-            assert net(X).dtype is BF16
-            with off():  # of somebody who has opened one that casts
-                y, product = takes_it(net, X)
-        assert (y.dtype, product.dtype) == (FP32, FP32)
-        decode = types.MethodType(lambda self, x: self.body(self, x), Net(lambda net, x: decorated(x, net.w)))
-        assert decode(X).dtype is FP32, "a method beside forward"
 
 
 class Trainer(nn.Module):
@@ -240,55 +182,24 @@ def test_the_backward_of_custom_fwd_is_computed_without_casts_where_custom_bwd_i
 def test_custom_fwd_and_custom_bwd_are_those_of_autocast(cast_inputs, where):
     function = custom(cast_inputs)
 
-    def results(x, around):
+    def results(x, around, run=lambda net: net):
         net = Net(lambda net, x: function.apply(x, net.w if cast_inputs else net.w.to(x.dtype)))
         x = x.clone().requires_grad_()
         with around:
-            y = net(x)
+            y = run(net)(x)
         y.float().square().sum().backward()
         return y, x.grad, net.w.grad
 
     for x in (X, X.bfloat16()):
         expected = results(x, torch.autocast("cpu", BF16, cache_enabled=False))
         assert same(results(x, hmpx.convert(where=where, **LISTS)), expected), x.dtype
+    if (where, cast_inputs) == ("model", FP32):
+        compiled = functools.partial(torch.compile, backend="aot_eager")
+        assert same(results(x, hmpx.convert(where=where, **LISTS), compiled), expected)
 
 
 @WHERE
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_in_backward_has_the_same_islands(reentrant, where):
-    def part(x, w):
-        with off():
-            inside = x.float() @ w
-        return inside + torch.mm(x, w).float()
-
-    def in_an_island(net, x, run):
-        with off():
-            return run(part, x, net.w)
-
-    def again(function, *args):
-        return checkpoint(function, *args, use_reentrant=reentrant)
-
-    bodies = {"inside": lambda net, x, run: run(part, x, net.w), "around": in_an_island}
-    with hmpx.convert(where=where, **LISTS):
-        for name, body in bodies.items():
-            found = []
-            for run in (lambda function, *args: function(*args), again):
-                net, x = Net(lambda net, x, body=body, run=run: body(net, x, run)), X.clone().requires_grad_()
-                net(x).square().sum().backward()
-                found.append((x.grad, net.w.grad))
-            assert same(*found), name
-
-
-@WHERE
-def test_threads_tasks_and_replicas_have_regions_of_their_own(where):
-    ready, go, found = threading.Event(), threading.Event(), []
-
-    @torch.autocast("cpu", enabled=False)
-    def slow(x):
-        ready.set()
-        go.wait(20)
-        return (x @ x).dtype
-
+def test_tasks_and_replicas_are_answered_for_regions_of_their_own(where):
     class Replicated(nn.Module):
         """As DataParallel does it: asked here, entered in threads that know nothing of here."""
 
@@ -313,32 +224,12 @@ def test_threads_tasks_and_replicas_have_regions_of_their_own(where):
         async def one(region):
             with region:
                 await asyncio.sleep(0)
-                return Net(lambda net, x: net.linear(x).dtype)(X), torch.is_autocast_enabled("cpu")
+                return torch.is_autocast_enabled("cpu")
 
         return await asyncio.gather(one(off()), one(torch.autocast("cpu")))
 
     with hmpx.convert(where=where, **LISTS):
-        thread = threading.Thread(target=lambda: found.append(Net(lambda net, x: slow(x))(X)))
-        thread.start()
-        assert ready.wait(20) and Net(lambda net, x: net.linear(x))(X).dtype is BF16
-        go.set()
-        thread.join()
-        assert found == [FP32] and Replicated()(X) == [BF16]
-        assert Net(lambda net, x: (recursive(x, 3), (x @ x).dtype))(X) == (FP32, BF16), "one object, entered four times"
-        assert asyncio.run(tasks()) == [(BF16, False), (BF16, True)]
-
-
-def test_with_casts_off_all_is_torchs(caplog):
-    net = Net(lambda net, x: (net.linear(x).dtype, torch._C.is_autocast_enabled("cpu")))
-    with hmpx.convert(**LISTS):
-        with hmpx.disable_casts(), torch.autocast("cpu", BF16):
-            assert net(X) == (BF16, True) and torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", BF16), hmpx.disable_casts():
-            assert net(X) == (FP32, False)
-    for around in (hmpx.convert(enabled=False, **LISTS), hmpx.activate({"opt_level": None})):
-        with around, torch.autocast("cpu", BF16):
-            assert net(X) == (BF16, True)
-    assert not caplog.messages
+        assert Replicated()(X) == [BF16] and asyncio.run(tasks()) == [False, True]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -400,20 +291,6 @@ def test_who_beats_an_island_is_said_in_one_line(caplog):
         assert len(told) == bool(name) and all("test_islands.py:" in said and name in said for said in told), name
         if handle:
             handle.remove()
-
-
-def linear_inside(net, x):
-    with off():
-        return net.linear(x).dtype
-
-
-def test_a_module_with_a_rule_that_is_called_in_an_island_has_its_rule():
-    outer = Net(linear_inside)
-    for rule, dtype in (("bfloat16", BF16), ({"bf16": ["linear"]}, BF16), ({"fp32": ["softmax"]}, FP32)):
-        handle = hmpx.policy_for(outer.linear, rule)
-        with hmpx.convert(where="model", **LISTS):
-            assert outer(X) is dtype, rule
-        handle.remove()
 
 
 def test_regions_of_a_script_are_told_once(caplog):
@@ -501,3 +378,67 @@ def test_autocast_that_a_model_sets_off_by_hand_is_told(caplog):
             torch.set_autocast_enabled("cpu", False)  # in no model
             assert {Net(forward)(X), Net(forward)(X)} == {dtype}
         assert [said.count("does not turn the op lists off") for said in caplog.messages] == [1] * (dtype is BF16)
+
+
+def test_a_graph_is_made_anew_where_answers_and_regions_around_it_differ():
+    """Two graphs a conversion: on the island and off it, however often they are called."""
+    count = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    net = Net(lambda net, x: (x @ net.w, x.to(torch.get_autocast_dtype("cpu"))))
+    compiled = torch.compile(net, backend=count, fullgraph=True)
+
+    def body(_, x):
+        outside = compiled(x)
+        with off():
+            return *outside, compiled(x)[0]
+
+    outer = Net(body)
+    for where, low in (("model", BF16), ("everywhere", FP16)):
+        with hmpx.convert(where=where, low_precision=low, **LISTS):
+            for _ in range(3):
+                assert [each.dtype for each in outer(X)] == [low, low, FP32]
+    assert count.frame_count == 4
+
+
+def test_a_region_around_a_graph_break_holds_on_both_sides():
+    def body(net, x):
+        with off():
+            before = torch.mm(x, net.w)
+            torch._dynamo.graph_break()
+            after = torch.mm(x, net.w), x @ net.w
+        return before, *after, torch.mm(x, net.w)
+
+    net = Net(body)
+    compiled = torch.compile(net, backend="aot_eager")
+    with hmpx.convert(**LISTS):
+        for _ in range(2):
+            assert same(compiled(X), net(X))
+        assert (X @ X).dtype is BF16
+
+
+class Angles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, positions):
+        with off():
+            angles = (self.inv_freq[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+        return angles, self.linear(angles.cos())
+
+
+PROGRAMS = {
+    "export, strict": lambda model, *inputs: torch.export.export(model, inputs, strict=True).module(),
+    "export": lambda model, *inputs: torch.export.export(model, inputs, strict=False).module(),
+    "trace": torch.jit.trace,
+}
+
+
+@pytest.mark.parametrize("way", PROGRAMS)
+def test_exported_and_traced_programs_keep_their_islands(way):
+    model, positions = Angles(), torch.arange(300)[None]
+    exact = model(positions)[0]
+    with hmpx.convert(where="model", **LISTS):
+        expected, program = model(positions), PROGRAMS[way](model, positions)
+    assert torch.equal(expected[0], exact) and expected[1].dtype is BF16
+    assert same(program(positions), expected)

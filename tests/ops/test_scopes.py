@@ -141,27 +141,6 @@ def test_a_rule_may_come_before_the_conversion_and_outlives_it():
     assert "_hmpx_rules" not in vars(module) and "_hmpx_rules" not in vars(Product)
 
 
-def test_a_region_has_lists_of_its_own():
-    region, others = hmpx.casts(fp32=["matmul"]), hmpx.casts(bf16=["exp"])
-    with region:  # nothing is converted
-        assert product(X.bfloat16()) is BF16
-    with hmpx.convert():
-        with region, others:  # which say nothing of `matmul`
-            assert product(X) is FP32 and X.exp().dtype is BF16
-        with hmpx.casts(bf16=["matmul"]), region, hmpx.casts(bf16=["matmul"]):
-            assert product(X) is BF16
-        with hmpx.disable_casts():
-            assert product(X.bfloat16()) is BF16
-            with region:  # casts are on in it
-                assert product(X.bfloat16()) is FP32
-        with others:
-            assert hmpx.casts("fp32")(product)(X) is FP32 and X.exp().dtype is BF16
-    with hmpx.convert(enabled=False):
-        with region:
-            assert product(X.bfloat16()) is FP32
-        assert product(X) is FP32
-
-
 def test_a_region_that_is_left_inside_of_a_module_leaves_the_modules_lists_alone():
     class Leaving(nn.Module):
         def forward(self, region):
@@ -228,17 +207,6 @@ def test_no_call_of_a_module_in_another_changes_torch(monkeypatch):
             assert handle.patched == patched
         for rule in rules:
             rule.remove()
-
-
-def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
-    modules = nn.ModuleList([Product(), nn.ModuleDict({"a": Product()})])
-    rules = [hmpx.policy_for(modules[1], bf16=["exp"]), hmpx.policy_for(modules, fp32=["matmul", "exp"])]
-    with hmpx.convert():
-        assert modules[0]() == [FP32] and modules[1]["a"]() == [FP32]
-        rules.append(hmpx.policy_for(modules[0], bf16=["matmul"]))
-        assert modules[0]() == [BF16] and modules[1]["a"]() == [FP32]
-    for rule in rules:
-        rule.remove()
 
 
 def test_a_forward_that_stands_in_the_module_itself_is_wrapped_there():
