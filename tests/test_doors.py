@@ -160,7 +160,7 @@ def test_the_guide_names_each_command():
         assert re.search(rf"hmpx {name}\b|`{name} ", pages), f"README.md, examples/README.md: {name}"
 
 
-ROOMS = ("ops", "recipes", "rounding", "updates", "insight", "shell")
+ROOMS = ("base", "ops", "recipes", "rounding", "updates", "insight", "shell")
 
 
 @pytest.mark.parametrize("room", ROOMS)
