@@ -403,6 +403,10 @@ FORWARDS = {
     "no module": (probe, "up low off slow"),
     "no module, and a tensor requires a gradient": (trained(probe), "low low off slow"),
     "that under no_grad": (within(torch.no_grad, trained(probe)), "up low off traced"),
+    "a leaf that requires one, under no_grad": (
+        within(torch.no_grad, lambda x: probe(x.clone().requires_grad_())),
+        "up low off eager",
+    ),
     "a model": (MODEL, "low low off traced"),
     "a model under no_grad": (within(torch.no_grad, MODEL), "low low off slow"),
     "a model under inference_mode": (within(torch.inference_mode, MODEL), "low low off slow"),
