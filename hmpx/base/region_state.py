@@ -154,14 +154,6 @@ def scope() -> int:
     return innermost().scope
 
 
-def usual() -> bool | None:
-    """The casting of a region that undoes a `disable_casts` around it: True for every op, None for a model's only.
-
-    What compiled code calls is a model's.
-    """
-    return True if state.everywhere or is_dynamo_compiling() else None
-
-
 def owned_by(owner: object) -> Region | None:
     """The innermost region that this object has entered here and not left."""
     region = nowhere.here
@@ -229,7 +221,8 @@ def enter_autocast(enabled: bool, in_model: bool, owner: Any = None) -> Region:
     here = innermost()
     under = here.under if here.island else here.casting
     if enabled:
-        casting = usual() if under is None else under
+        # Of no region: every op's or a model's, as anywhere. What compiled code calls is a model's.
+        casting = (True if state.everywhere or is_dynamo_compiling() else None) if under is None else under
         return _opened(Region(casting, here.rounding, here.maps, here.scope, owner))
     casting = False if in_model else None
     return _opened(Region(casting, here.rounding, here.maps, here.scope, owner, True, under))

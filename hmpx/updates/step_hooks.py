@@ -151,7 +151,7 @@ def _watched(step: Callable) -> Callable:
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         if args or kwargs:
             # A closure runs the model's forward, so it casts as outside of the step, and of a disable_casts region.
-            casting = around.casting if how is None else region_state.usual()
+            casting = around.casting if how is None else None
             call = call.with_functions(functools.partial(_cast_inside, casting))
         own = _step if attachment is None else attachment.step
         forget = functools.partial(_forget_casts, optimizer)

@@ -549,11 +549,12 @@ SETTINGS = {
     "model": {"where": "model"},
     "everywhere": {"where": "everywhere"},
     "off": {"where": "model", "enabled": False},
+    "off everywhere": {"where": "everywhere", "enabled": False},
 }
 
 
 def column(names, setting):
-    return {name: TABLE[name][1][[*SETTINGS].index(setting)] for name in names}
+    return {name: TABLE[name][1][[*SETTINGS].index(setting.removesuffix(" everywhere"))] for name in names}
 
 
 @contextlib.contextmanager
