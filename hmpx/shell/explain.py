@@ -84,12 +84,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _explain_one(what: str, options: argparse.Namespace) -> int:
-    is_whole = what in recipe_names() or Path(what).suffix in (".yaml", ".yml")
-    if is_whole and options.recipe:
+    is_recipe = what in recipe_names() or Path(what).suffix in (".yaml", ".yml")
+    if is_recipe and options.recipe:
         raise HmpxError(f"{what} is a recipe itself; --recipe goes with an op")
     if options.params or options.yaml:
         option = "--params counts the bytes of" if options.params else "--yaml prints"
-        if what and not is_whole:
+        if what and not is_recipe:
             raise HmpxError(f"{option} a recipe, and {what} is none; see `explain`")
         name = what or options.recipe
         recipes = {name: with_options(as_recipe(name), options)} if name else {}
@@ -98,7 +98,7 @@ def _explain_one(what: str, options: argparse.Namespace) -> int:
         else:
             print(recipes[name] if name else recipe_asked(options), end="")
         return 0
-    if is_whole:
+    if is_recipe:
         print(*recipe_lines(with_options(as_recipe(what), options)), sep="\n")
         return 0
     if Path(what).suffix in _FILES:

@@ -36,10 +36,10 @@ from hmpx.updates.stepping.optimizer_classes import (
     SCOPES,
     cell_of,
     formula_of,
+    is_known,
     is_own,
     is_watched,
     replaced_step,
-    scope_of,
 )
 from hmpx.updates.stepping.step_call import refuse_graphs
 
@@ -273,13 +273,13 @@ def check_optimizer(optimizer: Optimizer, settings: Settings, given: dict[torch.
     # Raises where a parameter is of a kind that cannot be updated.
     BF16Parameters(settings, given).segments(optimizer)
     is_replaced = replaced_step(optimizer) is not None or (type(optimizer) in SCOPES and not is_own(type(optimizer)))
-    if is_replaced or scope_of(optimizer) == "whole":
+    if is_replaced or not is_known(optimizer):
         refuse_lookups(optimizer)
         if settings.release_gradients:
-            listed = ", ".join(cls.__name__ for cls in SCOPES)
+            known = ", ".join(cls.__name__ for cls in SCOPES)
             name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             raise HmpxError(
-                f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), and {name}"
+                f"release_gradients needs an optimizer that updates each parameter by itself ({known}), and {name}"
                 f"{', whose step somebody has replaced,' if is_replaced else ''} may look across them",
                 key=("release_gradients",),
             )

@@ -68,7 +68,7 @@ def assert_same(one, other):
         (lambda named: optim.Adafactor(named, lr=1e-3), {}),
         (lambda named: UnlistedSGD(named, lr=1e-3, momentum=0.9), {}),
     ],
-    ids=["sliced", "fused", "by parameter", "whole"],
+    ids=["sliced", "fused", "by parameter", "model"],
 )
 def test_each_parameter_is_held_as_an_optimizer_of_its_own_would(make, settings):
     params, others = made(), made()

@@ -23,7 +23,7 @@ from hmpx.rounding.state_codes import is_coded
 from hmpx.updates.holding.held import HeldState, held_states
 from hmpx.updates.holding.sharding import is_sharded, local
 from hmpx.updates.stepping.names import inner_optimizers, own_attachment, parameters
-from hmpx.updates.stepping.optimizer_classes import own_step, scope_of
+from hmpx.updates.stepping.optimizer_classes import is_known, own_step, scope_of
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -121,7 +121,7 @@ class Twin:
     def _whole(self) -> dict[Parameter, Parameter]:
         copies = {p: Parameter(self._wide(p.detach()).clone(), p.requires_grad) for p in self._all}
         memo: dict[int, Any] = {id(p): q for p, q in copies.items()}
-        if scope_of(self.optimizer) == "whole":
+        if not is_known(self.optimizer):
             self._twin = _copied(self.optimizer, memo, set())
         else:  # some of its parameters, each by itself
             self._twin = _copied(self.optimizer, memo, {"state", "param_groups"})
@@ -282,12 +282,12 @@ def twins_of(optimizer: Optimizer) -> list[Twin]:
         return [Twin(optimizer, each, True) for each in alike.values()] + [Twin(optimizer, [p], False) for p in tables]
     if any(is_sharded(p) for p in low):
         raise NotChecked("its step looks across elements, which are on several ranks")
-    params = parameters(optimizer) if scope == "whole" else low
+    params = parameters(optimizer) if scope == "model" else low
     taken, left = [], BOUND
     for p in params:
         left -= _bytes(p, optimizer.state.get(p))
         taken += [p] if left >= 0 else []
-    if not taken or (scope == "whole" and left < 0):
+    if not taken or (scope == "model" and left < 0):
         raise NotChecked(f"a copy of its parameters and state takes {size(BOUND - left)}, and may take {size(BOUND)}")
     return [Twin(optimizer, taken, False)]
 

@@ -50,10 +50,10 @@ Optimizer = torch.optim.Optimizer
 def chunks(segments: list[Segment], others: list[Parameter] | None, context: StepContext) -> list[Chunk]:
     """Cut what the optimizer's own code steps into chunks.
 
-    A class that may look across parameters sees all of them at once, and so does any on XLA, where a step is one graph
+    A class that hmpx does not know sees all of them at once, and so does any on XLA, where a step is one graph
     and the compiler bounds its memory.
 
-    others: parameters that are not BF16, which the first chunk steps. None: the optimizer sees all that it has.
+    others: parameters that are not BF16, which the first chunk steps. None: hmpx does not know the class.
     """
 
     def chunk_of(segments: list[Segment], others: Sequence[Parameter] | None) -> Chunk:
@@ -81,10 +81,10 @@ def chunks(segments: list[Segment], others: list[Parameter] | None, context: Ste
 class Chunk:
     """BF16 parameters, and other ones that are stepped as they are. The methods need `torch.no_grad()`.
 
-    Where the class is not listed, optimizers that it holds (Lookahead's base) see the same shadows.
+    Where hmpx does not know the class, optimizers that it holds (Lookahead's base) see the same shadows.
 
     Args:
-        others: parameters that are not BF16. None: all that the optimizer has.
+        others: parameters that are not BF16. None: hmpx does not know the class, which sees all that it has.
 
     Attributes:
         device: of its copies; size: how many elements of a room its copies take.
@@ -323,7 +323,7 @@ class Chunk:
             self._refuse_references(optimizer)
         left: list[Any] = [q.grad for q in self._qs]
         # Versions do not tell of two kinds of writes: of fused kernels to gradients that a GradScaler has scaled, and
-        # of foreach kernels while a dispatch mode is on. Of classes that are not listed, nobody knows how they write.
+        # of foreach kernels while a dispatch mode is on. How an unknown class writes nobody knows.
         is_blind = not self._is_known or getattr(optimizer, "grad_scale", None) is not None or dispatch_modes() > 0
         if is_blind or not all(map(is_, left, self._left)) or _versions(left) != self._seen:
             for shadow, version in zip(self._shadows, self._seen, strict=True) if self._is_known else ():

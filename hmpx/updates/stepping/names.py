@@ -198,10 +198,10 @@ def _check(names: list[str]) -> None:
 
 
 class Members:
-    """The segment of each BF16 parameter of an optimizer, whole, and the index of each parameter's group."""
+    """The segment of each BF16 parameter of an optimizer, and the index of each parameter's group."""
 
     def __init__(self, optimizer: Optimizer, segments: list[Segment]) -> None:
-        self.whole = {segment.param: segment for segment in segments}
+        self.segments = {segment.param: segment for segment in segments}
         self.group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.elements = sum(map(share, self.group))  # of a rank
 

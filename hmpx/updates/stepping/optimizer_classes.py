@@ -6,18 +6,18 @@ A step must copy to FP32 what the update of one weight reads, its *scope*:
     Each element by itself. The step runs on a few parameters, of a sharded one on what this rank holds.
 ``parameter``
     Each parameter by itself: factored moments, orthogonalised updates. The step runs on a few whole parameters.
-``whole``
+``model``
     Across parameters, or nobody knows: every class that is not listed here, subclasses of listed ones included.
 
-A class is listed if its `step` does for each part exactly what it does for the whole; the tests hold every entry
-against the plain step, bit for bit.
+A class is listed, and then hmpx *knows* it, if its `step` does for each part exactly what it does for all; the tests
+hold every entry against the plain step, bit for bit.
 
 A formula says what the fused kernel of a class takes: its state tensors, and scalars made from a group's options. The
 formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains each
 number. To add an optimizer: "To change one thing" in `rounding/README.md`.
 
 All of this holds for the code that the class came with. A script, or a library in it, may have replaced `AdamW.step`,
-or `torch.optim.adam.adam`, which it calls. Such a step is of no listed class: it is taken by its own code (`is_own`).
+or `torch.optim.adam.adam`, which it calls. Such a step is of no known class: it is taken by its own code (`is_own`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ _SCOPES_BY_NAME = {  # of packages that may not be there
 
 
 def scope_of(optimizer: Optimizer, method: Callable | None = None) -> str:
-    """``element``, ``parameter`` or ``whole``. method: what is called, if it may be another than the class's step."""
+    """``element``, ``parameter`` or ``model``. method: what is called, if it may be another than the class's step."""
     cls = type(optimizer)
-    known = SCOPES.get(cls) or _SCOPES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
-    return known if known == "whole" or is_own(cls, method) else "whole"
+    scope = SCOPES.get(cls) or _SCOPES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "model")
+    return scope if scope == "model" or is_own(cls, method) else "model"
+
+
+def is_known(optimizer: Optimizer, method: Callable | None = None) -> bool:
+    """Return whether hmpx knows what the step reads: it may then step a few parameters at a time."""
+    return scope_of(optimizer, method) != "model"
 
 
 _OF_MATRICES = re.compile(r"(?i:muon|shampoo|scion)|soap\b|Soap|SOAP")  # not IsoApg

@@ -217,7 +217,8 @@ class Plan:
         params: the parameters that the plan steps.
         formula: the arithmetic of the step. None: the optimizer's own step is called.
         is_part: the optimizer steps other parameters by other plans.
-        is_whole: its own code steps all parameters at once, also those without a gradient.
+        is_known: whether hmpx knows the class. If not, its own code steps all parameters at once, also those without a
+            gradient.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Plan:
         formula: Formula | None = None,
         *,
         is_part: bool = False,
-        is_whole: bool = False,
+        is_known: bool = True,
     ) -> None:
         self._params, self._is_part, self._tables = params, is_part, Tables()
         self._fingerprint: Fingerprint | None = None
@@ -242,15 +243,15 @@ class Plan:
             members.group,
             functools.partial(room_size, members.elements, is_part=is_part),
         )
-        own = members.whole if is_whole else params
-        self.segments = segments = [members.whole[p] for p in own if p in members.whole]
+        own = params if is_known else members.segments
+        self.segments = segments = [members.segments[p] for p in own if p in members.segments]
         for segment in segments:
             context.stores.of(segment).begin()
         self._fused: list[FusedBatch] = []
         if formula is not None:
             self._fused = fused_batches(segments, formula, context, write_back.rounding_key, self._tables)
         stepped = {segment.param for batch in self._fused for segment in batch.segments}
-        others = None if is_whole else [p for p in params if p not in members.whole]
+        others = [p for p in params if p not in members.segments] if is_known else None
         found = chunks([segment for segment in segments if segment.param not in stepped], others, context)
         self._chunks, self._once = [c for c in found if c.is_in_room], [c for c in found if not c.is_in_room]
         self._can_be_kept = not self._once

@@ -47,8 +47,8 @@ class Sight(NamedTuple):
     """How the optimizers of a chunk see its parameters.
 
     Attributes:
-        is_known: whether the class is listed: it steps each element, or each parameter, by itself.
-        gathers: whether it sees the whole of a sharded parameter. If not, a class that is listed sees this rank's part
+        is_known: whether hmpx knows the class: it steps each element, or each parameter, by itself.
+        gathers: whether it sees the whole of a sharded parameter. If not, a known class sees this rank's part
             as a plain tensor, and any other class sees a DTensor.
         one_layout: whether gradient and state must lie in memory as the weights do.
     """

@@ -22,7 +22,7 @@ from hmpx.updates.holding.stores import WAYS, Settings, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
-from hmpx.updates.stepping.optimizer_classes import chosen, is_scaled, scope_of
+from hmpx.updates.stepping.optimizer_classes import chosen, is_known, is_scaled
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.standing import Standing, standing_or_none
@@ -58,7 +58,7 @@ class WeightUpdates:
         self._parameters = BF16Parameters(settings, self.names)
         self._number, self._numbered = [0], list[Parameter]()  # of the next step, and the parameters that have it
         self._kept: Plan | Standing | None = None
-        self._misses = 0  # how many steps of the scope "whole" in a row have used no plan
+        self._misses = 0  # how many steps of an unknown class in a row have used no plan
         self._stepped: list[int] | None = None  # ids of the parameters of the last new plan
         self._open: _OpenStep | None = None
         # With released gradients, a step is taken in parts. Each part has a plan; the key is the ids of its parameters.
@@ -93,37 +93,37 @@ class WeightUpdates:
     def _step(self, call: StepCall, signals: DeferredSignals, changed: Callable[[], object]) -> Any:
         """Run the plan of the step before, or a new one; return what the optimizer's step returns."""
         optimizer, result, left, is_kept = call.optimizer, None, None, False
-        is_whole, has_arguments = scope_of(optimizer, call.method) == "whole", bool(call.args or call.kwargs)
-        found = None if has_arguments else self._fitting(optimizer, is_whole)
+        known, has_arguments = is_known(optimizer, call.method), bool(call.args or call.kwargs)
+        found = None if has_arguments else self._fitting(optimizer, known)
         if found is None:
             changed()
         write_back = self._write_back(call, signals)
         key = write_back.rounding_key
         try:
             if has_arguments:
-                if call.closure is not None and not is_whole:  # such a class calls it before anything else
+                if call.closure is not None and known:  # a known class calls it before anything else
                     with torch.enable_grad():
                         result = call.closure()
                     if self.settings.release_gradients:
                         finish(parameters(optimizer))
-                call = call if is_whole else call._replace(args=(), kwargs={})  # the closure was called
-                found = self._fitting(optimizer, is_whole)
+                call = call._replace(args=(), kwargs={}) if known else call  # the closure was called
+                found = self._fitting(optimizer, known)
             if self._open is not None:
                 self._open.check(optimizer)
             plan, self._kept = self._kept, None
             signals.begin()
             set_grad_enabled(False)
             if plan is not None and found is not None:
-                self.kept_steps += not is_whole
+                self.kept_steps += known
                 left, is_kept = plan.run(call, write_back, found), plan.free_copies()
-                if is_whole and is_kept:
+                if is_kept and not known:
                     self.kept_steps, self._misses = self.kept_steps + 1, 0
             elif self._open is None or any([p.grad is not None for p in parameters(optimizer)]):
                 if isinstance(plan, Standing):
                     plan.refuse_lookups(optimizer)
-                plan, is_usual = self._new_plan(optimizer, write_back, is_whole)
+                plan, is_usual = self._new_plan(optimizer, write_back, known)
                 left = plan.run(call, write_back)
-                plan = self._to_keep(plan, optimizer, is_whole) if is_usual else None
+                plan = self._to_keep(plan, optimizer, known) if is_usual else None
                 is_kept = plan is not None
             self._kept = plan if is_kept else None
             if not _skipped(optimizer):
@@ -141,26 +141,26 @@ class WeightUpdates:
             p.grad = None
         if self._open is not None:
             self._open, self._parts, self._taken = None, self._taken, {}
-        return left if is_whole else result
+        return result if known else left
 
-    def _fitting(self, optimizer: Optimizer, is_whole: bool) -> Gradients | None:
+    def _fitting(self, optimizer: Optimizer, known: bool) -> Gradients | None:
         """Return the gradients of this step, if the plan of the step before fits it."""
         plan = self._kept
-        if plan is None or self._open is not None or isinstance(plan, Standing) != is_whole:
+        if plan is None or self._open is not None or isinstance(plan, Standing) is known:
             return None
         return plan.fits(optimizer)
 
-    def _new_plan(self, optimizer: Optimizer, write_back: WriteBack, is_whole: bool) -> tuple[Plan, bool]:
+    def _new_plan(self, optimizer: Optimizer, write_back: WriteBack, known: bool) -> tuple[Plan, bool]:
         """Return a plan of all parameters that have gradients, and whether it is worth while to keep it."""
         params = [p for p in parameters(optimizer) if p.grad is not None]
         before, self._stepped = self._stepped, list(map(id, params))
         members, formula = self.members(optimizer, write_back.rounding_key), chosen(optimizer, self.settings.fused)
-        plan = Plan(optimizer, members, params, write_back, None if is_whole else formula, is_whole=is_whole)
-        return plan, is_whole or (self._open is None and before in (None, self._stepped))
+        plan = Plan(optimizer, members, params, write_back, formula if known else None, is_known=known)
+        return plan, not known or (self._open is None and before in (None, self._stepped))
 
-    def _to_keep(self, plan: Plan, optimizer: Optimizer, is_whole: bool) -> Plan | Standing | None:
+    def _to_keep(self, plan: Plan, optimizer: Optimizer, known: bool) -> Plan | Standing | None:
         """Return the plan of the next step."""
-        if not is_whole:
+        if known:
             return plan if plan.keep(optimizer) else None
         # To make a plan that is never used takes as long as a step: made at misses 1, 2, 4 ... 64, then at each 64th
         self._misses += 1
@@ -223,7 +223,7 @@ class WeightUpdates:
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
         made_here = {torch.bfloat16} if has_stepped else set()  # the dtype to which steps before have rounded all state
         refuse_foreign_state(optimizer, [each for each in segments if each.way.state_dtype not in made_here])
-        if scope_of(optimizer) == "whole":
+        if not is_known(optimizer):
             find_weights_of(optimizer, segments)
         if adopt_states(optimizer, segments, key):
             logger.warning(_NARROWED if has_stepped else _OF_OTHERS, type(optimizer).__name__)
