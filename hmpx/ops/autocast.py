@@ -404,7 +404,7 @@ _key_of = private("torch._C._dispatch_key_for_device")
 _OF_TORCH = ("aten::", "prim::", "prims::", "profiler::", "hmpx::")  # a step of an optimizer calls two of the profiler
 
 
-def registered(switch: Switch, policies: Policies) -> Iterator[Patch]:
+def operator_patches(switch: Switch, policies: Policies) -> Iterator[Patch]:
     """Yield the patches of the two classes by which Python calls an operator."""
     names = {"OpOverload": "_name", "OpOverloadPacket": "_qualified_op_name"}  # a missing attribute of a packet is slow
     for each, attribute in names.items() if REGISTERED.is_on() else ():

@@ -17,7 +17,7 @@ import wrapt
 from hmpx.base import process_state
 from hmpx.base.changes import Changes, Flag
 from hmpx.ops import autocast
-from hmpx.ops.autocast import registered
+from hmpx.ops.autocast import operator_patches
 from hmpx.ops.compilers import Compilers, forget_compiled
 from hmpx.ops.computing.kernels import Kernels, in_fp32, parametrizations
 from hmpx.ops.dtype_map import DtypeMap
@@ -159,7 +159,7 @@ class PatchTable(Patches):
             *self.outside.patches(),
             *parametrizations(self.switch),
             *(autocast.questions(self.switch, policies) if governs_autocast(policies[0]) else ()),
-            *(registered(self.switch, policies) if governs_autocast(policies[0]) else ()),
+            *(operator_patches(self.switch, policies) if governs_autocast(policies[0]) else ()),
         )
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 

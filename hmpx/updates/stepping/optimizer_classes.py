@@ -266,7 +266,7 @@ def formula_of(optimizer: Optimizer) -> Formula | None:
     return formula if formula is not None and is_own(cls) else None
 
 
-def chosen(optimizer: Optimizer, fused: bool | None) -> Formula | None:
+def formula_used(optimizer: Optimizer, fused: bool | None) -> Formula | None:
     """Return the formula of the next step, with the setting `fused`; None for the optimizer's own step."""
     return None if fused is False or is_scaled(optimizer) else formula_of(optimizer)
 

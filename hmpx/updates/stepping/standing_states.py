@@ -44,7 +44,7 @@ def need(condition: object, otherwise: str) -> None:
         raise Unfit(otherwise)
 
 
-def chosen(of: Sequence[bool]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def picker(of: Sequence[bool]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that takes some items out of a list, in one call in C."""
     indices = [i for i, one in enumerate(of) if one]
     if len(indices) > 1:
@@ -69,7 +69,7 @@ class StandingFingerprint(Fingerprint):
         self._own_keys = list(chain(*self._dicts))
         self.values = values_of(self._dicts)
         tensors = [isinstance(value, Tensor) for value in self.values]
-        self._tensors_of, self._others_of = chosen(tensors), chosen([not each for each in tensors])
+        self._tensors_of, self._others_of = picker(tensors), picker([not each for each in tensors])
         self._types = list(map(type, self._others_of(self.values)))
         self._look_at_memory(held, () if has_copies else self._tensors_of(self.values))
 
@@ -157,7 +157,7 @@ class StandingStates:
         # What the optimizer works on itself, of all values in the parameters' own dicts
         held, values = set(map(id, self.held)), values_of(self.own.values())
         are_own = [isinstance(value, Tensor) and id(value) not in held for value in values]
-        self._worked_on, self._names = chosen(are_own), list(compress(names, are_own))
+        self._worked_on, self._names = picker(are_own), list(compress(names, are_own))
 
     def _itself(self, own: Any, segment: Segment) -> dict[str, Any]:
         _refuse_odd(own)
@@ -208,7 +208,7 @@ class StandingStates:
             shown.update({key: value.x for key, value in shown.items() if isinstance(value, Piece)})
         self._keys, values = list(chain(*self.copies)), values_of(self.copies)
         are_pieces = [id(value) in in_room for value in values]
-        self._moved_of, self._unmoved_of = chosen(are_pieces), chosen([not each for each in are_pieces])
+        self._moved_of, self._unmoved_of = picker(are_pieces), picker([not each for each in are_pieces])
         self.moved, self._unmoved = self._moved_of(values), self._unmoved_of(values)
         pairs = zip(self._own_of_copies, self.copies, strict=True)
         self._places_of_unmoved = self._unmoved_of([(own, key) for own, shown in pairs for key in shown])

@@ -22,7 +22,7 @@ from hmpx.updates.holding.stores import WAYS, Settings, Stores
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_foreign_state
 from hmpx.updates.stepping.names import BF16Parameters, Members, every_parameter, membership, parameters
-from hmpx.updates.stepping.optimizer_classes import chosen, is_known, is_scaled
+from hmpx.updates.stepping.optimizer_classes import formula_used, is_known, is_scaled
 from hmpx.updates.stepping.plan import Gradients, Plan
 from hmpx.updates.stepping.released import finish
 from hmpx.updates.stepping.standing import Standing, standing_or_none
@@ -154,8 +154,9 @@ class WeightUpdates:
         """Return a plan of all parameters that have gradients, and whether it is worth while to keep it."""
         params = [p for p in parameters(optimizer) if p.grad is not None]
         before, self._stepped = self._stepped, list(map(id, params))
-        members, formula = self.members(optimizer, write_back.rounding_key), chosen(optimizer, self.settings.fused)
-        plan = Plan(optimizer, members, params, write_back, formula if known else None, is_known=known)
+        members = self.members(optimizer, write_back.rounding_key)
+        formula = formula_used(optimizer, self.settings.fused) if known else None
+        plan = Plan(optimizer, members, params, write_back, formula, is_known=known)
         return plan, not known or (self._open is None and before in (None, self._stepped))
 
     def _to_keep(self, plan: Plan, optimizer: Optimizer, known: bool) -> Plan | Standing | None:
@@ -193,7 +194,7 @@ class WeightUpdates:
             set_grad_enabled(False)
             found = None if part is None else part.fits(call.optimizer)
             if part is None or found is None:
-                formula = chosen(call.optimizer, self.settings.fused)
+                formula = formula_used(call.optimizer, self.settings.fused)
                 if self._open.members is None:
                     self._open.members = self.members(call.optimizer, write_back.rounding_key)
                 part = Plan(call.optimizer, self._open.members, params, write_back, formula, is_part=True)
@@ -217,7 +218,7 @@ class WeightUpdates:
         """Look at every parameter, and bring all state to the form in which the settings hold it."""
         refuse_graphs(optimizer)
         has_stepped = bool(step_count.stored(optimizer).get(STEP_KEY))
-        if has_stepped and self.settings.fused is None and chosen(optimizer, None) is not None:
+        if has_stepped and self.settings.fused is None and formula_used(optimizer, None) is not None:
             _tell_of_before(optimizer)
         segments = self.segments(optimizer)
         expect_kernels(sum(each.count for each in segments if each.param.is_cpu and each.param.requires_grad))
