@@ -39,7 +39,7 @@ class StochasticSteps:
 
 
 class Region:
-    """The settings of one region.
+    """The settings of one region. `Region()` has those outside of all regions.
 
     casting: whether ops are cast; None leaves that to the default.
     rounding: how optimizer steps write BF16 parameters. maps: whether a `dtype_map` acts: in a listed Python function
@@ -53,7 +53,7 @@ class Region:
 
     __slots__ = ("around", "casting", "closed", "island", "maps", "owner", "rounding", "scope", "under", "where")
 
-    def __init__(self, casting, rounding, maps, scope, owner=None, island=False, under=None):
+    def __init__(self, casting=None, rounding=None, maps=True, scope=0, owner=None, island=False, under=None):
         self.casting, self.rounding, self.maps, self.scope, self.owner = casting, rounding, maps, scope, owner
         self.around, self.closed, self.island, self.under, self.where = None, False, island, under, ""
 
@@ -85,7 +85,7 @@ class _Traced:
 
     def __init__(self) -> None:
         self.rounding = None  # no optimizer step is traced
-        self.take(Region(None, None, True, 0), False)
+        self.take(Region(), False)
 
     def take(self, region: Region, inside: bool) -> None:
         self.inside, self.casting, self.maps, self.scope = inside, region.casting, region.maps, region.scope
@@ -99,7 +99,7 @@ class _RunningGraphs(threading.local):
 
 
 nowhere = _Nowhere(None, None, True, 0)
-IN_FORWARD = Region(True, None, True, 0)  # the region of a forward that has none around it
+IN_FORWARD = Region(casting=True)  # the region of a forward that has none around it
 IN_FORWARD.around = nowhere
 traced = _Traced()
 running_graphs = _RunningGraphs()
@@ -277,7 +277,7 @@ def _trace_opening(region: Region) -> None:
 
 
 def _trace_leaving(region: Region) -> None:
-    traced.take(Region(None, None, True, 0) if region.around is None else region.around, region.around is not None)
+    traced.take(Region() if region.around is None else region.around, region.around is not None)
     _leave_in_graph()
 
 

@@ -71,7 +71,7 @@ class Opener:
             raise
 
     def _entered(self) -> Region:
-        return owned_by(self) or Region(None, None, True, 0)  # of another context, or never entered
+        return owned_by(self) or Region()  # of another context, or never entered
 
 
 @contextlib.contextmanager

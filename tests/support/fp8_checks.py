@@ -49,7 +49,7 @@ def alike(found, wanted):
 
 
 def assert_cast(x, form, name="e4m3", square=False):
-    last, first = fp8_gpu.cast_both(x, name, form, form.scaling, square, True, True)
+    last, first = fp8_gpu.cast_both(x, form, last=True, first=True, square=square, name=name)
     for lines, dim in ((last, -1), (first, -2)):
         codes, scale = quantize(x, name, form, dim, form.scaling, square)
         if dim == -2:
@@ -247,9 +247,9 @@ def assert_codes_are_kept(*cases):
         w, x = torch.nn.Parameter(torch.randn(n, k, dtype=dtype)), torch.randn(m, k).bfloat16()
         cast, casts = fp8_gpu.cast_both, []
 
-        def counted(x, *rest, cast=cast, casts=casts):
+        def counted(x, form, *, cast=cast, casts=casts, **asked):
             casts.append(x.shape)
-            return cast(x, *rest)
+            return cast(x, form, **asked)
 
         def product(low, x=x, form=FORMATS[name]):
             return fp8_gpu.product_of_both(x, low.t(), form, True)

@@ -49,8 +49,8 @@ def product_of_both(a: Tensor, b: Tensor, form: Format, weight: bool) -> Tensor:
     """Return ``a @ b`` of BF16 (M, K) and (K, N), with BF16 gradients. weight: whether `b` is one."""
     grad = torch.is_grad_enabled()
     if weight and not grad and open_caches and (kept := _kept(b, form)) is not None:
-        lines, _ = cast_both(a, form.forward, form, form.scaling, False, True, False)
-        return times(lines, kept, a.dtype, True)  # type: ignore[arg-type]
+        lines, _ = cast_both(a, form, last=True, first=False)
+        return times(lines, kept, a.dtype, fast=True)  # type: ignore[arg-type]
     return _Product.apply(a, b, form, weight, grad and a.requires_grad, grad and b.requires_grad)
 
 
@@ -64,7 +64,7 @@ def _kept(b: Tensor, form: Format) -> CodedLines | None:
 
     def packed(_: Tensor) -> Tensor:
         """Return the bytes of the codes and behind them those of the scales: the cache keeps one tensor."""
-        lines = _cast(b, form, form.scaling == "blockwise", False, True)[1] or ()
+        lines = cast_both(b, form, last=False, first=True, square=form.scaling == "blockwise")[1] or ()
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in lines])
 
     held = cache.get(weight, ("fp8", form, b.stride()), packed, views=int(value is weight))
@@ -82,14 +82,15 @@ class _Product(torch.autograd.Function):
             each in form.products for each in ("output", "input_gradient", "weight_gradient")
         )
         one_scaling = not form.weight_tensorwise
-        a_last, a_first = _cast(a, form, False, output, of_b and weight_gradient)
-        b_last, b_first = _cast(b, form, ctx.square, of_a and input_gradient and one_scaling, output)
+        a_last, a_first = cast_both(a, form, last=output, first=of_b and weight_gradient)
+        last = of_a and input_gradient and one_scaling
+        b_last, b_first = cast_both(b, form, last=last, first=output, square=ctx.square)
         # What the backward pass multiplies: codes with their scale, or where it has none of them, the matrix.
         kept_a = a_first or ((a, None) if of_b else (None, None))
         kept_b = b_last or ((b, None) if of_a else (None, None))
         ctx.save_for_backward(*kept_a, *kept_b)
         ctx.turned = b.stride(0) == 1
-        return aten.matmul(a, b) if a_last is None or b_first is None else times(a_last, b_first, a.dtype, True)
+        return aten.matmul(a, b) if a_last is None or b_first is None else times(a_last, b_first, a.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
@@ -97,9 +98,11 @@ class _Product(torch.autograd.Function):
         a, scale_a, b, scale_b = ctx.saved_tensors
         form, of_a, of_b = ctx.form, None, None
         in_a, in_b = b is not None and "input_gradient" in form.products, scale_a is not None
-        g_last, g_first = _cast(gradient, form, False, in_a, in_b, form.backward)
+        g_last, g_first = cast_both(gradient, form, last=in_a, first=in_b, name=form.backward)
         if g_last is not None:
-            whole = _cast(b, form, False, True, False, "", "tensorwise")[0] if scale_b is None else None
+            whole = None
+            if scale_b is None:
+                whole, _ = cast_both(b, form, last=True, first=False, scaling="tensorwise")
             of_a = times(g_last, whole or CodedLines(b, scale_b), gradient.dtype)
         elif b is not None:
             of_a = aten.matmul(gradient, b.t())
@@ -110,14 +113,6 @@ class _Product(torch.autograd.Function):
         elif a is not None:
             of_b = aten.matmul(gradient.t(), a).t() if ctx.turned else aten.matmul(a.t(), gradient)
         return of_a, of_b, None, None, None, None
-
-
-def _cast(
-    x: Tensor, form: Format, square: bool, last: bool, first: bool, name: str = "", scaling: str = ""
-) -> tuple[CodedLines | None, CodedLines | None]:
-    if not (last or first):
-        return None, None
-    return cast_both(x, name or form.forward, form, scaling or form.scaling, square, last, first)
 
 
 def times(a: CodedLines, b: CodedLines, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -140,7 +135,7 @@ def multiplies_blocks(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device)[0] == 9:
         x = torch.linspace(-1, 1, 512 * 512, device=device, dtype=torch.bfloat16).view(512, 512)
         form = Format("blockwise", backward="e4m3")
-        lines, squares = (_cast(x, form, square, True, False)[0] for square in (False, True))
+        lines, squares = (cast_both(x, form, last=True, first=False, square=square)[0] for square in (False, True))
         exact, why = x.float() @ x.float().t(), "wrong numbers"
         try:
             made = [times(lines, each, torch.bfloat16) for each in (lines, squares) if lines and each]
@@ -190,16 +185,19 @@ def can_cast(*matrices: Tensor) -> bool:
 
 
 def cast_both(
-    x: Tensor, name: str, form: Format, scaling: str, square: bool, last: bool, first: bool
+    x: Tensor, form: Format, *, last: bool, first: bool, square: bool = False, name: str = "", scaling: str = ""
 ) -> tuple[CodedLines | None, CodedLines | None]:
-    """Return `x` in FP8 for a sum along its last dimension, and transposed for one along its first; None if not asked.
+    """Return `x` in FP8 for a sum along its `last` dimension, and transposed for one along its `first`, or None.
 
     Args:
         x: BF16 (M, N) that `can_cast` agrees to. N is a multiple of 16, and M is 1 at least.
-        name: "e4m3" or "e5m2".
-        scaling: "tensorwise", "rowwise" or "blockwise", which may be another one than the format's.
         square: whether blocks are 128 x 128.
+        name: "e4m3" or "e5m2", where it is another than the format's in the forward pass.
+        scaling: "tensorwise", "rowwise" or "blockwise", where it is another one than the format's.
     """
+    if not (last or first):
+        return None, None
+    name, scaling = name or form.forward, scaling or form.scaling
     turned = x.stride(0) == 1 and x.stride(1) != 1 and not x.shape[0] % 16
     if turned:
         x, last, first = x.t(), first, last
