@@ -154,13 +154,36 @@ class Own(torch.autograd.Function):
         return gradient, None
 
 
-def backward_of(around):
+class InFp32(Own):
+    forward = staticmethod(torch.amp.custom_fwd(Own.forward, device_type="cpu", cast_inputs=FP32))
+    backward = staticmethod(torch.amp.custom_bwd(Own.backward, device_type="cpu"))
+
+
+class Nested(Own):
+    """Its backward calls another function."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Own.apply(gradient, ctx.note), None
+
+
+def backward_of(around, function=Own):
     """A custom function's, whose forward `around` has called."""
 
     def run(x, note):
-        around(lambda x: Own.apply(x, note))(x.clone().requires_grad_()).sum().backward()
+        around(lambda x: function.apply(x, note))(x.clone().requires_grad_()).sum().backward()
 
     return run
+
+
+def backward_of_a_backward(x, note):
+    x = x.clone().requires_grad_()
+    gradient = torch.autograd.grad(Model(lambda x: Nested.apply(x, note))(x).square().sum(), x, create_graph=True)[0]
+    gradient.sum().backward()
+
+
+def in_a_forward(run):
+    return lambda x, note: Model(lambda x: run(x, note))(x)
 
 
 def computed_again(around, reentrant):
@@ -441,6 +464,9 @@ BACKWARD = {
     "a custom backward, of no module": (noted(backward_of(lambda call: call)), "up low off eager"),
     "a custom backward, of an island": (noted(backward_of(on_island)), "off off off eager"),
     "a custom backward, of disable_casts": (noted(backward_of(uncast)), "off off off eager"),
+    "a custom backward in FP32": (noted(backward_of(Model, InFp32)), "off off off eager"),
+    "that, where a forward calls it": (noted(in_a_forward(backward_of(Model, InFp32))), "off off off eager"),
+    "a custom backward of a custom backward": (noted(backward_of_a_backward), "low low off eager"),
 }
 for how in (False, True):
     name = f"computed again, reentrant={how}: "

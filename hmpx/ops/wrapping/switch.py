@@ -190,7 +190,12 @@ def _has_other(values: Any, dtype: torch.dtype | None) -> bool:
 
 
 def in_forward(frame: types.FrameType | None) -> bool:
-    """Return whether the forward of a model is among the callers: one that was called by hand opens no region."""
+    """Return whether the forward of a model is among the callers: one that was called by hand opens no region.
+
+    A forward that runs a backward pass does not decide for what runs in that.
+    """
+    if graph_task() != -1:
+        return _is_cast_backward() is True
     return any(method == "forward" and is_model(module) for module, method in methods(frame))
 
 
