@@ -298,10 +298,13 @@ def test_numbers_in_float32_that_are_bfloat16_s_are_judged_as_such(files):
 def test_numbers_of_float32_that_were_never_in_low_precision_are_not_judged(files):
     """Masks, bins and codes are multiples of one number; SGD moves large weights less: their gradients are small."""
     beside = {"a.weight": torch.randn(32, 32), "norm.weight": torch.ones(300)}
-    codes = torch.tril(torch.ones(64, 64)), torch.arange(256.0).repeat(2) / 8, torch.randn(32, 32).sign()
+    triangle = torch.full((64, 64), -math.inf).triu(1)  # which is added to scores
+    codes = torch.tril(torch.ones(64, 64)), torch.arange(256.0).repeat(2) / 8, torch.randn(32, 32).sign(), triangle
     for buffer in codes:
         assert not files({**beside, "mask": buffer}).findings
     assert kinds(files({**beside, "a.weight": torch.randn(32, 32).bfloat16().float()}))  # of a BF16 training
+    broken = [torch.full((8,), -math.inf), triangle + 1, -triangle, triangle.log()]
+    assert all(files({**beside, "mask": each}).wrong for each in broken)
     sizes = torch.logspace(-3, 1, 64)[:, None]
     before = {"a.weight": sizes * torch.randn(64, 64)}
     found = files(before, {"a.weight": before["a.weight"] + 1e-4 / sizes * torch.randn(64, 64)})

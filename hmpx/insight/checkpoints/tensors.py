@@ -111,24 +111,30 @@ class Numbers:
     """The numbers of a tensor.
 
     Attributes:
-        is_finite: whether none is inf or NaN. dtype: the narrowest that holds them all. one: their value, if all have
-            one; else None. Multiples of one number (masks, bins, codes) are in the dtype that they are stored in.
+        is_finite: whether none is inf or NaN, but for -inf beside 0 alone. dtype: the narrowest that holds them all.
+            one: their value, if all have one; else None. Multiples of one number (masks, bins, codes) are in the dtype
+            that they are stored in.
     """
 
     def __init__(self, stored: Stored) -> None:
-        self.is_finite, self._low = True, [torch.bfloat16, torch.float16] if stored.dtype is torch.float32 else []
+        self._is_finite = self._is_mask = self._are_multiples = True
+        self._low = [torch.bfloat16, torch.float16] if stored.dtype is torch.float32 else []
         self._stored, self._least, self._most = stored.dtype, float("inf"), -float("inf")
-        self._are_multiples = True
 
     def see(self, part: Tensor) -> None:
         least, most = (each.item() for each in part.aminmax())
-        self.is_finite &= abs(least) < float("inf") and abs(most) < float("inf")  # not so for NaN either
+        self._is_finite &= abs(least) < float("inf") and abs(most) < float("inf")  # not so for NaN either
+        self._is_mask = self._is_mask and most <= 0 and not part[part != -float("inf")].any()
         self._least, self._most = min(self._least, least), max(self._most, most)
         self._low = [each for each in self._low if torch.equal(part.to(each).float(), part)]
         if self._low and self._are_multiples:
-            sizes = part[part != 0].abs()
+            sizes = part[(part != 0) & (part > -float("inf"))].abs()
             counts = sizes / sizes.amin() if len(sizes) else sizes
             self._are_multiples = torch.equal(counts, counts.round())
+
+    @property
+    def is_finite(self) -> bool:
+        return self._is_finite or (self._is_mask and self._most == 0)
 
     @property
     def dtype(self) -> torch.dtype:
