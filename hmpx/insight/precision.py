@@ -267,7 +267,7 @@ class _Rows:
         return row
 
     def _gradient(self, p: Parameter) -> str:
-        if not p.requires_grad:
+        if not p.requires_grad and not self.cells.seen[p].gradient:
             return "frozen"
         optimizer = self.stepped.get(p) if p not in self.cells.masters else None
         has_stepped = optimizer is not None and self.capture.steps[id(optimizer)]

@@ -146,6 +146,24 @@ def rate_in_bf16(sick):
     train(model, optim.Adam(model.parameters(), lr=torch.tensor(1e-3, dtype=BF16 if sick else FP32)))
 
 
+def of_functions(make, dtype):
+    """Weights that require no gradient: `torch.func.grad` makes it, and the script sets it."""
+    model = mlp(dtype)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make(weights.values())
+
+    def loss(weights, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, weights, x.to(dtype)).float(), y)
+
+    for i in range(12):
+        for name, grad in torch.func.grad(loss)(weights, *batch(i)).items():
+            weights[name].grad = grad
+        optimizer.step()
+
+
+planted_in_bf16("lost updates", of_functions, bf16_weights_of_functions=partial(optim.SGD, lr=1e-3))
+
+
 def by_hand(update, dtype):
     """No optimizer at all."""
     model = mlp(dtype)

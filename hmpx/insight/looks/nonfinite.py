@@ -22,6 +22,7 @@ from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, first_names
 from hmpx.insight.notes import NotedSite, Notes, OpCall, own_frame
+from hmpx.insight.report import number
 from hmpx.insight.tensors import (
     LOW,
     Tensor,
@@ -36,7 +37,7 @@ from hmpx.insight.tensors import (
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import callers
 from hmpx.ops.wrapping.overriding import PLAIN
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import parameters, trained
 from hmpx.updates.stepping.released import Released
 
 CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
@@ -177,7 +178,7 @@ class Nonfinite(Look):
                 self._passed = iteration
 
     def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
-        few = sorted((p for p in parameters(optimizer) if p.requires_grad), key=lambda p: p.numel())[:_FEW]
+        few = sorted(trained(optimizer), key=lambda p: p.numel())[:_FEW]
         self._reach("weights", {p: p for p in few}, optimizer, self._now)
 
     def over(self) -> None:
@@ -238,7 +239,7 @@ class Nonfinite(Look):
         elif (path := self._harmless or path).nan is not None and not (notes.skipped and path.nan.numbers["backward"]):
             yield self._made(path.maker or path.nan, path.nan, "; no gradient is inf or NaN in that step", False)
         elif self._losses:
-            steps = f"{len(self._losses)} iterations, first in iteration {self._losses[0]}"
+            steps = f"{number(len(self._losses), 'iteration')}, first in iteration {self._losses[0]}"
             do = asked(f"--at {self._losses[0]}", f"hmpx.doctor(at=[{self._losses[0]}])")
             do += " looks at every op of that step"
             yield Finding("inf or NaN", True, f"the loss is inf or NaN in {steps}", do, weight=0.9)

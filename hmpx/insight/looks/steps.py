@@ -16,7 +16,7 @@ import torch
 
 from hmpx.insight.looks.twin import NotChecked, Twin, twins_of
 from hmpx.insight.tensors import LOW, sample, ulp
-from hmpx.updates.stepping.names import own_attachment, parameters
+from hmpx.updates.stepping.names import own_attachment, trained
 from hmpx.updates.stepping.optimizer_classes import scope_of
 from hmpx.updates.stepping.released import Released
 
@@ -229,8 +229,7 @@ class SteppedOptimizer:
             self._twins = []  # the last one has raised
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
-        params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        grads = {p: p.grad for p in params if p.grad is not None and type(p.grad) is not Released}
+        grads = {p: p.grad for p in trained(self.optimizer) if p.grad is not None and type(p.grad) is not Released}
         window = window_of(self.steps + 1)
         if window != self._window:
             self._turn_to(window)
@@ -253,7 +252,7 @@ class SteppedOptimizer:
 
     def end(self, evaluations: int) -> None:
         self.steps += 1
-        self.has_low = self.has_low or any(p.dtype in LOW and p.requires_grad for p in parameters(self.optimizer))
+        self.has_low = self.has_low or any(p.dtype in LOW for p in trained(self.optimizer))
         if self._stepping:
             self._stepping = False
             if evaluations > 1:

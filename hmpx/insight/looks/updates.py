@@ -25,7 +25,7 @@ from hmpx.insight.tensors import LOW, has_numbers, low_dtype, memory, sample
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.holding.held import Way
 from hmpx.updates.holding.sharding import local
-from hmpx.updates.stepping.names import own_attachment, parameters
+from hmpx.updates.stepping.names import own_attachment, parameters, trained
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -295,7 +295,7 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
     """Say for each optimizer why its updates of weights in low precision could not be judged, if they could not."""
     reasons: dict[str, None] = {}
     for each in seen:
-        low = [p for p in parameters(each.optimizer) if p.dtype in LOW and p.requires_grad]
+        low = [p for p in parameters(each.optimizer) if p.dtype in LOW]
         windows = _windows([each])
         known = windows[0].whole if windows else Moves()
         still = [p for p, moves in windows[0].rows.items() if not moves.size] if windows else []
@@ -380,7 +380,7 @@ class PassedLow(Look):
         self._seen: dict[int, _WideWeights] = {}
 
     def met(self, optimizer: torch.optim.Optimizer, where: str) -> None:
-        wide = [p for p in parameters(optimizer) if p.dtype is torch.float32 and p.requires_grad and has_numbers(p)]
+        wide = [p for p in trained(optimizer) if p.dtype is torch.float32 and has_numbers(p)]
         wide = [p for p in wide if local(p).numel() >= _ENOUGH and local(p).layout is torch.strided]
         if wide:
             self._seen[id(optimizer)] = _WideWeights(sorted(wide, key=lambda p: -p.numel())[:_MOST], where)

@@ -47,6 +47,11 @@ def parameters(optimizer: Optimizer) -> list[Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def trained(optimizer: Optimizer) -> list[Parameter]:
+    """Return the parameters that steps move: they require a gradient, or were given one, as of `torch.func.grad`."""
+    return [p for p in parameters(optimizer) if p.requires_grad or p.grad is not None]
+
+
 def every_parameter(optimizer: Optimizer) -> list[Parameter]:
     """Return `parameters`, or those of the ZeroRedundancyOptimizer around this one: they are the same on every rank."""
     return list(_shared_names.get(optimizer, ())) or parameters(optimizer)
