@@ -621,6 +621,8 @@ planted_by(
     distances_product_a_b=lambda a, b, z, c: -2 * (z @ c) + (a + b),
     distances_negated=lambda a, b, z, c: -(-a - -2 * (z @ c) - b),
     distances_by_baddbmm=lambda a, b, z, c: torch.baddbmm(b[None].expand(1, 16, 16), z[None], c[None], alpha=-2)[0] + a,
+    distances_by_addmm=lambda a, b, z, c: torch.addmm(a + b, z, c, alpha=-2),
+    distances_by_addmm_in_place=lambda a, b, z, c: (a + b).bfloat16().addmm_(-2 * z.bfloat16(), c.bfloat16()),
 )
 
 

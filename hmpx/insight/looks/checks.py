@@ -228,7 +228,7 @@ CHECKS = [
     Check(
         "distances", True, "distances are differences of large numbers, and the product was in low precision",
         "take the squares and the product in float32 (x.float()), outside of autocast", 0.5,
-        ("add", "sub", "rsub", "add_", "sub_", "baddbmm"), distances,
+        ("add", "sub", "rsub", "add_", "sub_", "addmm", "addmm_", "baddbmm", "baddbmm_"), distances,
     ),
     Check(
         "BCE", True,

@@ -393,9 +393,15 @@ def _moment(op: OpCall, before: str) -> str:
 
 def _product(op: OpCall, notes: Notes) -> tuple[int, float] | None:
     """Return how many squares were added to a product in low precision, and its last digit; None for anything else."""
-    if op.name in ("mm", "bmm", "addmm", "baddbmm"):
-        digit = torch.finfo(op.out.dtype).eps * float(op.out.float().square().mean().sqrt())
-        return (_squares(op, notes), digit) if op.out.dtype in LOW else None
+    if op.name.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm"):
+        if op.out.dtype not in LOW:
+            return None
+        squares, size = _squares(op, notes), float(op.out.float().square().mean().sqrt())
+        if squares:  # addmm rounds them, which are as large as its product; its result may be small
+            a, b = (each.detach().float().square() for each in op.given[-2:])
+            norms = float(a.sum(-1).mean() * b.sum(-2).mean()) ** 0.5
+            size = max(size, squares / 2 * abs(op.kwargs.get("alpha", 1)) * norms)
+        return squares, torch.finfo(op.out.dtype).eps * size
     known = [notes.facts(each).get("product") for each in op.given[:2]]
     which = next((each for each in known if each is not None), None)
     if which is None or op.name.rstrip("_") in _FACTORS:
