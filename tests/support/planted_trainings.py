@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -753,6 +754,18 @@ def step_nan(sick):
     model = nn.ModuleList([mlp(), nn.Linear(4, 4)])
     model.forward = lambda x: model[0](x) + model[1](x[:, :4]) * (torch.arange(4) > 0)
     train(model, optim.Adam(model.parameters(), lr=1e-3, eps=0.0 if sick else 1e-8), steps=4)
+
+
+@planted("running statistics")
+def statistics_of_a_batch_that_was_left_out(sick):
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(4))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for i in range(24):
+        loss = model(batch(i)[0] + (math.nan if sick and i == 14 else 0.0)).square().mean()
+        optimizer.zero_grad()
+        if loss.isfinite():
+            loss.backward()
+            optimizer.step()
 
 
 @planted("matmul precision")

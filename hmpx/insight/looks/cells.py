@@ -8,7 +8,7 @@ followed in the same way, back to the collective that has reduced it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.insight.capture import Capture
 from hmpx.insight.dispatch import Look
+from hmpx.insight.finding import Finding, Names, first_names
 from hmpx.insight.notes import Notes, OpCall
-from hmpx.insight.tensors import LOW, sample
+from hmpx.insight.tensors import LOW, has_numbers, is_finite, sample
 from hmpx.ops.computing.kernels import asked_of
 from hmpx.ops.wrapping.callers import modules
 from hmpx.updates.holding.sharding import local, whole_copies
@@ -264,6 +265,17 @@ class Cells(Look):
                     seen.summed[by][dtype] = None
                 if at in self._added:
                     seen.summed["add"][self._added[at]] = None
+
+    def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
+        """Say where statistics of norms are inf or NaN and weights are not: a step that was skipped leaves them so."""
+        for model in self.models:
+            held = [(name, b) for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+            broken = tuple(name for name, b in held if has_numbers(b) and not b.is_meta and not is_finite(b))
+            if broken and all(has_numbers(local(p)) and is_finite(local(p)) for p in model.parameters()):
+                said = f"{first_names(broken)} became inf or NaN, and with them what the model computes in eval mode; "
+                said += "weights are finite: no step was taken on the batch that did it"
+                do = "leave such a batch out before the model takes it; and norm.reset_running_stats()"
+                yield Finding("running statistics", True, said, do, names=broken, weight=0.9)
 
     def has_moved(self, p: Parameter) -> bool | None:
         """Return whether a parameter has moved since its first step; None where that is not known."""
