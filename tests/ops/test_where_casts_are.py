@@ -186,12 +186,13 @@ def in_a_forward(run):
     return lambda x, note: Model(lambda x: run(x, note))(x)
 
 
-def computed_again(around, reentrant):
+def computed_again(around, reentrant, region=contextlib.nullcontext):
     """What runs in the forward, and again in the backward pass."""
 
     def run(x, note):
         def body(x):
-            note()
+            with region():
+                note()
             return x * x
 
         around(lambda x: checkpoint(body, x, use_reentrant=reentrant))(x.clone().requires_grad_()).sum().backward()
@@ -246,9 +247,34 @@ class Average(nn.Module):
         note()
 
 
+class Holding(Average):
+    """It is handed no weights, so that its first call may be a model's."""
+
+    def forward(self, note):
+        super().forward(MODEL, note)
+
+
+class InGradMode(Average):
+    def forward(self, model, found):
+        found.append(trained(probe)(X))
+        self.weight.data.copy_(model.weight)
+
+
 def average(x, note):
     for module in (AVERAGE, AVERAGE):
         module(MODEL, note)
+
+
+def average_that_holds_its_model(x, note):
+    for module in (HOLDING, HOLDING):
+        module(note)
+
+
+def average_in_grad_mode(x):
+    found = []
+    for module in (IN_GRAD_MODE, IN_GRAD_MODE):
+        module(MODEL, found)
+    return found
 
 
 class CodeBook(Model):
@@ -381,7 +407,8 @@ SPELLED = {
     "float32 of a device that is not here": lambda: torch.autocast("cuda", dtype=FP32),
 }
 
-MODEL, METRIC, AVERAGE, BOOK, SCRIPTED = Model(), Metric(), Average(), CodeBook(), torch.jit.script(probe)
+MODEL, METRIC, BOOK, SCRIPTED = Model(), Metric(), CodeBook(), torch.jit.script(probe)
+AVERAGE, HOLDING, IN_GRAD_MODE = Average(), Holding(), InGradMode()
 FROZEN = copy.deepcopy(MODEL).requires_grad_(False).eval()
 HELD = nn.ModuleList([Model(), nn.ModuleDict({"a": Model()})])
 OF_ONE = {
@@ -394,8 +421,9 @@ OF_ONE = {
 RULED = {name: Model() for name in OF_ONE}
 OPENS, OUTER = on_island(probe), Model(both(probe, RULED["other"]))
 AROUND = Model(both(MODEL, RULED["other"], RULED["bf16"], RULED["low"]))
+IN_THE_SAME = Model(on_island(RULED["low"]))
 GIVEN = [(module, OF_ONE[name]) for name, module in RULED.items()]
-GIVEN += [(OPENS, OF_ONE["low"]), (OUTER, OF_ONE["listed"]), (AROUND, OF_ONE["listed"])]
+GIVEN += [(OPENS, OF_ONE["low"]), (IN_THE_SAME, OF_ONE["low"]), (OUTER, OF_ONE["listed"]), (AROUND, OF_ONE["listed"])]
 GIVEN += [(HELD[1], OF_ONE["other"]), (HELD, OF_ONE["listed"]), (HELD[0], OF_ONE["low"])]
 
 
@@ -446,6 +474,8 @@ FORWARDS = {
     "it in a model": (Model(METRIC), "low low off slow"),
     "a model that writes a part of itself": (both(BOOK, BOOK), "low/low low/low off/off eager"),
     "an average of weights": (noted(average), "up/up low/low off/off eager"),
+    "one that holds its model": (noted(average_that_holds_its_model), "low/up low/low off/off eager"),
+    "one in grad mode": (average_in_grad_mode, "up/up low/low off/off eager"),
     "after a model that has raised": (after_an_error, "up low off eager"),
     "scripted code in a model": (Model(both(SCRIPTED, probe)), "off/low off/low off/off eager"),
     "no module, beside a model in another thread": (beside_a_forward, "up/low low/low off/off eager"),
@@ -516,6 +546,13 @@ SCRIPT = {  # `torch.autocast` around models
     "disable_casts in an enabled region": (within(opened, within(hmpx.disable_casts, MODEL)), "off off low slow"),
     "an enabled region in disable_casts": (within(hmpx.disable_casts, within(opened, MODEL)), "low low low slow"),
     "an island in disable_casts": (within(hmpx.disable_casts, within(island, MODEL)), "off off off traced"),
+    **{
+        f"computed again, reentrant={how}: enabled on an island in lists": (
+            noted(computed_again(lambda call: within(listed, on_island(call)), how, opened)),
+            "fp32/fp32 fp32/fp32 fp32/fp32 eager",
+        )
+        for how in (False, True)
+    },
 }
 REGIONS = {  # of hmpx
     "disable_casts": (within(hmpx.disable_casts, MODEL), "off off off slow"),
@@ -560,6 +597,7 @@ RULES = {  # of modules
     "a rule, bf16, on an island": (on_island(RULED["bf16"]), "bf16 bf16 off slow"),
     "a rule, the low list, on an island": (on_island(RULED["low"]), "low low off slow"),
     "a rule, other ops, on an island": (on_island(RULED["other"]), "off off off slow"),
+    "a rule, the low list, on an island in a module with the same": (IN_THE_SAME, "low low off slow"),
     "a rule, the low list, of who opens an island": (OPENS, "low low off traced"),
     "a rule, bf16, in disable_casts": (within(hmpx.disable_casts, RULED["bf16"]), "off off off slow"),
     "a rule, the FP32 list, around others": (
