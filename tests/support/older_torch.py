@@ -10,6 +10,7 @@ WANTED = {
     "2.13": {
         "regions in compiled bodies of checkpoints, and clipping in a whole graph": (
             "test_compiled_regions.py::test_a_region_in_a_checkpointed_body_has_the_bits_of_eager[",
+            "test_where_casts_are.py::test_one_graph[",
             "test_released.py::test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer",
         ),
         "_scaled_mm on a CPU with a scale a row, and functional.scaled_mm there": (

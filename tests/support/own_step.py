@@ -18,7 +18,9 @@ _in_force: list[bool] = []
 @contextlib.contextmanager
 def own_step() -> Iterator[None]:
     """Inside, a setting `fused` that nobody has given is False."""
-    with mock.patch.object(step, "chosen", lambda optimizer, fused: optimizer_classes.chosen(optimizer, bool(fused))):
+    with mock.patch.object(
+        step, "formula_used", lambda optimizer, fused: optimizer_classes.formula_used(optimizer, bool(fused))
+    ):
         _in_force.append(True)
         try:
             yield

@@ -79,6 +79,7 @@ def handled():
 def interrupted(number, act, function):
     """Call `function` with `act` at that instruction; return whether it was reached."""
     tracer, before = AtInstruction(number, act), sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # for which Python 3.12 looks when it is given a tracer, not later
     sys.settrace(tracer)
     try:
         function()
