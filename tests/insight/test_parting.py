@@ -82,7 +82,11 @@ def train(planted="", steps=3, wrapped=lambda model: model):
     for _ in range(steps):
         tokens = torch.randint(20, (8, 10), generator=data)
         loss = F.cross_entropy(run(tokens).float().flatten(0, 1), tokens.flatten())
+        if "loss" in planted:
+            loss = loss * 1.0 if planted == "loss" else -(-loss - 0.1)  # loss
         loss.backward()
+        if planted == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # clips
         optimizer.step()
         optimizer.zero_grad()
         model.inner.weight.data[0, 0] += 1e-3 * (planted == "weights later")
@@ -187,7 +191,8 @@ PART, INPUTS = "They part at ", "Their inputs differ already, at "
         ("dropout", "dropout, other seed", PART, "dropout", "seed both alike"),
         ("", "data", INPUTS, "", "the same batches"),
         ("", "weights", INPUTS, "", "the same weights"),
-        ("", "weights later", INPUTS, "", "the steps before differ"),  # somebody writes to them between two steps
+        ("loss", "loss by parts", PART, "loss", "of the largest number"),
+        ("", "weights later", INPUTS, "", "the iteration before agrees"),  # somebody writes to them between two steps
     ],
 )
 def test_the_first_call_that_differs_is_named(tmp_path, first, second, begins, mark, said):
@@ -198,6 +203,19 @@ def test_the_first_call_that_differs_is_named(tmp_path, first, second, begins, m
     assert str(found).startswith(begins) and said in str(found), str(found)
     assert call.stage == ("forward" if mark else "input")
     assert not mark or os.path.basename(call.where) == line(mark), str(found)
+
+
+def test_what_writes_to_gradients_in_one_run_alone_is_pointed_at(runs):
+    hashed("run2.json", train, "clipped")
+    found = parting("run1.json", "run2.json")
+    assert not found.parts and found.gradients and line("clips") in {site.where for site in found.sites.new}
+    assert "one may write to gradients" in str(found), str(found)
+
+
+def test_weights_that_differ_in_the_one_iteration_that_is_known_ask_for_the_first(tmp_path):
+    for name, planted in (("1", ""), ("2", "weights later")):
+        hashed(tmp_path / name, train, planted, at=(2,))
+    assert "record both with --at 1" in str(parting(tmp_path / "1", tmp_path / "2"))
 
 
 def test_what_the_first_program_does_not_repeat_is_not_blamed(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ class Parting(Report):
             order. Weights and data that are read only later are left out.
         unsteady: what differs also when the first program runs twice, and is not blamed. is_twice: whether a second
             run of it was given. unsteady_losses: as `losses`, of these two runs.
+        before: "later" if the iteration before was not hashed, "between" if it agrees.
         same: how many calls agree, earlier iterations included. follow, ways: how many differ because their inputs do,
             and how many are another way to numbers that agree. is_another: whether under half of the calls are common.
         losses: the first iteration whose losses differ, and both losses; None if all agree. compared: how many pairs.
@@ -40,6 +41,7 @@ class Parting(Report):
     _title = "diff", "Where two runs part"
     _labels = ("first", "second", "how bad", "do", "losses", "then", "settings", "twice")
     iteration: int = 0
+    before: str = "later"
     parts: list[CallPair] = field(default_factory=list)
     unsteady: list[CallPair] = field(default_factory=list)
     is_twice: bool = False
@@ -107,9 +109,11 @@ class Parting(Report):
         elif first is None:
             what = "which the first program, run twice, does not repeat" if self.unsteady else "and no call before them"
             yield f"Gradients or losses part in {when}, {what}"
+            if self.sites:
+                yield f"do       {_DO['gradients']}"
         elif first.call.stage == "input":
             kind = "weights" if first.call.op.startswith(("parameter ", "buffer ")) else "data"
-            kind += " later" if kind == "weights" and self.iteration > 1 else ""
+            kind += f" {self.before}" if kind == "weights" and self.iteration > 1 else ""
             said = f"Their inputs differ already, at {_at(first.call)}, in {when}"
             if first.first and first.second and first.first.shapes != first.second.shapes:
                 kind = "parts" if all(map(_is_rounding, self.gradients)) else "data"
@@ -144,6 +148,8 @@ _DO = {
     "data": "feed both the same batches: one seed, one order",
     "weights": "start both from the same weights: one seed, or one checkpoint",
     "weights later": "the steps before differ: record both with --at 1; or start both from one checkpoint",
+    "weights between": "the iteration before agrees: look for what writes to it then, by hand, in a load or an average",
+    "gradients": "look at the lines below, which are not in both: one may write to gradients, as clipping does",
     "step": "give both the same optimizer, with the same settings",
     "state": "the settings are the same: start both with the same state of the optimizer, and the same kernels",
     "random": "seed both alike (torch.manual_seed at the start), or set dropout to 0",
@@ -194,7 +200,7 @@ def _both(part: CallPair) -> Iterator[str]:
 def _compared_calls(part: CallPair) -> tuple[HashedCall | None, HashedCall | None]:
     """Return the calls whose results can be compared: those of one op, or else the last ones of a line."""
     a, b = part.both
-    if a and b and a.op != b.op and all(part.beside):
+    if not (a and b and a.op == b.op) and all(part.beside):
         return part.beside[0][-1], part.beside[1][-1]
     return a, b
 
@@ -219,7 +225,8 @@ def _apart(part: CallPair) -> tuple[float, float]:
 def _how_bad(part: CallPair) -> str:
     share, most = _apart(part)
     if math.isnan(share):
-        return "it cannot be said: the results have other shapes, inf or NaN"
+        why = "the results have other shapes, inf or NaN" if all(_compared_calls(part)) else "one run has no such call"
+        return f"it cannot be said: {why}"
     if share == 0:
         return "few of its numbers differ: those that were kept agree"
     words = {"dtypes": "other dtypes", "digits": "last digits, as of sums in another order"}
@@ -290,7 +297,7 @@ def _compared(first: Run, second: Run, before: str, after: str) -> Parting:
     losses = [(i, loss, second.losses[i]) for i, loss in first.losses.items() if i in second.losses]
     found.losses, found.compared = next((x for x in losses if str(x[1]) != str(x[2])), None), len(losses)
     for iteration in both:
-        found.iteration = iteration
+        found.iteration, found.before = iteration, "between" if iteration - 1 in both else "later"
         own, mate = first.of(iteration), second.of(iteration)
         own.compare(mate)
         mate.compare(own)
