@@ -84,8 +84,8 @@ class Op:
 
     @property
     def promotes(self) -> bool:
-        """Whether a mixture is promoted in no list."""
-        return self.name in op_facts.PROMOTING or self.name in op_facts.NO_LOW_KERNEL
+        """Whether a mixture is promoted in no list: its numbers say where to look, or nothing computes it rounded."""
+        return self.name in op_facts.INDEX_BY_NUMBERS or self.name in op_facts.NO_LOW_KERNEL
 
     @property
     def is_matrix_product(self) -> bool:

@@ -116,9 +116,8 @@ REFUSES_MIXED = frozenset(
 )
 
 # Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element.
-# `lerp` is arithmetic, as `mul` and `add` are, which torch promotes: one end may be an average in FP32. So do those in
-# NO_LOW_KERNEL.
-PROMOTING = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd lerp quantile".split())
+# So do those in NO_LOW_KERNEL.
+INDEX_BY_NUMBERS = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd quantile".split())
 
 # Ops that an FP32 kernel computes sooner than a BF16 one on a CPU without BF16 instructions, rounding of inputs and
 # result included. Measured forward and backward with AVX2: products, convolutions and recurrences take 0.02 to 0.5 of
