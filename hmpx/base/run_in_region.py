@@ -155,9 +155,12 @@ def run_at(scope, function, args, kwargs):
     return run_in(Region(True, here.rounding, here.maps, scope), function, args, kwargs)
 
 
-def carrying(function: Callable) -> Callable:
-    """`function`, made to run in the region that is open now, whatever is open when it is called."""
-    now, casting = innermost(), acts()
+def carrying(function: Callable, casting: bool | None) -> Callable:
+    """`function`, made to run in the region that is open now, whatever is open when it is called.
+
+    casting: whether ops are cast in it; None if only those of a model are.
+    """
+    now = innermost()
     rounding, maps, scope, island, under = now.rounding, now.maps, now.scope, now.island, now.under
 
     def carried(*args, **kwargs):

@@ -70,6 +70,8 @@ HOOKS = Feature(
     Name("torch.autograd._engine_run_backward", "where a backward pass begins; else torch.autograd.backward", None),
     _GRAPH_TASK,
     Name("torch._C._current_autograd_node", "tells a function's backward from a hook", off=lambda: None),
+    Name("torch._C.Future", "C++ makes these"),
+    Name("torch._C.Future.[then|add_done_callback]", "what a hook leaves to be called on another thread"),
 )
 RECURRENT = Feature(
     "casts of recurrent layers",

@@ -9,7 +9,7 @@ that nobody has patched `Module.__call__`.
 - Casts are off in code that runs outside of the model (`op_facts.OUTSIDE_THE_MODEL`: schedulers, clipping, data
   loading) and in some code inside it (`INSIDE_THE_MODEL`). Modules that are not imported yet are patched at import.
 - A layer's check of its input's dtype accepts an input that will be cast.
-- Activation checkpointing runs a stored function in the region in which it was stored.
+- Activation checkpointing, and a future, run a stored function in the region in which it was stored.
 - A function in `op_facts.NO_LOW_FUNCTIONS` takes mixed dtypes, and says why torch refuses BF16.
 """
 
@@ -37,7 +37,7 @@ from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.rebinding import Rebinding
 from hmpx.ops.wrapping.overriding import call, called_by_torch, stand_in
 from hmpx.ops.wrapping.rules import call_cast, cast, is_explicit
-from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_model, run_first
+from hmpx.ops.wrapping.switch import CASTS, SCOPE, Switch, in_forward, is_cast_backward, is_model, run_first
 from hmpx.ops.wrapping.wrappers import (
     Patch,
     Patches,
@@ -69,7 +69,6 @@ class OutsideModel:
     def patches(self) -> Iterator[Patch]:
         """Yield the patches for every imported module."""
         switch = self._switch
-        HOOKS.is_on()
         for path in _BACKWARDS:
             yield patch_at(path, Patching.BACKWARD, functools.partial(_running, run_in_region.run_backward, switch))
         if not switch.everywhere:
@@ -103,6 +102,9 @@ class OutsideModel:
         if not self._switch.everywhere:
             _tell_dynamo(changes)
         _mark_functions(changes)
+        for name in op_facts.CALLED_WHEN_DONE if HOOKS.is_on() else ():
+            future, label = private("torch._C.Future"), f"torch._C.Future.{name}"
+            changes.put(Attribute(future, name, label), _carrying(1, self._switch, vars(future)[name]))
         self._changes, self._rebinding, self._told = changes, rebinding, told
         for module in self._places:
             if module not in sys.modules:
@@ -245,7 +247,10 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
     @functools.wraps(function)
     def carrier(*args, **kwargs):
         if len(args) > position and not switch.retired:
-            args = (*args[:position], run_in_region.carrying(args[position]), *args[position + 1 :])
+            casting = region_state.acts()
+            if casting is None and region_state.in_backward():
+                casting = is_cast_backward()
+            args = (*args[:position], run_in_region.carrying(args[position], casting), *args[position + 1 :])
         return function(*args, **kwargs)
 
     return staticmethod(carrier) if isinstance(original, staticmethod) else carrier

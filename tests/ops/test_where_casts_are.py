@@ -131,6 +131,17 @@ def hook_of_a_weight(x, note):
     model(x).sum().backward()
 
 
+def future_of_a_hook(x, note):
+    """As a communication hook of DDP does: another thread calls what it leaves, and what that leaves."""
+    future, y = torch.futures.Future(), x.clone().requires_grad_()
+    y.register_hook(lambda _: [torch._C.Future.then(future, lambda done: done.then(note)), None][1])
+    y.register_hook(lambda _: future.add_done_callback(note))
+    y.sum().backward()
+    done = threading.Thread(target=future.set_result, args=(x,))
+    done.start()
+    done.join()
+
+
 def hooks_of_a_module(x, note):
     model = Model(lambda x: x * 1)
     model.register_full_backward_hook(note)
@@ -140,6 +151,12 @@ def hooks_of_a_module(x, note):
 
 def backward_in_a_forward(x, note):
     Model(lambda x: hook_of_a_weight(x, note))(x)
+
+
+def future_of_a_backward(x, note):
+    future = torch.futures.Future()
+    backward_of(Model)(x, lambda: future.then(note))
+    future.set_result(x)
 
 
 class Own(torch.autograd.Function):
@@ -484,6 +501,8 @@ FORWARDS = {
 BACKWARD = {
     "the hook of a tensor": (noted(hook_of_a_tensor), "off off off eager"),
     "the hook of a weight": (noted(hook_of_a_weight), "off off off eager"),
+    "what a hook leaves to a future": (noted(future_of_a_hook), "off/off off/off off/off eager"),
+    "what a custom backward leaves to one": (noted(future_of_a_backward), "low low off eager"),
     "the backward hooks of a module": (noted(hooks_of_a_module), "off/off off/off off/off eager"),
     "a hook, where a forward calls backward": (noted(backward_in_a_forward), "off off off eager"),
     "a custom backward": (noted(backward_of(Model)), "low low off eager"),

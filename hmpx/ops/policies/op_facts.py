@@ -211,6 +211,9 @@ CALLED_LATER = {
     "torch.utils.checkpoint._CheckpointFrame.__init__": 1,
     "torch.utils.checkpoint.CheckpointFunction.forward": 1,
 }
+# Methods of a future that are given a function, to be called when a collective is done, on whatever thread: that of a
+# communication hook of DDP is a part of the hook.
+CALLED_WHEN_DONE = ("then", "add_done_callback")
 
 # Code that is no model's arithmetic: casts are off inside. A module stands for its functions, a class for its methods
 # and the methods of torch's classes that derive from it; "module:name" is one of them. Looked through and left to be

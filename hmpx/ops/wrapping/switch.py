@@ -117,7 +117,7 @@ def _is_loss(op: str) -> bool:
 def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | None) -> bool:
     """Return whether an op with these arguments, called in `frame`, is a model's."""
     if graph_task() != -1:  # in a backward pass: forwards that are computed again have opened a region
-        return _is_cast_backward() is True
+        return is_cast_backward() is True
     in_average = False
     for module, method in methods(frame):
         if id(module) in process_state.averages:
@@ -129,7 +129,7 @@ def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType | N
     return any(tensor.requires_grad for tensor in tensors_in((*args, *kwargs.values())))
 
 
-def _is_cast_backward() -> bool | None:
+def is_cast_backward() -> bool | None:
     """Return whether the `backward` of a function runs whose forward was cast; None if that was outside of a model."""
     node = autograd_node()
     if not isinstance(node, BackwardCFunction):  # a hook
@@ -145,7 +145,7 @@ def forward_scope() -> int:
 
 def _comes_low(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Return whether low precision comes to a call; a hook of a gradient may not return another dtype."""
-    if graph_task() != -1 and _is_cast_backward() is False:
+    if graph_task() != -1 and is_cast_backward() is False:
         return False
     return any(tensor.dtype in LOW_RULES for tensor in tensors_in((*args, *kwargs.values())))
 
@@ -156,7 +156,7 @@ def is_in_model(frame: types.FrameType) -> bool:
     if region.casting is not None and not isinstance(getattr(region, "owner", None), Opener):
         return True  # in the region of a forward
     if graph_task() != -1:
-        return _is_cast_backward() is not False
+        return is_cast_backward() is not False
     return in_any_forward(frame)
 
 
@@ -195,7 +195,7 @@ def in_forward(frame: types.FrameType | None) -> bool:
     A forward that runs a backward pass does not decide for what runs in that.
     """
     if graph_task() != -1:
-        return _is_cast_backward() is True
+        return is_cast_backward() is True
     return any(method == "forward" and is_model(module) for module, method in methods(frame))
 
 
