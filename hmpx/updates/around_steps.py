@@ -35,6 +35,7 @@ from hmpx.base.torch_private import CLIPPING, UNSCALING, copy_all, norms_of, pow
 from hmpx.updates.gradients import are_of_claimed, settings_of
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.sharding import box_of, is_sharded, local
+from hmpx.updates.stepping.names import plain_names
 
 _SLICE = 1 << 20  # elements whose squares are in FP64 at once
 _DTYPES = (torch.bfloat16, torch.float32)  # of gradients whose norm is taken here
@@ -148,7 +149,8 @@ def _averaging_in_fp32(update: Callable) -> Callable:
         is_bf16 = any(p.dtype is torch.bfloat16 for _, p in state)
         if not is_bf16 or not (settings_of(model.parameters()) or _is_under_recipe()):
             return update(self, model)
-        names = {local(p.detach()).data_ptr(): name for name, p in state}
+        plain = plain_names([name for name, _ in state])
+        names = {local(p.detach()).data_ptr(): name for name, (_, p) in zip(plain, state, strict=True)}
         own = self.multi_avg_fn
         by_tensor = own is None or getattr(own, "__code__", None) in _BY_TENSOR
         self.multi_avg_fn = functools.partial(_average, names, own or _one_by_one(self.avg_fn), by_tensor)

@@ -34,6 +34,18 @@ def averages_of(model, options, updates=200):
     return torch.cat([p.detach().float().flatten() for p in averaged.module.parameters()])
 
 
+def test_the_average_of_a_wrapped_model_has_the_bits_of_the_models():
+    """DDP puts "module." before the names that the rounding numbers go by, and other wrappers their own."""
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hmpx.attach(optimizer)
+    wrapped = nn.Module()
+    wrapped.module = model
+    with torch.no_grad():
+        model.weight.fill_(1.0), model.bias.fill_(1.0)
+    assert torch.equal(averages_of(wrapped, FUNCTIONS["ema"]), averages_of(model, FUNCTIONS["ema"]))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_average_moves_as_in_fp32(name):
     model = nn.Linear(64, 64)
