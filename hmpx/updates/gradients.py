@@ -217,6 +217,7 @@ def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack)
     """
     sharded = is_sharded(p)
     _set_grad_dtype(p, None if reduced or sharded else torch.float32)
+    _widen(p)  # torch adds the next gradient to the one that is there
     if reduced:
         exchange_in_fp32(p, undo)
     elif sharded:

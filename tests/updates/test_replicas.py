@@ -168,6 +168,15 @@ def _fp32_gradients(rank, options, net):
     model.zero_grad()
     replica(inputs(0, 0, rank)).sum().backward()
     right.append(model.first.weight.grad.dtype is BF16 and bool(model.first.weight.grad.any()))
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)  # where there are BF16 gradients
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    replica(inputs(0, 1, rank)).sum().backward()
+    twin.load_state_dict(model.state_dict())
+    for other in range(2):
+        twin.zero_grad()
+        twin(inputs(0, 1, other)).sum().backward()
+        sums[other] = {name: kept[name] + p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    right += [torch.equal(model.get_parameter(n).grad, each / 2 + sums[1][n] / 2) for n, each in sums[0].items()]
     return right, digest(dict(model.named_parameters()))
 
 
