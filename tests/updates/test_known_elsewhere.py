@@ -150,6 +150,14 @@ KINDS = {
         {"begin": lambda o: (lambda own: lambda p: id(p) in own)(ids(o)), "rate": of_ids(lambda own, p: own(p))},
         KNOWN,
     ),
+    "the parameter in a closure": (
+        {
+            "begin": lambda o: (lambda q: lambda p: p is q)(o.param_groups[0]["params"][0]),
+            "rate": of_ids(lambda own, p: own(p)),
+        },
+        KNOWN,
+    ),
+    "the parameter as a default": ({"begin": lambda o: with_default(o.param_groups[0]["params"][0])}, KNOWN),
     "ids of an object": (
         {"begin": lambda o: SPACE(ids=ids(o)), "rate": of_ids(lambda own, p: id(p) in own.ids)},
         KNOWN,

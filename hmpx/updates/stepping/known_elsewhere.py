@@ -92,7 +92,7 @@ def _inside(value: Any, own_lists: Iterable[int]) -> Iterator[Any]:
 def _held_by(value: Any, is_sought: bool) -> list[tuple[Any, bool]]:
     """Return what a container, an object or a function refers to, each with whether a tensor there is looked up by.
 
-    A model, or a list in an object, may be there to be read. A write to a parameter in it is seen.
+    A model, or a list in an object or a function, may be there to be read. A write to a parameter in it is seen.
     """
     found: Iterable[Any]
     if isinstance(value, dict):
@@ -108,7 +108,8 @@ def _held_by(value: Any, is_sought: bool) -> list[tuple[Any, bool]]:
     if isinstance(value, _LEAVES) or "hmpx" in (_publisher(value), _publisher(type(value))):
         return []
     if isinstance(value, types.FunctionType):
-        found = value.__closure__, value.__defaults__, value.__kwdefaults__
+        held = gc.get_referents(*(value.__closure__ or ())), value.__defaults__, (value.__kwdefaults__ or {}).values()
+        return [(each, isinstance(each, Tensor)) for some in held for each in some or ()]  # `lambda p: p is first`
     else:
         own = getattr(value, "__dict__", None)
         found = [each for each in gc.get_referents(value) if each is not own]
