@@ -374,6 +374,9 @@ def _sharded(rank):
         clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     clip_grad_norm_(model.parameters(), 1.0)
+    model(torch.ones(4, 6, dtype=BF16)).sum().backward()
+    with pytest.raises(hmpx.HmpxError, match="this gradient is gone"):
+        model(torch.ones(4, 6, dtype=BF16)).sum().backward()
     return str(error.value)
 
 

@@ -258,8 +258,8 @@ class Cells(Look):
                 seen.first = sample(p, _WATCHED).clone()
             if grad is None or (seen.gradient and not self._is_looking):
                 continue
-            seen.gradient["freed" if type(grad) is Released else dtype_name(grad.dtype)] = None
-            if self._is_looking and type(grad) is not Released:
+            seen.gradient["freed" if isinstance(grad, Released) else dtype_name(grad.dtype)] = None
+            if self._is_looking and not isinstance(grad, Released):
                 at = _storage(grad)
                 for by, dtype in self._sums.get(at, {}).items():
                     seen.summed[by][dtype] = None

@@ -170,7 +170,7 @@ class Nonfinite(Look):
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         self._try()
         if not bool(getattr(optimizer, "found_inf", None)):
-            grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None and type(p.grad) is not Released}
+            grads = {p: p.grad for p in parameters(optimizer) if not isinstance(p.grad, Released | None)}
             self._now = iteration
             self._losses += [iteration] if self._odd == iteration and iteration not in self._losses[-1:] else []
             self._reach("gradients", grads, optimizer, iteration)

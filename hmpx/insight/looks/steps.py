@@ -229,7 +229,7 @@ class SteppedOptimizer:
             self._twins = []  # the last one has raised
         if bool(getattr(self.optimizer, "found_inf", None)):
             return
-        grads = {p: p.grad for p in trained(self.optimizer) if p.grad is not None and type(p.grad) is not Released}
+        grads = {p: p.grad for p in trained(self.optimizer) if not isinstance(p.grad, Released | None)}
         window = window_of(self.steps + 1)
         if window != self._window:
             self._turn_to(window)

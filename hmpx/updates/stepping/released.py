@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.torch_private import RELEASED, graph_task, private, tree_leaves
 from hmpx.errors import HmpxError
-from hmpx.updates.holding.sharding import local
+from hmpx.updates.holding.sharding import is_sharded, local
 from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
@@ -42,7 +42,7 @@ class Released(torch.Tensor):
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, optimizer: Optimizer) -> Released:
         like: dict[str, Any] = {"strides": gradient.stride(), "dtype": gradient.dtype, "device": gradient.device}
-        made = _MAKE(cls, gradient.shape, **like)
+        made = _MAKE(_class_of_shards() if is_sharded(gradient) else cls, gradient.shape, **like)
         made.optimizer = type(optimizer).__name__
         return made
 
@@ -52,6 +52,17 @@ class Released(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<a gradient of {self.optimizer} that was released>"
+
+
+@functools.cache
+def _class_of_shards() -> type[Released]:
+    """Return the class of those in the place of DTensors: FSDP2 adds to no other gradient, and asks what it is."""
+    from torch.distributed.tensor import DTensor
+
+    def gone(self: Released) -> NoReturn:
+        raise _error("a use of the shard", self)
+
+    return type("ReleasedShard", (Released, DTensor), dict.fromkeys(("_local_tensor", "_spec"), property(gone)))
 
 
 def _error(what: str, gradient: Released) -> HmpxError:
@@ -171,7 +182,7 @@ def refuse_scaled(optimizer: Optimizer) -> None:
 def finish(params: Iterable[Parameter]) -> None:
     """Set each gradient that is a `Released` to None."""
     for p in params:
-        if type(p.grad) is Released:
+        if isinstance(p.grad, Released):
             p.grad = None
 
 
@@ -191,7 +202,7 @@ def _watched_zero(zeroed: Callable, zero_grad: Callable) -> Callable:
         zeroed(optimizer)
         if _is_used:
             for p in parameters(optimizer):
-                if type(p.grad) is Released:
+                if isinstance(p.grad, Released):
                     raise _error("zero_grad", p.grad)
         zero_grad(optimizer, *args, **kwargs)
 
