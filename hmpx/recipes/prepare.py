@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -31,7 +31,7 @@ from hmpx.recipes.reading import Stated, as_recipe
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached, refuse_unseen, steppers
 from hmpx.updates.holding.stores import Settings
-from hmpx.updates.ranks import compare
+from hmpx.updates.ranks import compare, raising_everywhere
 from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
@@ -77,44 +77,62 @@ def prepare(
         (torch.bfloat16, torch.float32)
         >>> hmpx.restore(optimizer)
     """
+    with raising_everywhere("hmpx.prepare", process_group):
+        asked: _Asked = _asked(model, optimizer, recipe, keys)
+    compare("hmpx.prepare", facts(asked.recipe), process_group)
+    with asked.recipe.naming_lines(), contextlib.ExitStack() as undo:
+        tell_scripted([model], asked.recipe)
+        tell_cast(cast_models([model], asked.recipe, undo))
+        if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
+            for each, settings in asked.stepping.items():
+                before = attached(each)
+                attachment = attach(each, model=model, process_group=process_group, **vars(settings))
+                if attachment is not before:
+                    undo.callback(attachment.abandon)
+        optimizers = WeakSet([*asked.optimizers, *asked.stepping])
+        take(model, Prepared(asked.recipe, asked.policy, optimizers, asked.rules))
+        undo.pop_all()
+    logger.info("hmpx: prepared by this recipe:\n%s", asked.recipe)
+    return model, optimizer
+
+
+class _Asked(NamedTuple):
+    """What a call of `prepare` asks for. stepping: the optimizers that step, with their settings."""
+
+    recipe: Recipe
+    policy: Policy | None
+    rules: list[ModuleRule]
+    optimizers: list[torch.optim.Optimizer]
+    stepping: dict[torch.optim.Optimizer, Settings]
+
+
+def _asked(model: torch.nn.Module, optimizer: Any, recipe: Stated, keys: Mapping[str, Any]) -> _Asked:
+    """Check all that can be checked before anything is changed."""
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, torch.nn.Module)
         hint = "; the two arguments are swapped: prepare(model, optimizer, recipe)" if swapped else ""
         raise HmpxError(f"model is {kind_of(model)}, not a torch.nn.Module{hint}")
-    given: Any = optimizer
-    optimizers: list[torch.optim.Optimizer] = [*given] if isinstance(given, list | tuple) else [given]
+    optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(each).__name__}")
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
-    stepping: list[torch.optim.Optimizer] = [each for one in optimizers for each in steppers(one)]
+    stepping = [each for one in optimizers for each in steppers(one)]
     for each in stepping:
         refuse_unseen(each)
     stated = as_recipe(recipe, **keys)
     recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
     policy = whole.policy()
-    compare("hmpx.prepare", facts(whole), process_group)
     with whole.naming_lines():
         settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]
-    for each, asked in zip(stepping, settings, strict=True):
-        _refuse_another(each, asked, model, whole)
-    with whole.naming_lines(), contextlib.ExitStack() as undo:
+    asked = dict(zip(stepping, settings, strict=True))
+    for each, its in asked.items():
+        _refuse_another(each, its, model, whole)
+    with whole.naming_lines():
         check_names([model], whole)
-        rules: list[ModuleRule] = rules_for([model], whole)
-        tell_scripted([model], whole)
-        tell_cast(cast_models([model], whole, undo))
-        if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
-            for each, asked in zip(stepping, settings, strict=True):
-                before = attached(each)
-                attachment = attach(each, model=model, process_group=process_group, **vars(asked))
-                if attachment is not before:
-                    undo.callback(attachment.abandon)
-        take(model, Prepared(whole, policy, WeakSet([*optimizers, *stepping]), rules))
-        undo.pop_all()
-    logger.info("hmpx: prepared by this recipe:\n%s", whole)
-    return model, optimizer
+        return _Asked(whole, policy, rules_for([model], whole), optimizers, asked)
 
 
 def _refuse_another(

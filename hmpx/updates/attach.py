@@ -16,7 +16,7 @@ from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.stores import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import check_methods, takes_hooks
-from hmpx.updates.ranks import compare, refuse
+from hmpx.updates.ranks import compare, raising_everywhere
 from hmpx.updates.step_hooks import allow_plain_steps
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.known_elsewhere import refuse_lookups
@@ -137,7 +137,7 @@ def attach(
         )
     what = f"hmpx.attach({type(optimizer).__name__})"
     target = inside_zero(optimizer) or optimizer
-    try:
+    with raising_everywhere(what, process_group):
         settings = Settings(
             weights=weights,
             seed=seed,
@@ -160,9 +160,6 @@ def attach(
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})
         check_optimizer(target, settings, given)
-    except HmpxError as error:
-        refuse(what, error, process_group)
-        raise
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
     coded = [way.state_dtype for way in settings.ways if isinstance(way.state_dtype, str)]

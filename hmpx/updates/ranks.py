@@ -65,7 +65,7 @@ def _store() -> dist.Store:
 def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank of `group` (None: all) if `facts`, which must be JSON, differ on one, or one has refused.
 
-    Every rank of the group calls this, or `refuse`, as often as the first, and waits for the others.
+    Every rank of the group calls this as often as the first, or raises in `raising_everywhere`. It waits for the rest.
     """
     ranks = _together(group)
     if ranks:
@@ -79,14 +79,19 @@ def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = 
             raise HmpxError(message)
 
 
-def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) -> None:
-    """Call instead of `compare` on a rank that cannot go on: the other ranks raise at once."""
-    ranks = _together(group)
-    if ranks:
-        store, key = _store(), _next_key(ranks)
-        store.set(f"{key}/end", f"{what} was refused on rank {dist.get_rank()}: {error}")
-        if dist.get_rank() == ranks[0]:
-            store.set(key, json.dumps(None))
+@contextlib.contextmanager
+def raising_everywhere(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Return a context, before `compare`: if an `HmpxError` leaves it on one rank, the others raise at once, too."""
+    try:
+        yield
+    except HmpxError as error:
+        ranks = _together(group)
+        if ranks:
+            store, key = _store(), _next_key(ranks)
+            store.set(f"{key}/end", f"{what} was refused on rank {dist.get_rank()}: {error}")
+            if dist.get_rank() == ranks[0]:
+                store.set(key, json.dumps(None))
+        raise
 
 
 def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def test_nxds_configuration_in_words(capsys):
 def _refused(rank):
     found = []
     nxds = {"mixed_precision_config": {"use_master_weights": bool(rank), "use_fp32_grad_acc": False}}
-    for config in (nxds, "neuron-bf16-sr"):
+    for config in (("bf16-sr", "bf16-sx")[rank], nxds, "neuron-bf16-sr"):
         model = nn.Linear(4, 4)
         replica = DistributedDataParallel(model)
         optimizer = optim.SGD(model.parameters(), lr=1e-2)
@@ -125,10 +125,11 @@ def _refused(rank):
     return found
 
 
-def test_a_recipe_that_differs_between_ranks_and_a_cast_that_comes_too_late():
+def test_a_recipe_that_one_rank_lacks_or_has_otherwise_and_a_cast_that_comes_too_late():
     first, second = ranks.run(2, _refused)
-    assert "weights is 'master', not 'nearest'" in second[0] and "rank 1 differs from rank 0" in second[0]
-    assert all("before the model is wrapped" in messages[1] for messages in (first, second))
+    assert "hmpx.prepare was refused on rank 1" in first[0] and "did you mean 'bf16-sr'" in first[0]
+    assert "weights is 'master', not 'nearest'" in second[1] and "rank 1 differs from rank 0" in second[1]
+    assert all("before the model is wrapped" in messages[2] for messages in (first, second))
 
 
 @pytest.mark.parametrize(
