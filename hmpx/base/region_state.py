@@ -98,7 +98,7 @@ class _RunningGraphs(threading.local):
     count = 0
 
 
-nowhere = _Nowhere(None, None, True, 0)
+nowhere = _Nowhere()
 IN_FORWARD = Region(casting=True)  # the region of a forward that has none around it
 IN_FORWARD.around = nowhere
 traced = _Traced()

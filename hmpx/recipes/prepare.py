@@ -126,13 +126,13 @@ def _asked(model: torch.nn.Module, optimizer: Any, recipe: Stated, keys: Mapping
     whole = recipes[0]
     policy = whole.policy()
     with whole.naming_lines():
-        settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]
-    asked = dict(zip(stepping, settings, strict=True))
-    for each, its in asked.items():
+        pairs = zip(recipes, stepping, strict=True)
+        settings = {each: of_own(own.settings(), each, model, [model]) for own, each in pairs}
+    for each, its in settings.items():
         _refuse_another(each, its, model, whole)
     with whole.naming_lines():
         check_names([model], whole)
-        return _Asked(whole, policy, rules_for([model], whole), optimizers, asked)
+        return _Asked(whole, policy, rules_for([model], whole), optimizers, settings)
 
 
 def _refuse_another(
