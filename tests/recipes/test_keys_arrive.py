@@ -1,35 +1,63 @@
-"""Each key of a recipe arrives where it acts, by `prepare` and by `activate`: what it changes is seen there."""
+"""Each key of a recipe arrives where it acts, by `prepare`, `activate` and `attach`: what it changes is seen there.
+
+What can be set for an optimizer's updates has three faces: `attach`'s arguments, the fields of `Settings`, and keys.
+"""
 
 import contextlib
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn, optim
 
 import hmpx
 from hmpx.conversion import installed
 from hmpx.ops.computing.kernels import choose
+from hmpx.recipes.keys import OF_OPS
+from hmpx.recipes.reading import as_recipe, read_recipe
+from hmpx.updates.holding.stores import Settings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(2, 16)
+SETTINGS = {each.name: each.default for each in dataclasses.fields(Settings)}
 
 
-def prepared(recipe):
-    return made(recipe, lambda model, optimizer: hmpx.prepare(model, optimizer, recipe))
+def prepared(keys):
+    """By a dict."""
+    model, optimizer = made()
+    hmpx.prepare(model, optimizer, keys)
+    return model, optimizer
 
 
-def activated(recipe):
-    hmpx.activate(recipe)
-    return made(recipe, lambda model, optimizer: model(X))
+def activated(keys):
+    """By a file."""
+    hmpx.activate(written(keys))
+    model, optimizer = made()
+    model(X)
+    return model, optimizer
 
 
-def made(recipe, then):
+def attached(keys):
+    """By arguments, which set what the keys set and no more."""
+    model, optimizer = made()
+    attachment = hmpx.attach(optimizer, model=model.bfloat16(), **keys)
+    assert vars(attachment.settings) == vars(as_recipe(keys).settings())
+    return model, optimizer
+
+
+def made():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
-    optimizer = optim.AdamW(model.named_parameters(), lr=0.1)
-    then(model, optimizer)
-    return model, optimizer
+    return model, optim.AdamW(model.named_parameters(), lr=0.1)
+
+
+def written(keys):
+    Path("recipe.yaml").write_text(yaml.safe_dump(keys))
+    return "recipe.yaml"
 
 
 def dtype_of(op, low=False):
@@ -81,13 +109,18 @@ SEEN = {  # a key: what is said, beside it or not; where it is looked at; what i
     "fp32": ({"fp32": ["exp"], "bf16": []}, dtype_of(exp, low=True), FP32),
     "promote": ({"promote": ["dot"], "bf16": [], "fp32": []}, dtype_of(dot, low=True), FP32),
     "fp8": ({"fp8": ["linear"]}, of_policy("fp8"), ("linear",)),
-    "fp8_format": ({"fp8": ["linear"], "fp8_format": "mx"}, lambda *_: installed().policy.fp8_format.scaling, "mx"),
+    "fp8_format": (
+        {"fp8": ["linear"], "fp8_format": {"scaling": "mx", "rceil": False}},
+        lambda *_: installed().policy.fp8_format.scaling, "mx",
+    ),
     "bf16_file_path": ({"bf16_file_path": "exp.txt"}, dtype_of(exp), BF16),
     "fp32_file_path": ({"fp32_file_path": "exp.txt", "bf16": []}, dtype_of(exp, low=True), FP32),
     "promote_file_path": ({"promote_file_path": "dot.txt", "bf16": [], "fp32": []}, dtype_of(dot, low=True), FP32),
     "fp8_file_path": ({"fp8_file_path": "linear.txt"}, of_policy("fp8"), ("linear",)),
     "low_precision": ({"low_precision": "float16"}, dtype_of(lambda x: x @ x.t()), FP16),
-    "modules": ({"modules": {"2": "float32"}, "parameter_dtype": "float32"}, of_module(2), FP32),
+    "modules": (
+        {"modules": {"2": "float32", "1": {"bf16": ["softmax"]}}, "parameter_dtype": "float32"}, of_module(2), FP32,
+    ),
     "kernels": ({"kernels": "float32"}, lambda *_: str(installed().kernels), str(choose("float32"))),
     "where": ({"where": "everywhere"}, lambda *_: (X @ X.t()).dtype, BF16),
     "verbose": ({"verbose": True}, of_conversion("_verbose"), True),
@@ -110,18 +143,25 @@ SEEN = {  # a key: what is said, beside it or not; where it is looked at; what i
 BY_DEFAULT = ("fp32", "fp32_file_path", "promote", "promote_file_path", "kernels")
 
 
-@pytest.mark.parametrize("road", [prepared, activated], ids=["prepare", "activate"])
-@pytest.mark.parametrize("key", SEEN)
-@pytest.mark.filterwarnings("ignore")
-def test_a_key_arrives_where_it_acts(key, road, tmp_path, monkeypatch):
-    """And what is seen is not there without it, which one road shows for both."""
+ROADS = [(road, key) for road in (prepared, activated) for key in SEEN] + [(attached, name) for name in SETTINGS]
+
+
+@pytest.fixture
+def beside_lists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for op in ("exp", "dot", "linear"):
         (tmp_path / f"{op}.txt").write_text(f"{op}\n")
+
+
+@pytest.mark.parametrize(("road", "key"), ROADS)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("beside_lists")
+def test_a_key_arrives_where_it_acts(key, road):
+    """And what is seen is not there without it, which one road shows for all."""
     keys, look, seen = SEEN[key]
     assert look(*road(keys)) == seen
     hmpx.restore()
-    if road is activated:
+    if road is not prepared:
         return
     without = {name: value for name, value in keys.items() if name != key}
     trained = road(without)
@@ -130,5 +170,32 @@ def test_a_key_arrives_where_it_acts(key, road, tmp_path, monkeypatch):
     hmpx.restore()
 
 
+@pytest.mark.usefixtures("beside_lists")
+def test_a_key_means_the_same_in_a_file_and_in_a_dict():
+    """Every other is as it is without any; under keys about ops alone parameters stay."""
+    for key, (keys, _, _) in SEEN.items():
+        read = read_recipe(written(keys))
+        assert read == as_recipe(keys) == as_recipe(Path("recipe.yaml")) or key.endswith("_path"), key
+        changes = {name: tuple(value) if isinstance(value, list) else value for name, value in keys.items()}
+        stays = {"parameter_dtype": None} if keys.keys() <= OF_OPS else {}
+        assert read == dataclasses.replace(hmpx.Recipe(), **stays, **changes), key
+
+
 def test_every_key_is_looked_at():
-    assert {each.name for each in dataclasses.fields(hmpx.Recipe)} == SEEN.keys()
+    assert {each.name for each in dataclasses.fields(hmpx.Recipe)} == SEEN.keys() > SETTINGS.keys()
+
+
+def test_the_arguments_of_attach_and_the_keys_of_a_recipe_have_the_defaults_of_the_settings():
+    arguments = dict(inspect.signature(hmpx.attach).parameters)
+    for about_the_optimizer in ("optimizer", "model", "names", "places", "methods", "process_group"):
+        del arguments[about_the_optimizer]
+    assert {name: argument.default for name, argument in arguments.items()} == SETTINGS
+    assert vars(hmpx.Recipe().settings()) == SETTINGS
+    documented = re.findall(r"^    (\w[\w, ]*):", inspect.getdoc(hmpx.attach), re.M)
+    assert SETTINGS.keys() <= {name for names in documented for name in names.split(", ")}
+
+
+def test_a_switch_is_true_or_false_and_nothing_else():
+    for name in (name for name, default in SETTINGS.items() if isinstance(default, bool)):
+        with pytest.raises(hmpx.HmpxError, match=f"{name}=1 is neither True nor False"):
+            Settings(**{name: 1})

@@ -46,7 +46,7 @@ def of_recipe(name):
     yield "explain: ", str(next(check_files([name]), "nothing"))
     try:
         keys = yaml.safe_load(Path(name).read_text())
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, FileNotFoundError):  # or the name of no recipe
         return
     if (
         isinstance(keys, dict)

@@ -38,7 +38,7 @@ WANTED = {
             "test_parametrizations.py::test_they_train_under_every_kind_of_recipe[nxd-standard]",
             "test_readme.py::test_every_other_command_runs",
             "test_readme.py::test_every_python_snippet_runs_and_prints_what_it_says[oplists/README.md]",
-            "test_settings.py::test_each_setting_reaches_the_optimizer_from_both[use_fp32_grad_acc]",
+            "test_keys_arrive.py::test_a_key_arrives_where_it_acts[attached-use_fp32_grad_acc]",
             "test_checks.py::test_the_package_and_a_users_code_are_type_checked",
         ),
         "autocast of CUDA in BF16 where there is no CUDA, which is an error before": (
