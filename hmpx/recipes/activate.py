@@ -32,13 +32,13 @@ from hmpx.errors import HmpxError
 from hmpx.ops.rebinding import Rebinding
 from hmpx.recipes.casting import cast_models, tell_cast, tell_scripted
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import attach_made, facts
+from hmpx.recipes.prepare import attach_made, facts, in_bf16
 from hmpx.recipes.reading import Stated, as_recipe, recipe_of_environment
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import attached, check_torch, detach, steppers
-from hmpx.updates.ranks import compare
-from hmpx.updates.stepping.names import inner_optimizers, inside_zero, parameters
+from hmpx.updates.ranks import compare, raising_everywhere
+from hmpx.updates.stepping.names import has_bf16, inner_optimizers, inside_zero, parameters
 
 logger = logging.getLogger("hmpx")
 Module = torch.nn.Module
@@ -124,8 +124,8 @@ class Activation(Installation):
         if model in self._ruled:
             cast_models([model], self.recipe, undo)
         else:
-            compare(self._trainer, facts(self.recipe))
-            with self.recipe.naming_lines():
+            with raising_everywhere(self._trainer), self.recipe.naming_lines():
+                compare(self._trainer, facts(self.recipe))
                 check_names([model], self.recipe)
                 tell_cast(cast_models([model], self.recipe, undo))
             self._take([model])
@@ -151,10 +151,11 @@ class Activation(Installation):
         for each in inner_optimizers(optimizer):  # Lookahead and its kind write weights themselves
             if each not in stepping and attached(each):
                 detach(each)
-        compare("hmpx.activate", facts(self.recipe), self._group)
-        with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
+        with raising_everywhere("hmpx.activate", self._group), contextlib.ExitStack() as undo:
+            compare("hmpx.activate", facts(self.recipe), self._group)
             params = [p for each in stepping for p in parameters(each)]
-            models = cast_models_of(params, self.recipe, undo)
+            models = cast_models_of(params, self.recipe, undo)  # a refusal leaves them as they were
+            compare("hmpx.activate", in_bf16(filter(has_bf16, stepping)), self._group)
             self._attach([each for each in stepping if not attached(each)], models)
             undo.pop_all()
         self._take(models)

@@ -77,14 +77,16 @@ def prepare(
         (torch.bfloat16, torch.float32)
         >>> hmpx.restore(optimizer)
     """
-    with raising_everywhere("hmpx.prepare", process_group):
+    with raising_everywhere("hmpx.prepare", process_group), contextlib.ExitStack() as undo:
         asked: _Asked = _asked(model, optimizer, recipe, keys)
-    compare("hmpx.prepare", facts(asked.recipe), process_group)
-    with asked.recipe.naming_lines(), contextlib.ExitStack() as undo:
-        tell_scripted([model], asked.recipe)
-        tell_cast(cast_models([model], asked.recipe, undo))
-        if any(p.dtype is torch.bfloat16 for p in parameters_in(model)):
-            for each, settings in asked.stepping.items():
+        compare("hmpx.prepare", facts(asked.recipe), process_group)
+        with asked.recipe.naming_lines():
+            tell_scripted([model], asked.recipe)
+            tell_cast(cast_models([model], asked.recipe, undo))
+            has_narrow = any(p.dtype is torch.bfloat16 for p in parameters_in(model))
+            attached_here = asked.stepping if has_narrow else {}
+            compare("hmpx.prepare", in_bf16(attached_here), process_group)
+            for each, settings in attached_here.items():
                 before = attached(each)
                 attachment = attach(each, model=model, process_group=process_group, **vars(settings))
                 if attachment is not before:
@@ -198,6 +200,11 @@ def of_own(
 def facts(recipe: Recipe) -> dict[str, Any]:
     """Return the keys that must be equal on every rank, with names of ops for list files, whose paths may differ."""
     return asdict(recipe.inlined())
+
+
+def in_bf16(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return which optimizers are about to be attached, as a fact that must be equal on every rank."""
+    return {"list of optimizers in BF16": [type(each).__name__ for each in optimizers]}
 
 
 # The models that have been prepared

@@ -160,20 +160,20 @@ def attach(
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})
         check_optimizer(target, settings, given)
-    if not has_bf16(optimizer):
-        logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
-    coded = [way.state_dtype for way in settings.ways if isinstance(way.state_dtype, str)]
-    if coded and any(group.get("centered") for group in target.param_groups):
-        logger.warning(
-            "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype=%r; "
-            "torch.bfloat16 does not have that",
-            type(target).__name__,
-            coded[0],
-        )
-    attachment = Attachment(target, settings, given, process_group, methods=writing, are_whole=names is not None)
-    compare(what, attachment.facts(optimizer), process_group)
-    attachment.install(optimizer)
-    return attachment
+        if not has_bf16(optimizer):
+            logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
+        coded = [way.state_dtype for way in settings.ways if isinstance(way.state_dtype, str)]
+        if coded and any(group.get("centered") for group in target.param_groups):
+            logger.warning(
+                "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype=%r; "
+                "torch.bfloat16 does not have that",
+                type(target).__name__,
+                coded[0],
+            )
+        attachment = Attachment(target, settings, given, process_group, methods=writing, are_whole=names is not None)
+        compare(what, attachment.facts(optimizer), process_group)
+        attachment.install(optimizer)
+        return attachment
 
 
 def attached(optimizer: Optimizer) -> Attachment | None:

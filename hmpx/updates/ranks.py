@@ -43,6 +43,7 @@ _PATIENCE = timedelta(minutes=5)  # with which ranks wait for each other; less w
 
 _compared: Counter[tuple] = Counter()  # how often each set of ranks has compared in this store
 _met: weakref.ref | None = None  # the process group that it belongs to
+_TOLD = "_hmpx_told"  # on an error that the other ranks know of
 
 
 def in_job() -> bool:
@@ -70,28 +71,49 @@ def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = 
     ranks = _together(group)
     if ranks:
         store, key = _store(), _next_key(ranks)
-        store.set(_here(key, dist.get_rank()), "")
-        _compare_with_first(store, key, what, facts, ranks)
-        if store.add(f"{key}/agreed", 1) == len(ranks):
-            store.set(f"{key}/end", "")
-        _wait(store, key, "/end", what, ranks)
-        if message := store.get(f"{key}/end").decode():
-            raise HmpxError(message)
+        with _telling(what, lambda: key, ranks):
+            store.set(_here(key, dist.get_rank()), "")
+            _compare_with_first(store, key, what, facts, ranks)
+            if store.add(f"{key}/agreed", 1) == len(ranks):
+                store.set(f"{key}/end", "")
+            _wait(store, key, "/end", what, ranks)
+            if message := store.get(f"{key}/end").decode():
+                raise _told(message)
 
 
 @contextlib.contextmanager
 def raising_everywhere(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Return a context, before `compare`: if an `HmpxError` leaves it on one rank, the others raise at once, too."""
+    """Return a context around `compare`: if an error leaves it on one rank, the others raise at once, too.
+
+    Those that are past the last comparison in it raise at their next one, which may be that of a step.
+    """
+    ranks = _together(group)
+    with _telling(what, lambda: _next_key(ranks), ranks) if ranks else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _telling(what: str, key_of: Callable[[], str], ranks: tuple[int, ...]) -> Iterator[None]:
+    """End the comparison of a key on all ranks with an error that leaves this context, unless they know of it."""
     try:
         yield
-    except HmpxError as error:
-        ranks = _together(group)
-        if ranks:
-            store, key = _store(), _next_key(ranks)
-            store.set(f"{key}/end", f"{what} was refused on rank {dist.get_rank()}: {error}")
-            if dist.get_rank() == ranks[0]:
-                store.set(key, json.dumps(None))
+    except BaseException as error:
+        if _TOLD not in vars(error):
+            is_ours, here = isinstance(error, HmpxError), f"on rank {dist.get_rank()}: "
+            said = f"was refused {here}" if is_ours else f"failed {here}{type(error).__name__}: "
+            with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
+                store, key = _store(), key_of()
+                store.set(f"{key}/end", f"{what} {said}{error}")
+                if dist.get_rank() == ranks[0]:
+                    store.set(key, json.dumps(None))
+        vars(error)[_TOLD] = True
         raise
+
+
+def _told(message: str) -> HmpxError:
+    error = HmpxError(message)
+    vars(error)[_TOLD] = True
+    return error
 
 
 def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -114,7 +136,7 @@ def _wait(store: dist.Store, key: str, part: str, what: str, ranks: tuple[int, .
     try:
         store.wait([key + part], patience)
     except RuntimeError:  # torch's DistStoreError is one
-        raise HmpxError(
+        raise _told(
             f"{what}: {_absent(store, key, ranks)} did not get there within {patience.total_seconds():.0f} s, and has "
             "ended or waits elsewhere; if only some ranks hold this optimizer, give process_group="
         ) from None
@@ -140,10 +162,10 @@ def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str,
     difference = next(_differences(ours, theirs), None)
     if difference is not None:
         message = f"{what}: rank {dist.get_rank()} differs from rank {ranks[0]}: {difference}"
-        if "parameter" in difference:
+        if "parameter" in difference and "dtype" not in difference:
             message += "; ranks that hold other parameters, as stages of a pipeline do, each want a process_group="
         store.set(f"{key}/end", message)
-        raise HmpxError(message)
+        raise _told(message)
 
 
 def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:

@@ -160,18 +160,79 @@ def test_a_rank_that_loads_alone_is_an_error_on_every_rank():
         assert "rank 1 differs from rank 0: step is 7, not 3" in message
 
 
-def _refuses(rank):
-    optimizer = optim.SGD(_model().parameters(), lr=0.1)
+def _ends_alone(rank, how, raised):
+    """Rank 1 raises, from code of the user's or for want of memory. Returns what each rank is told, and when."""
+
+    def named():
+        if rank:
+            raise raised("of rank 1")
+        return iter(_model().named_parameters())
+
+    model = _model().float()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
     begun = time.monotonic()
-    with pytest.raises(hmpx.HmpxError) as error:
-        hmpx.attach(optimizer, parameters={"nothing.*" if rank else "weight": "master"} if rank else {})
-    return str(error.value), time.monotonic() - begun
+    with pytest.raises((hmpx.HmpxError, raised)) as error:
+        if how == "attach":
+            hmpx.attach(optimizer, parameters={"nothing.*": "master"} if rank else {})
+        elif how == "names":
+            hmpx.attach(optimizer, names=(name for _ in (0,) for name, _ in named()))
+        elif how == "prepare":
+            if rank:
+                model.named_parameters = lambda *args, **kwargs: named()
+            hmpx.prepare(model, optimizer, "bf16-sr")
+        elif how == "install":  # behind the last comparison, so the other rank raises at that of its step
+            if rank:
+                optimizer.register_state_dict_pre_hook(lambda _: named())
+            hmpx.attach(optimizer.add_param_group({"params": _model().weight}) or optimizer, **_SAVED)
+            optimizer.step()
+        else:
+            with hmpx.activate({"extends": "bf16-sr", "parameters": {"more.*": {"weights": "master"}}}):
+                whole = nn.ModuleDict({"some" if rank else "more": model})
+                optim.SGD(whole.parameters(), lr=0.1)
+    return f"{error.type.__name__}: {error.value}", time.monotonic() - begun
 
 
-def test_a_rank_that_refuses_to_attach_ends_the_attach_of_all_at_once():
-    (told, waited), (own, _) = ranks.run(2, _refuses)
-    assert told == f"hmpx.attach(SGD) was refused on rank 1: {own}" and "nothing.*" in own
+_SAVED = {"weights": "master", "use_master_weights_in_ckpt": True}
+
+
+@pytest.mark.parametrize(
+    "how, raised, what",
+    [
+        ("attach", hmpx.HmpxError, "hmpx.attach(SGD)"),
+        ("names", KeyboardInterrupt, "hmpx.attach(SGD)"),
+        ("install", MemoryError, "hmpx.attach(SGD)"),
+        ("prepare", MemoryError, "hmpx.prepare"),
+        ("activate", hmpx.HmpxError, "hmpx.activate"),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_attach_of_all_at_once(how, raised, what):
+    (told, waited), (own, _) = ranks.run(2, _ends_alone, how, raised)
+    said = (
+        f"was refused on rank 1: {own.partition(': ')[2]}" if raised is hmpx.HmpxError else f"failed on rank 1: {own}"
+    )
+    assert told == f"HmpxError: {what} {said}" and own.startswith(raised.__name__)
     assert waited < 60  # of 300 that it would wait for a rank that does nothing
+
+
+_AS_IT_IS = {"parameter_dtype": None, "weights": "nearest"}
+
+
+def _in_other_dtypes(rank, how):
+    """A recipe that leaves dtypes alone, and a rank that has loaded its model in another one."""
+    model = _model().float() if rank else _model()
+    with pytest.raises(hmpx.HmpxError) as error:
+        if how == "prepare":
+            hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), _AS_IT_IS)
+        else:
+            with hmpx.activate(_AS_IT_IS):
+                optim.SGD(model.parameters(), lr=0.1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["prepare", "activate"])
+def test_a_rank_whose_model_is_in_another_dtype_is_told_so(how):
+    said = f"hmpx.{how}: rank 1 differs from rank 0: list of optimizers in BF16 is [], not ['SGD']"
+    assert ranks.run(2, _in_other_dtypes, how) == [said, said]
 
 
 def _fsdp1(rank):
