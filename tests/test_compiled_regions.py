@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -184,14 +185,26 @@ def test_code_that_asks_for_a_dtype_in_a_region_goes_on_as_in_eager(where):
             assert torch.equal(x, X) and decided == [True, True]
 
 
-@recent
-def test_a_trace_that_is_given_up_in_a_region_leaves_it():
-    def function(x):
-        with hmpx.disable_casts():
-            y = x @ x
+class Island(nn.Module):
+    """A graph breaks in its `torch.autocast`, which is a model's."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = torch.mm(x, x)
             torch._dynamo.graph_break()
             return y, x @ x
 
+
+def region(x):
+    with hmpx.disable_casts():
+        y = x @ x
+        torch._dynamo.graph_break()
+        return y, x @ x
+
+
+@recent
+@pytest.mark.parametrize("function", [region, Island()], ids=["region", "island"])
+def test_a_region_around_a_graph_break_holds_on_both_sides_and_is_left(function):
     with hmpx.convert():
         found = torch.compile(function, backend="aot_eager")(X)
         assert [each.dtype for each in found] == [FP32] * 2 and (X @ X).dtype is BF16

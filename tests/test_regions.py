@@ -61,28 +61,6 @@ def test_hmp_files_may_be_deleted_right_after_the_call(lists):
     hmpx.restore()
 
 
-class Model(nn.Module):
-    """As HMP's clients have it: the module kept on an object, the callable kept and called in a forward."""
-
-    def __init__(self, backend, disable_casts):
-        super().__init__()
-        self.backend, self.disable_casts = backend, disable_casts
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        with self.disable_casts():
-            early = self.layer(x)
-        with self.backend.disable_casts():
-            return early.dtype, self.layer(x).dtype, product()
-
-
-def test_hmp_disable_casts_kept_as_a_callable_without_and_with_convert():
-    model = Model(hmp, hmp.disable_casts)
-    assert model(X) == (UNCAST, UNCAST, UNCAST)
-    with hmp.convert():
-        assert model(X) == (UNCAST, UNCAST, UNCAST) and model.layer(X).dtype is CAST
-
-
 @pytest.mark.parametrize("level", ["O2", "02"])
 def test_hmps_o2_goes_on_beside_lists_and_says_so(level, tmp_path, caplog):
     """A script of a released example, and the plugin that writes a zero for the letter."""

@@ -164,20 +164,6 @@ def custom(cast_inputs):
 
 
 @WHERE
-def test_the_backward_of_custom_fwd_is_computed_without_casts_where_custom_bwd_is_left_out(where):
-    """torch.autocast around the model alone does not reach that backward."""
-    forward = torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=FP32)
-    function = type("Custom", (Product,), {"forward": staticmethod(forward)})
-    x, net = X.clone().requires_grad_(), Net(lambda net, x: function.apply(x, net.w))
-    with torch.autocast("cpu", BF16):
-        y = net(x)
-    expected = torch.autograd.grad(y.square().sum(), (x, net.w))
-    with hmpx.convert(where=where, **LISTS):
-        found = torch.autograd.grad(net(x).square().sum(), (x, net.w))
-    assert same(found, expected)
-
-
-@WHERE
 @pytest.mark.parametrize("cast_inputs", [None, FP32, BF16])
 def test_custom_fwd_and_custom_bwd_are_those_of_autocast(cast_inputs, where):
     function = custom(cast_inputs)
@@ -397,22 +383,6 @@ def test_a_graph_is_made_anew_where_answers_and_regions_around_it_differ():
             for _ in range(3):
                 assert [each.dtype for each in outer(X)] == [low, low, FP32]
     assert count.frame_count == 4
-
-
-def test_a_region_around_a_graph_break_holds_on_both_sides():
-    def body(net, x):
-        with off():
-            before = torch.mm(x, net.w)
-            torch._dynamo.graph_break()
-            after = torch.mm(x, net.w), x @ net.w
-        return before, *after, torch.mm(x, net.w)
-
-    net = Net(body)
-    compiled = torch.compile(net, backend="aot_eager")
-    with hmpx.convert(**LISTS):
-        for _ in range(2):
-            assert same(compiled(X), net(X))
-        assert (X @ X).dtype is BF16
 
 
 class Angles(nn.Module):

@@ -17,27 +17,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 LISTS = {"bf16": ["linear", "matmul", "mul", "add", "sub"], "fp32": ["softmax", "div", "cross_entropy"], "promote": []}
 
 
-class Product(nn.Module):
-    """Calls an op itself, beside the modules in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return self.linear(x) @ self.weight
-
-
-@pytest.fixture
-def model():
-    with hmpx.convert(where="model", **LISTS):
-        yield Product()
-
-
-def test_an_op_that_torch_would_refuse_is_cast_as_its_list_says(model):
+def test_an_op_that_torch_would_refuse_is_cast_as_its_list_says():
     """A projection beside the forwards: its input is BF16 because of casts in them, its weight FP32."""
-    x = torch.randn(4, 8)
-    with torch.no_grad():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with hmpx.convert(where="model", **LISTS), torch.no_grad():
         assert (model(x) @ model.weight).dtype is BF16
 
 

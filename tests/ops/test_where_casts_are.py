@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import hmpx
+from hmpx import hmp
 from hmpx.base import region_state
 from tests.support.compiling import nothing_compiled, recent  # noqa: F401
 
@@ -176,6 +177,10 @@ class InFp32(Own):
     backward = staticmethod(torch.amp.custom_bwd(Own.backward, device_type="cpu"))
 
 
+class WithoutBwd(InFp32):
+    backward = staticmethod(Own.backward)
+
+
 class Nested(Own):
     """Its backward calls another function."""
 
@@ -304,11 +309,27 @@ class CodeBook(Model):
 
 
 def after_an_error(x):
-    def fail(x):
-        raise ValueError
+    for module in (Model(fail), FAILING):
+        with contextlib.suppress(KeyboardInterrupt):
+            module(x)
+    return probe(x)
 
-    with contextlib.suppress(ValueError):
-        Model(fail)(x)
+
+def fail(x):
+    raise KeyboardInterrupt
+
+
+def leaving(x):
+    """A module leaves the region around it."""
+    region = hmpx.enable_casts()
+    region.__enter__()
+    inside = LEAVING((region, x))
+    return inside, probe(x)
+
+
+def left(given):
+    region, x = given
+    region.__exit__(None, None, None)
     return probe(x)
 
 
@@ -424,6 +445,7 @@ SPELLED = {
     "float32 of a device that is not here": lambda: torch.autocast("cuda", dtype=FP32),
 }
 
+KEPT = hmp.disable_casts
 MODEL, METRIC, BOOK, SCRIPTED = Model(), Metric(), CodeBook(), torch.jit.script(probe)
 AVERAGE, HOLDING, IN_GRAD_MODE = Average(), Holding(), InGradMode()
 FROZEN = copy.deepcopy(MODEL).requires_grad_(False).eval()
@@ -439,8 +461,10 @@ RULED = {name: Model() for name in OF_ONE}
 OPENS, OUTER = on_island(probe), Model(both(probe, RULED["other"]))
 AROUND = Model(both(MODEL, RULED["other"], RULED["bf16"], RULED["low"]))
 IN_THE_SAME = Model(on_island(RULED["low"]))
+FAILING, LEAVING = Model(fail), Model(left)
 GIVEN = [(module, OF_ONE[name]) for name, module in RULED.items()]
 GIVEN += [(OPENS, OF_ONE["low"]), (IN_THE_SAME, OF_ONE["low"]), (OUTER, OF_ONE["listed"]), (AROUND, OF_ONE["listed"])]
+GIVEN += [(FAILING, OF_ONE["listed"]), (LEAVING, "fp32")]
 GIVEN += [(HELD[1], OF_ONE["other"]), (HELD, OF_ONE["listed"]), (HELD[0], OF_ONE["low"])]
 
 
@@ -493,7 +517,7 @@ FORWARDS = {
     "an average of weights": (noted(average), "up/up low/low off/off eager"),
     "one that holds its model": (noted(average_that_holds_its_model), "low/up low/low off/off eager"),
     "one in grad mode": (average_in_grad_mode, "up/up low/low off/off eager"),
-    "after a model that has raised": (after_an_error, "up low off eager"),
+    "after models that have raised": (after_an_error, "up low off eager"),
     "scripted code in a model": (Model(both(SCRIPTED, probe)), "off/low off/low off/off eager"),
     "no module, beside a model in another thread": (beside_a_forward, "up/low low/low off/off eager"),
     "a task that outlives enable_casts, where it began": (outliving_task, "up low off eager"),
@@ -514,6 +538,7 @@ BACKWARD = {
     "a custom backward, of an island": (noted(backward_of(on_island)), "off off off eager"),
     "a custom backward, of disable_casts": (noted(backward_of(uncast)), "off off off eager"),
     "a custom backward in FP32": (noted(backward_of(Model, InFp32)), "off off off eager"),
+    "that, and custom_bwd is left out": (noted(backward_of(Model, WithoutBwd)), "off off off eager"),
     "that, where a forward calls it": (noted(in_a_forward(backward_of(Model, InFp32))), "off off off eager"),
     "a custom backward of a custom backward": (noted(backward_of_a_backward), "low low off eager"),
 }
@@ -579,6 +604,10 @@ REGIONS = {  # of hmpx
         Model(both(within(hmpx.disable_casts, probe), probe)),
         "off/low off/low off/off traced",
     ),
+    "HMP's disable_casts, kept as a callable": (
+        Model(both(within(KEPT, probe), probe)),
+        "off/low off/low off/off slow",
+    ),
     "its decorator": (hmpx.disable_casts()(MODEL.forward), "off off off slow"),
     "its decorator without parentheses": (hmpx.disable_casts(probe), "off off off traced"),
     "enable_casts": (within(hmpx.enable_casts, probe), "low low low slow"),
@@ -624,6 +653,7 @@ RULES = {  # of modules
         "fp32/fp32/bf16/low fp32/fp32/bf16/low off/off/off/off slow",
     ),
     "a rule, the FP32 list, around a module": (OUTER, "fp32/fp32 fp32/fp32 off/off traced"),
+    "a rule, fp32, of who leaves the region around": (leaving, "fp32/up fp32/low fp32/off eager"),
     "a rule of a container, and one in it": (both(HELD[0], HELD[1]["a"]), "low/fp32 low/fp32 off/off slow"),
 }
 GROUPS = (FORWARDS, BACKWARD, BESIDE, ISLANDS, SPELLINGS, SCRIPT, REGIONS, RULES)
