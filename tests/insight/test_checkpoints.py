@@ -100,6 +100,7 @@ FORMS = [_as_safetensors, _as_shards, _as_saved, _as_old_format, _as_distributed
 @pytest.mark.filterwarnings("ignore")
 def test_every_form_gives_dtypes_shapes_and_rows(save, tmp_path):
     held = {**weights(), "cube": torch.randn(5, 3, 2).half(), "scale": torch.tensor(0.5), "ids": torch.arange(4)}
+    held["mask"] = torch.ones(3, 3, dtype=torch.bool).tril()
     found = opened(str(save(held, tmp_path))).weights
     assert found.keys() == held.keys()
     for name, each in held.items():
@@ -387,6 +388,10 @@ UNTOLD = {  # what is said: the checkpoint after
     "weights in 8 bits or fewer": lambda before: changed(
         before, lambda old, new: old.to(torch.int8) if old.dim() > 1 else old
     ),
+    "weights in 8 bits or fewer (up.scale)": lambda before: {
+        **moved(before),
+        "up.scale": torch.ones(4).to(torch.float8_e8m0fnu),
+    },
     "fewer than 256 weights moved": lambda before: changed(
         before, lambda old, new: torch.cat([old[:1] + 0.01, old[1:]]) if old.dim() > 1 else old
     ),

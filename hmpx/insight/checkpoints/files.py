@@ -270,8 +270,9 @@ def checkup(before: str, after: str | None = None, rate: float = 0.0, steps: int
 
 
 def _is_coded(stored: Stored) -> bool:
-    """Return whether it holds weights in 8 bits or fewer. A vector of bytes is the state of a generator, or a mask."""
-    return stored.dtype.itemsize == 1 and stored.dtype is not torch.bool and len(stored.shape) > 1
+    """Return whether it holds codes of 8 bits or fewer. A vector of bytes is the state of a generator, or a mask."""
+    dtype = stored.dtype
+    return dtype.itemsize == 1 and (dtype.is_floating_point or (dtype is not torch.bool and len(stored.shape) > 1))
 
 
 def _said(path: str, found: Checkpoint) -> str:

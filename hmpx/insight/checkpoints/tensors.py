@@ -257,8 +257,6 @@ _FILES = "*.safetensors", "*.bin", "*.pt", "*.pth"
 _STATE = "optimizer.pt", "optimizer.bin"  # beside the weights, in a folder of a trainer
 _AROUND = "_orig_mod", "module"  # parts of a name: of `torch.compile`, of DDP
 _MOST_FRONTS = 8  # that are tried
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -369,13 +367,14 @@ def _add_safetensors(found: Checkpoint, file: Path) -> None:
         raise HmpxError(f"{file}: to read it, pip install safetensors (or hmpx[files])") from None
     try:
         tensors = safe_open(file, framework="pt")
+        for name in tensors.keys():  # noqa: SIM118  it is no dict
+            part = tensors.get_slice(name)
+            shape = torch.Size(part.get_shape())
+            whole = partial(_rows, tensors.get_tensor(name)) if not shape else None
+            rows = whole or (lambda first, last, part=part: part[first:last])
+            found.add(name, Stored(rows(0, 0).dtype, shape, rows))
     except (SafetensorError, OSError) as error:
         raise HmpxError(f"{file}: cannot be read: {error}") from error
-    for name in tensors.keys():  # noqa: SIM118  it is no dict
-        part = tensors.get_slice(name)
-        shape, code = torch.Size(part.get_shape()), part.get_dtype()
-        rows = (lambda first, last, part=part: part[first:last]) if shape else partial(_rows, tensors.get_tensor(name))
-        found.add(name, Stored(getattr(torch, _DTYPES.get(code, "uint8")), shape, rows))
 
 
 def _add_saved(found: Checkpoint, file: Path) -> None:
