@@ -314,7 +314,7 @@ def _master_of(optimizer: Optimizer, p: Parameter, held: Parameter) -> str:
     if held is not p:
         return f"{dtype_name(held.dtype)} by hand"
     attachment = own_attachment(optimizer)
-    masters = attachment.masters_of(p) if attachment is not None and p.dtype is torch.bfloat16 else None
+    masters = attachment.masters_of(p) if attachment is not None else None
     if masters is not None:
         return f"{dtype_name(masters.dtype)} hmpx"
     state = optimizer.state.get(p)

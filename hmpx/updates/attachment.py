@@ -141,8 +141,8 @@ class Attachment:
 
     def masters_of(self, p: Parameter) -> torch.Tensor | None:
         """Return the FP32 masters of a parameter; None if it has none."""
-        segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
-        return self._updates.stores.masters(segment)
+        segments = (each for each in self._updates.segments(self._alive) if each.param is p)
+        return next(map(self._updates.stores.masters, segments), None)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """Return the facts that must be equal on every rank. `outer` is the optimizer that has all parameters."""

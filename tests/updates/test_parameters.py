@@ -121,7 +121,7 @@ def test_masters_of_a_checkpoint_go_to_those_that_have_some(caplog):
     train(params, [optimizer])
     saved = optimizer.state_dict()
     hmpx.detach(optimizer)
-    hmpx.attach(optimizer, parameters=RULES, use_master_weights_in_ckpt=True)
+    handle = hmpx.attach(optimizer, parameters=RULES, use_master_weights_in_ckpt=True)
     optimizer.load_state_dict(copy.deepcopy(saved))
     assert "masters of 1 parameters are dropped: weights='stochastic'" in caplog.text  # b.weight
     assert "masters of 1 parameters are dropped: weights='nearest'" in caplog.text  # gate
@@ -129,6 +129,14 @@ def test_masters_of_a_checkpoint_go_to_those_that_have_some(caplog):
     after = optimizer.state_dict()["state"]
     for name in MASTERS:
         assert torch.equal(after[index[name]]["hmpx_master"], saved["state"][index[name]]["hmpx_master"])
+    assert {name for name, p in params.items() if handle.masters_of(p) is not None} == MASTERS
+
+
+def test_a_parameter_that_is_not_in_bf16_has_no_masters():
+    params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (BF16, torch.float16, torch.float32)]
+    handle = hmpx.attach(optimizer := optim.SGD(params), "split")
+    assert [handle.masters_of(p) is None for p in params] == [False, True, True]
+    hmpx.detach(optimizer)
 
 
 def test_a_parameter_that_comes_later_gets_its_rule():

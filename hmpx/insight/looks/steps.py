@@ -134,7 +134,8 @@ class _ComparedTwin:
         attachment = own_attachment(self.twin.optimizer)
         if attachment is not None:
             masters = [attachment.masters_of(p) for p in self.twin.params]
-            return None if any(each is None for each in masters) else self.twin.samples(masters).float()
+            held = [p if each is None else each for p, each in zip(self.twin.params, masters, strict=True)]
+            return None if all(each is None for each in masters) else self.twin.samples(held).float()
         try:
             return None if scope_of(self.twin.optimizer) == "element" else self.twin.again(0.0).weights()
         except NotChecked:
