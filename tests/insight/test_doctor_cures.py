@@ -1,5 +1,7 @@
 """What a finding says to do, done: the finding is gone."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -270,6 +272,12 @@ CURES = {  # a kind: words of its `do`, the training with the fault, and with wh
         of_batch(torch.nan),
         of_batch(0.0),
     ),
+    "inf or NaN: of an eps that is 0": (
+        "keep the weights in float32, where it is not 0",
+        stepped(FP16, torch.optim.AdamW),
+        stepped(torch.float32, torch.optim.AdamW),
+    ),
+    "inf or NaN: of the rate": ("look at its rate", stepped(rate=math.inf), stepped()),
     "autocast": (
         "call them inside of torch.autocast, unless they are in float32 for a reason",
         products(is_inside=False),

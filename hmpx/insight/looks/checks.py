@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.tensors import dtype_name
 from hmpx.base.torch_private import private
 from hmpx.insight.dispatch import OpLook
 from hmpx.insight.finding import MIXING, Finding, Names, first_names, percent, short_places
 from hmpx.insight.finding import unchosen as unchosen_dtype
 from hmpx.insight.looks.dtypes import MATMULS, OFF, SAMPLED, hand_on
-from hmpx.insight.looks.nonfinite import CONSTANTS, overflow
 from hmpx.insight.notes import BACKWARD, NotedSite, Notes, OpCall
 from hmpx.insight.report import number
 from hmpx.insight.tensors import EXACT_UP_TO, LOW, Tensor, called_in_fp32, sample, ulp
@@ -31,6 +31,24 @@ from hmpx.ops.wrapping.callers import rule_of, users_frame
 Shown = tuple[str, float] | None
 _MANY = 64  # so many integers are not all even by accident
 _ROWS = 4096  # of angles that are looked at, at most
+_CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
+
+
+def overflow(op: OpCall, notes: Notes) -> Shown:
+    """A constant that hides what it is written to: it is finite as it is written, and -inf in low precision.
+
+    A product or a sum that becomes too large is none: its numbers differ, or are finite by themselves.
+    """
+    if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None:
+        return None
+    numbers = [*op.scalars, *(float(least) for each in op.given if each.numel() for least in each.aminmax())]
+    if not all(map(math.isfinite, numbers)) or not bool((op.out[~op.out.isfinite()] == -math.inf).all()):
+        return None
+    least, bound = min(numbers), -torch.finfo(op.out.dtype).max
+    alone = [each for each in op.given if each.numel() == 1 or op.name in ("_to_copy", "where")]
+    of_one = any(bool((each[each <= bound] == least).all()) for each in alone if float(each.min()) == least)
+    is_constant = (min([0.0, *op.scalars]) == least or of_one) and least <= bound
+    return (f"{least:.4g} in {dtype_name(op.out.dtype)}", 1.0) if is_constant else None
 
 
 def low(op: OpCall, notes: Notes) -> Shown:
@@ -253,7 +271,7 @@ CHECKS = [
     ),
     Check(
         "mask", True, "a finite mask value becomes -inf in low precision, and a wholly masked row becomes NaN",
-        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, CONSTANTS,
+        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, _CONSTANTS,
         overflow, "place",
     ),
     Check(

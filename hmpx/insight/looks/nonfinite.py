@@ -21,6 +21,7 @@ from hmpx.base.tensors import dtype_name, tensors_in
 from hmpx.base.torch_private import LINES, norms_of, version_of
 from hmpx.insight.dispatch import Look
 from hmpx.insight.finding import Finding, Names, asked, first_names
+from hmpx.insight.looks.checks import overflow
 from hmpx.insight.notes import NotedSite, Notes, OpCall, own_frame
 from hmpx.insight.report import number
 from hmpx.insight.tensors import (
@@ -40,27 +41,9 @@ from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.updates.stepping.names import parameters, trained
 from hmpx.updates.stepping.released import Released
 
-CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow")  # a NaN in these is no mask that the program writes
 _FEW = 8  # weights that are looked at after each step, the smallest; all are at the end
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_".split())
-
-
-def overflow(op: OpCall, notes: Notes) -> tuple[str, float] | None:
-    """A constant that hides what it is written to: it is finite as it is written, and -inf in low precision.
-
-    A product or a sum that becomes too large is none: its numbers differ, or are finite by themselves.
-    """
-    if op.name not in CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None:
-        return None
-    numbers = [*op.scalars, *(float(least) for each in op.given if each.numel() for least in each.aminmax())]
-    if not all(map(math.isfinite, numbers)) or not bool((op.out[~op.out.isfinite()] == -math.inf).all()):
-        return None
-    least, bound = min(numbers), -torch.finfo(op.out.dtype).max
-    alone = [each for each in op.given if each.numel() == 1 or op.name in ("_to_copy", "where")]
-    of_one = any(bool((each[each <= bound] == least).all()) for each in alone if float(each.min()) == least)
-    is_constant = (min([0.0, *op.scalars]) == least or of_one) and least <= bound
-    return (f"{least:.4g} in {dtype_name(op.out.dtype)}", 1.0) if is_constant else None
 
 
 class _Path(NamedTuple):
@@ -93,6 +76,8 @@ class Nonfinite(Look):
         self._odd = 0  # the last iteration with such a loss
         self._written = 0  # the iteration in which the program itself has written inf or NaN
         self._where: list[Any] = []  # the parameters whose gradients or numbers were the first
+        self._sound = False  # whether this step has finite gradients, and finite weights where few are looked at
+        self._maker = ""  # the optimizer whose step has made inf or NaN of these
         self._paths = {True: _Path(0), False: _Path(0)}  # by whether autograd looks at the ops
         self._harmless: _Path | None = None  # the first with a NaN that has reached no gradient
         self._reached: tuple[str, int, str] | None = None  # weights or gradients, the iteration, the line of the step
@@ -169,6 +154,7 @@ class Nonfinite(Look):
 
     def begin(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         self._try()
+        self._sound = False
         if not bool(getattr(optimizer, "found_inf", None)):
             grads = {p: p.grad for p in parameters(optimizer) if not isinstance(p.grad, Released | None)}
             self._now = iteration
@@ -176,10 +162,14 @@ class Nonfinite(Look):
             self._reach("gradients", grads, optimizer, iteration)
             if grads and self._reached is None:
                 self._passed = iteration
+                self._sound = not _not_finite(_few(optimizer))
 
     def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
-        few = sorted(trained(optimizer), key=lambda p: p.numel())[:_FEW]
-        self._reach("weights", {p: p for p in few}, optimizer, self._now)
+        self._reach("weights", _few(optimizer), optimizer, self._now)
+        if self._sound and self._reached is not None and not self._maker:
+            zero = {(g["eps"], p.dtype) for g in optimizer.param_groups if g.get("eps") for p in g["params"]}
+            lost = [f", whose eps of {e:g} is 0 in {dtype_name(d)}" for e, d in zero if not torch.tensor(e, dtype=d)]
+            self._maker = type(optimizer).__name__ + "".join(lost[:1])
 
     def over(self) -> None:
         self._try()
@@ -226,6 +216,12 @@ class Nonfinite(Look):
             yield Finding(
                 "inf or NaN", True, f"{said}{given.said}; {when}", do, given.where, ops=(given.name,), weight=0.9
             )
+        elif self._maker:
+            said = f"{when}, whose gradients are finite: they are made by {self._maker}"
+            is_lost = " is 0 in " in said
+            do = "keep the weights in float32, where it is not 0" if is_lost else "look at its rate and its state"
+            recipe = {"parameter_dtype": "float32"} if is_lost else {}
+            yield Finding("inf or NaN", True, said, do, where, weight=0.97, recipe=recipe)
         elif self._reached is not None and iteration in self._looked:
             said = f"{when}, and no op that was looked at made the first"
             do = "torch.autograd.set_detect_anomaly(True) names the op of the forward pass"
@@ -271,6 +267,10 @@ def _made(maker: NotedSite, nan: NotedSite | None, rest: str, wrong: bool = True
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
     return Finding("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
+
+
+def _few(optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+    return {p: p for p in sorted(trained(optimizer), key=lambda p: p.numel())[:_FEW]}
 
 
 def _numbers_of(tensor: Tensor) -> Tensor | None:
