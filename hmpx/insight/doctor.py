@@ -164,9 +164,7 @@ class Examination(Capture):
         self._cells, self._replicas = Cells(self), Replicas()
         self._updates = Updates()
         looks = [checks.OPS, Nonfinite(), dtypes.CASTS, dtypes.EarlyUpcasts(), writes.WRITES, dtypes.PositionTables()]
-        around = {
-            each for step in at for each in (step - 1, step) if each
-        }  # of a loss that is NaN, the gradient before
+        around = {each for step in at for each in (step - 1, step)}  # of a loss that is NaN, the gradient before
         super().__init__(
             [*looks, dtypes.PRODUCTS, Scale(), PassedLow(), Sums(), self._cells, self._updates, self._replicas],
             around,
@@ -283,7 +281,7 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.Abs
         A `Diagnosis`, which is complete when the region ends, by an exception as well.
 
     Raises:
-        HmpxError: a doctor is at work already, or `steps` is no positive integer.
+        HmpxError: a doctor is at work already, or `steps` or one of `at` is no positive integer.
 
     Example:
         >>> with hmpx.doctor() as found:
@@ -310,8 +308,9 @@ def examined(
     examination at the start, when a window of steps is over, and before the program is ended. expected: the table of an
     earlier run, to which this one is to be equal.
     """
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
+    for step in at if steps is None else (steps, *at):
+        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+            raise HmpxError(f"doctor takes numbers of steps from 1 on, not {step!r}")
     if process_state.examined:
         raise HmpxError("hmpx.doctor is open already: leave its `with` block before you open another")
     found = Diagnosis(not_checked=["all of it: the region is still open"])

@@ -104,6 +104,8 @@ def _doctor(options: argparse.Namespace) -> int:
         return _of_files(options)
     if options.lr or options.trained_steps:
         raise HmpxError("--lr and --trained-steps go with --files; a script's own options stand behind its name")
+    if options.steps < 0 or min(options.at, default=1) < 1:
+        raise HmpxError("--steps N takes 0, for all, or more; --at N takes a step, which are counted from 1")
     outputs = outputs_asked(options, "html", "json", "fix", of_all="fix")  # which the first rank writes
     run_script.spec_of(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)

@@ -65,6 +65,8 @@ def _record(options: argparse.Namespace) -> int:
     outputs = outputs_asked(options, "html", "json", "hash")
     if (options.hash and len(outputs) > 1) or (options.at and not options.hash):
         raise HmpxError("--hash goes without --html and --json" if options.hash else "--at N goes with --hash FILE")
+    if min(options.at, default=1) < 1:
+        raise HmpxError(f"--at {min(options.at)}: iterations are counted from 1")
     run_script.spec_of(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
     if options.hash:

@@ -121,6 +121,9 @@ def test_no_recipe_is_offered_where_no_list_reaches(total):
 def test_the_first_iteration_is_looked_at_and_a_training_that_was_ended_says_so():
     weight = torch.randn(16, 4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.1)
+    for wrong in ({"steps": 0}, {"at": [2, 0]}, {"at": [True]}):
+        with pytest.raises(hmpx.HmpxError, match="numbers of steps from 1 on"), hmpx.doctor(**wrong):
+            pass
     with hmpx.doctor(steps=4) as found:
         for step in range(9):
             optimizer.zero_grad()
