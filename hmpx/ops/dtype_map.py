@@ -124,7 +124,8 @@ class DtypeMap:
                 args, kwargs = self._new(args, kwargs)
             out = _call(inner, args, kwargs)
             # A tensor, viewed or handed on, is narrowed only if it was asked to be of another dtype.
-            own = bool(args) and isinstance(args[0], Tensor) and (asks or out.dtype is args[0].dtype)
+            first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            own = first is not None and (asks or out.dtype is first.dtype)
             return self._narrowed(out) if finds and not stated and not own else out
 
         return wrapper

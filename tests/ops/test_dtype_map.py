@@ -119,7 +119,8 @@ def test_a_double_of_downcast_stays_fp32(mapped):
     with mapped(DOWNCAST):
         x = torch.ones(4).double()
         held = [x, x + 1, x.view(2, 2), x.reshape(4), x.sum(), torch.zeros_like(x), x.clone(), x.to("cpu"), x.detach()]
-        held += [torch.as_tensor(x), torch.asarray(x), torch.tensor(x.tolist()).double(), x.to(x)]
+        held += [torch.as_tensor(x), torch.asarray(x), torch.as_tensor(data=x), torch.asarray(obj=x)]
+        held += [torch.tensor(x.tolist()).double(), x.to(x)]
         assert {t.dtype for t in held} == {FP32}
         x.requires_grad_()
         (grad,) = torch.autograd.grad((x.float().double() * 2).sum(), x)

@@ -113,7 +113,12 @@ def test_a_dtype_may_be_given_by_name():
     assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
 
 
-def test_a_policy_of_a_name_that_stands_for_nothing_is_refused_with_the_nearest():
-    with pytest.raises(hmpx.UnknownOpError, match=r"^hmpx.Policy, bf16: unknown op 'lineer'; did you mean 'linear'\?$"):
-        hmpx.Policy(bf16=("lineer",))
+def test_a_policy_is_refused_as_a_file_of_its_names_is():
+    for sides, said in (
+        ({"bf16": ("lineer",)}, r"bf16: unknown op 'lineer'; did you mean 'linear'\?$"),
+        ({"fp8": ("softmax",)}, r"fp8: 'softmax' has no FP8 product \(legal: linear, "),
+        ({"bf16": ("linear",), "fp32": ("linear",)}, "bf16 and fp32: 'linear' is on both sides"),
+    ):
+        with pytest.raises(hmpx.OpListError, match=f"^hmpx.Policy, {said}"):
+            hmpx.Policy(**sides)
     assert hmpx.Policy(bf16=("linear", "mine.function"), fp32=("divide",)).bf16 == ("linear", "mine.function")

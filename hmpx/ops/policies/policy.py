@@ -92,7 +92,8 @@ class Policy:
     that are in different lists.
 
     Raises:
-        HmpxError: another dtype for `low_precision`; FP8 beside float16; a name that stands for nothing.
+        HmpxError: another dtype for `low_precision`; FP8 beside float16; a name that stands for nothing, has no FP8
+            product, or is on both sides.
 
     Example:
         >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
@@ -127,6 +128,12 @@ class Policy:
             for name in getattr(self, side):
                 if not is_op(canonical(name)) and not may_be_user_function(name):
                     raise UnknownOpError(unknown_op(name), f"hmpx.Policy, {side}")
+        for name in self.fp8:
+            if name not in op_facts.MATRIX_PRODUCTS:
+                raise OpListError(_no_product(name), "hmpx.Policy, fp8")
+        for side in ("bf16", "fp8"):
+            for name in {*getattr(self, side)}.intersection(self.fp32):
+                raise OpListError(f"{name!r} is on both sides", f"hmpx.Policy, {side} and fp32")
         low = LOW_RULES[self.low_precision]
         sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": low, "fp8": Rule.FP8}
         sides["bf16_to_fp32"] = Rule.BF16_TO_FP32
@@ -334,17 +341,21 @@ def resolve_sides(lists: OpLists, unknown: Unknown = "error") -> dict[str, dict[
         OpListError, UnknownOpError: the first that is wrong, with its place.
     """
     chosen = {side: _resolve(names, unknown) for side, names in lists.sides.items()}
-    fp32, legal = chosen.get("fp32", {}), op_facts.MATRIX_PRODUCTS
+    fp32 = chosen.get("fp32", {})
     for side in ("bf16", "fp8"):
         for name in filter(fp32.__contains__, low := chosen.get(side, {})):
             other = "" if low[name].place == fp32[name].place else f"; in the {side} list at {low[name].where}"
             way = f"; take it out of one (in a recipe, fp32: [..., {name}] does)"
             raise OpListError(f"{name!r} is on both sides{other}{way}", fp32[name].place)
     for name, each in chosen.get("fp8", {}).items():
-        if name not in legal:
-            hint = f"{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
-            raise OpListError(f"{name!r} has no FP8 product{hint}", each.place)
+        if name not in op_facts.MATRIX_PRODUCTS:
+            raise OpListError(_no_product(name), each.place)
     return chosen
+
+
+def _no_product(name: str) -> str:
+    legal = op_facts.MATRIX_PRODUCTS
+    return f"{name!r} has no FP8 product{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
 
 
 def _resolve(names: tuple[Listed, ...], unknown: Unknown) -> dict[str, Listed]:
