@@ -7,6 +7,8 @@ import torch
 
 from tests.support.bench import main, updates
 
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
 
 def run(capsys, *arguments):
     status = main([*arguments])
@@ -18,6 +20,8 @@ def run(capsys, *arguments):
     [
         (("rounding", "--json", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
         (("step", "--device", "nosuch"), "device 'nosuch':"),
+        *(pytest.param(("gpu", part), "bench: gpu wants a GPU", marks=no_gpu) for part in ("fp8", "host", "train")),
+        (("gpu", "rounding", "steps"), "bench: gpu steps: there is no such part; there are tests, rounding, step,"),
     ],
 )
 def test_bench_refuses_before_it_measures(capsys, arguments, message):

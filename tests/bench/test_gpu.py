@@ -20,18 +20,6 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("part", ["fp8", "host", "train"])
-def test_a_part_alone_wants_a_gpu_too(part, capsys):
-    assert main(["gpu", part]) == 2
-    assert "bench: gpu wants a GPU" in capsys.readouterr().err
-
-
-def test_a_part_that_is_not_there_is_an_error_that_names_those_that_are(capsys):
-    assert main(["gpu", "rounding", "steps"]) == 2
-    assert "bench: gpu steps: there is no such part; there are tests, rounding, step," in capsys.readouterr().err
-
-
 def test_the_table_of_fp8_has_each_way_beside_bf16(monkeypatch):
     """On a CPU, where nothing is compiled; a way that fails is a note."""
     monkeypatch.setattr(torch, "compile", lambda model: model)

@@ -156,8 +156,6 @@ def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
         assert [part(torch.ones(2, 8)).dtype for part in (model[2], copied, loaded[2])] == [FP32, FP32, BF16]
         given[2].remove()
         assert copied(torch.ones(2, 8)).dtype is BF16  # a copy has the same rule
-    with pytest.raises(hmpx.HmpxError, match=r"policies_of takes a torch\.nn\.Module, not a str"):
-        hmpx.policies_of("model")
 
 
 def test_no_call_of_a_module_in_another_changes_torch(monkeypatch):
@@ -340,8 +338,16 @@ def test_regions_and_modules_that_are_running_keep_their_lists_under_another_con
     rule.remove()
 
 
+class Yields(nn.Module):
+    def forward(self, x):
+        yield x
+
+
 NO_DTYPE = "is no dtype of ops (legal: float32, "
+SCRIPTED = torch.jit.script(nn.Linear(4, 4))
 OUT = nn.MultiheadAttention(4, 2).out_proj
+LATER = "a rule for a Yields: its forward is a generator or coroutine function"
+COMPILED = "a rule for a RecursiveScriptModule: a scripted module is compiled, and no rule reaches its ops"
 NEVER = "a rule for a NonDynamicallyQuantizableLinear: its forward is never called: MultiheadAttention takes its w"
 WRONG = [
     (lambda: hmpx.policy_for(nn.Linear(1, 1)), "hmpx.policy_for: says nothing: hmpx.policy_for(torch.float32), or l"),
@@ -359,6 +365,14 @@ WRONG = [
     (lambda: hmpx.policy_for(F.linear, "fp32"), "policy_for takes a torch.nn.Module, not a builtin_function_or_meth"),
     (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),
     (lambda: hmpx.policy_for(OUT, "fp32"), NEVER),
+    (lambda: hmpx.policy_for(Yields(), "fp32"), LATER),
+    (
+        lambda: hmpx.policy_for(SCRIPTED, "fp32"),
+        COMPILED,
+    ),
+    (lambda: hmpx.policies_of("model"), "policies_of takes a torch.nn.Module, not a str"),
+    (lambda: hmpx.disable_casts(3), "disable_casts(3) is over no function; a seed is given by its name: seed=3"),
+    (lambda: hmpx.cached_weights(True), "cached_weights(True) is over no function"),
 ]
 
 
@@ -368,15 +382,6 @@ def test_what_is_wrong_is_said():
             make()
         assert str(raised.value).startswith(message)
         assert not hmpx.base.process_state.module_rules
-
-
-def test_a_forward_that_runs_after_the_call_can_have_no_rule():
-    class Later(nn.Module):
-        def forward(self, x):
-            yield x
-
-    with pytest.raises(hmpx.HmpxError, match="a rule for a Later: its forward is a generator or coroutine function"):
-        hmpx.policy_for(Later(), "fp32")
 
 
 def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():

@@ -102,10 +102,8 @@ def test_lists_that_another_thread_brings_leave_no_moment_without_casts():
     assert set(seen) == {BF16} and len(seen) > 10
 
 
-def test_a_module_that_is_scripted_has_no_rule_and_a_rule_is_no_bar_to_scripting():
+def test_a_rule_is_no_bar_to_scripting():
     module = nn.Linear(4, 4)
-    with pytest.raises(hmpx.HmpxError, match="a scripted module is compiled, and no rule reaches its ops"):
-        hmpx.policy_for(torch.jit.script(module), "fp32")
     rule = hmpx.policy_for(module, "fp32")
     with hmpx.convert():
         assert torch.jit.script(module)(X).dtype is FP32
