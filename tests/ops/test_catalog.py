@@ -135,6 +135,8 @@ TAKEN = {
     "addr": _of(lambda *three: torch.addr(*three), "b 3 4", "f 3", "f 4"),
     "addr, in place": _of(lambda x, a, b: x.addr_(a, b), "b 3 4", "f 3", "f 4"),
     "huber_loss": _of(F.huber_loss, "b 9", "f 9"),
+    "a share of an average as a number in FP32": _of(lambda *three: torch.lerp(*three), "b 9", "b 9", "f", grad=True),
+    "a share of an average, in place": _of(lambda x, end, share: x.lerp_(end, share), "b 9", "b 9", "f"),
     "a mask in FP32": _of(F.scaled_dot_product_attention, *["b 1 2 5 8"] * 3, "f 5 5", grad=True),
     "the state of a cell in FP32": _of(
         lambda x, h, c, *w: torch.lstm_cell(x, (h, c), *w), "b 2 4", "b 2 4", "f 2 4", *["b 16 4"] * 2
@@ -185,7 +187,7 @@ def test_ops_with_lists_of_tensors_mix_as_the_op_without(where):
             torch._foreach_lerp([torch.zeros(3)], [torch.zeros(3).double()], 0.5)
 
 
-def test_numbers_that_say_where_to_look_are_not_rounded():
+def test_numbers_that_say_where_to_look_and_averages_are_not_rounded():
     """Beside BF16, which torch refuses, they are computed in FP32, with the bits of FP32."""
     grid, steps = torch.rand(1, 3, 3, 2) * 2 - 1, torch.linspace(0.001, 0.999, 7)
     calls = {
@@ -199,6 +201,8 @@ def test_numbers_that_say_where_to_look_are_not_rounded():
         "histogram": (lambda x: torch.histogram(x, steps)[0], (99,)),
         "polar": (lambda x: torch.polar(x, steps), (7,)),
         "cdist": (lambda x: torch.cdist(x, steps.view(7, 1)), (5, 1)),
+        "lerp": (lambda x: x.lerp(steps, 0.999), (7,)),
+        "lerp, shares": (lambda x: torch.lerp(x, x, steps), (7,)),
     }
 
     def computed(widened):

@@ -36,6 +36,7 @@ from hmpx.ops.policies.signatures import (
     Signature,
     all_schemas,
     is_tensor,
+    promotes,
     read_signature,
     refuses_mixed,
     schemas,
@@ -84,8 +85,8 @@ class Op:
 
     @property
     def promotes(self) -> bool:
-        """Whether a mixture is promoted in no list: its numbers say where to look, or nothing computes it rounded."""
-        return self.name in op_facts.INDEX_BY_NUMBERS or self.name in op_facts.NO_LOW_KERNEL
+        """Whether a mixture is promoted in no list."""
+        return promotes(self.name)
 
     @property
     def is_matrix_product(self) -> bool:

@@ -298,6 +298,7 @@ TAKES_MIXED: dict[str, Callable[..., bool]] = {
     "cross_entropy": lambda *args, **kwargs: not _has_classes_as_targets(*args, **kwargs),
     "einsum": lambda equation, operands, *, path=None: not _contracts(equation, operands),
     "inner": lambda input, other: input.dim() == 0 or other.dim() == 0,
+    "lerp": lambda input, end, weight: input.dtype is end.dtype and (not isinstance(weight, Tensor) or weight.dim() == 0),
     # on a CPU; elsewhere torch refuses. Norms take BF16 or FP16 beside FP32 weights, as torch.autocast leaves them to
     **dict.fromkeys("group_norm layer_norm native_group_norm native_layer_norm".split(), _is_mixed_on_cpu),
     "rms_norm": lambda input, *args, **kwargs: input.is_cpu,

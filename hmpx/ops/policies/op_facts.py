@@ -115,9 +115,9 @@ REFUSES_MIXED = frozenset(
     """.split()
 )
 
-# Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element.
-# So do those in NO_LOW_KERNEL.
-INDEX_BY_NUMBERS = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd quantile".split())
+# Ops of REFUSES_MIXED that promote in no list: their numbers say where to look, and to round one picks another element;
+# or they average, and an average that is rounded stands still (`p.lerp(average, .999)`). So do those in NO_LOW_KERNEL.
+PROMOTES = frozenset("grid_sampler grid_sampler_2d grid_sampler_3d histogram histogramdd lerp quantile".split())
 
 # Ops that an FP32 kernel computes sooner than a BF16 one on a CPU without BF16 instructions, rounding of inputs and
 # result included. Measured forward and backward with AVX2: products, convolutions and recurrences take 0.02 to 0.5 of

@@ -38,7 +38,8 @@ class Signature:
     dtype_positional: a `dtype` or an `out_dtype` may stand among the positional arguments behind `lead`.
     statistics: positions of tensors that the op may write to. same_dtype: of tensors whose dtype is theirs.
     python: implemented in Python, so that it may call other listed ops.
-    refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not.
+    refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not. promotes: what
+        is refused is promoted in no list.
     loss: it has a `reduction`, as losses alone have. in_lists: it takes lists, and their tensors in pairs.
     adds: the argument that is added to a product; "" for other ops.
     """
@@ -51,6 +52,7 @@ class Signature:
     python: bool = False
     refuses_mixed: bool = False
     takes_mixed: Callable[..., bool] | None = None
+    promotes: bool = False
     loss: bool = False
     in_lists: bool = False
     adds: str = ""
@@ -99,6 +101,7 @@ def read_signature(name: str, first: str) -> Signature:
         same_dtype=same_dtype,
         refuses_mixed=refuses_mixed(op),
         takes_mixed=TAKES_MIXED.get(op),
+        promotes=promotes(op),
         loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
         in_lists=op.startswith("_foreach_"),
         adds=_addend(op, shared) if shared is not None and agreed else "",
@@ -108,6 +111,11 @@ def read_signature(name: str, first: str) -> Signature:
 def refuses_mixed(op: str) -> bool:
     """Return whether an op refuses mixed dtypes; one with lists of tensors does so as its own op with each pair."""
     return op.removeprefix("_foreach_") in op_facts.REFUSES_MIXED
+
+
+def promotes(op: str) -> bool:
+    """Return whether an op that refuses mixed dtypes promotes in no list."""
+    return op in op_facts.PROMOTES or op in op_facts.NO_LOW_KERNEL
 
 
 def _is_free(name: str) -> bool:
