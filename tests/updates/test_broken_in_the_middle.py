@@ -26,11 +26,10 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class Plain(optim.Optimizer):
-    """Subtracts a hundredth of the gradient; `facts` are what a class may know of its parameters."""
+    """Subtracts a hundredth of the gradient."""
 
-    def __init__(self, params, facts=None):
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
-        self.facts = facts
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -50,34 +49,6 @@ def test_a_step_in_inference_mode_is_a_step(options):
         step_by(optimizer)
         found.append(p.detach())
     assert same_bits(*found)
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        lambda p: {p},
-        lambda p: {id(p)},
-        lambda p: {p: 0.5},
-        lambda p: {"layers": [{"weight": p}]},
-        lambda p: {id(p): torch.zeros(4)},
-    ],
-    ids=["set", "ids", "dict", "nested", "buffers"],
-)
-def test_an_optimizer_that_looks_parameters_up_is_refused(facts):
-    p = parameter(4)
-    optimizer = Plain([p, parameter(4)], facts(p))
-    with pytest.raises(hmpx.HmpxError, match=r"Plain knows parameters by facts, a (set|dict)"):
-        hmpx.attach(optimizer)
-    assert "_hmpx_attachment" not in vars(optimizer)
-
-
-def test_facts_that_are_no_parameters_are_no_lookup():
-    p = parameter(4)
-    optimizer = Plain([p], {"sizes": [4], "other": parameter(4), "shown": None})
-    optimizer.params = optimizer.param_groups[0]["params"]  # the list itself is shown FP32 copies, as LBFGS's is
-    hmpx.attach(optimizer)
-    step_by(optimizer)
-    assert same_bits(p.detach(), hmpx.stochastic_round(torch.full((4,), 0.99), seed=0, step=0, name="0"))
 
 
 def test_weights_that_move_outside_of_steps_are_refused():
