@@ -300,8 +300,8 @@ def convert(
             that requires a gradient, while grad mode is on; losses (ops with a `reduction`); and ops of the fp32 list
             wherever BF16 or FP16 comes. What else a program computes (data, timesteps, averages of weights, metrics)
             is left to torch, unless torch would raise because other casts have made the dtypes of its tensors differ.
-            Hooks of gradients and data loading are left to torch either way. Regions (`enable_casts`, `casts`) act
-            wherever they stand.
+            Hooks of gradients and data loading are left to torch either way; a model with BF16 weights that a data set
+            calls on FP32 computes in FP32. Regions (`enable_casts`, `casts`) act wherever they stand.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.

@@ -44,7 +44,8 @@ class Region:
     casting: whether ops are cast; None leaves that to the default.
     rounding: how optimizer steps write BF16 parameters. maps: whether a `dtype_map` acts: in a listed Python function
     it does, in an optimizer step it does not. scope: the number of the lists in force.
-    owner: the `Opener` or `torch.autocast` that opened the region, the optimizer whose step it is, or Dynamo's trace.
+    owner: the `Opener` or `torch.autocast` that opened the region, the optimizer whose step it is, Dynamo's trace, or
+        `OUTSIDE`, where something runs that is no part of a model (data loading, say).
     island: whether it is an island. One with casting None is outside of a model: the forwards of modules in it cast.
     under: the casting around an island.
     around: the region around this one. closed: whether it has been left. A generator or a task may leave a region while
@@ -58,6 +59,7 @@ class Region:
         self.around, self.closed, self.island, self.under, self.where = None, False, island, under, ""
 
 
+OUTSIDE = "outside of the model"
 _innermost: ContextVar[Region] = ContextVar("hmpx regions")
 enter_region = _innermost.set
 
@@ -137,6 +139,12 @@ def acts() -> bool | None:
     if not state.enabled:
         return False
     return None if region.island or not state.everywhere or in_backward() else True
+
+
+def widens() -> bool:
+    """Return whether an op that is not cast here, and that torch would refuse, is computed in the widest dtype."""
+    region = innermost()
+    return region.island or (not traced.inside and region.owner is OUTSIDE)
 
 
 def in_backward() -> bool:

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import process_state as state
 from hmpx.base.region_state import (
     IN_FORWARD,
+    OUTSIDE,
     Region,
     StochasticSteps,
     acts,
@@ -132,6 +133,12 @@ def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
     here = innermost()
     return run_in(Region(False, here.rounding, here.maps, here.scope), function, args, kwargs)
+
+
+def run_outside(function, args, kwargs):
+    """Call `function`, which is no part of a model, with casts off inside."""
+    here = innermost()
+    return run_in(Region(False, here.rounding, here.maps, here.scope, OUTSIDE), function, args, kwargs)
 
 
 def run_step(optimizer, how, function, args):

@@ -205,7 +205,7 @@ def _running(run: Callable, switch: Switch, original: Callable) -> Callable:
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
     """Return a wrapper with casts off inside, for a Python function that `places` names."""
-    inner = uncast_inside(original)
+    inner = uncast_inside(original, run_in_region.run_outside)
 
     def uncast(*args, **kwargs):
         if switch.casts_off() or called_by_torch(args, kwargs, 1):
@@ -233,7 +233,7 @@ def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def check(layer, value, *rest):
-        if not switch.casts_off() or region_state.innermost().island:
+        if not switch.casts_off() or region_state.widens():
             value = cast(value, getattr(layer, weights)[0].dtype)
         return original(layer, value, *rest)
 

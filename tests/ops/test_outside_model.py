@@ -1,6 +1,7 @@
 """What of torch runs beside a model computes as it does without hmpx; the oracle is torch itself."""
 
 import contextlib
+import copy
 import sys
 import textwrap
 
@@ -154,6 +155,22 @@ def test_data_is_not_cast(workers, lists):
         found = batches()
         assert (found[0] @ found[0]).dtype is torch.bfloat16
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found, expected, strict=True))
+
+
+LAYERS = (torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.LSTM(4, 4), torch.nn.Conv1d(2, 2, 1))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_a_data_set_may_call_a_model_with_weights_in_low_precision(layer):
+    """Mined negatives, rollouts of a policy: in FP32, with the rounded weights, where torch would raise."""
+    layer, x = copy.deepcopy(layer), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    hmpx.prepare(layer, optimizer, "bf16-sr")
+    with torch.no_grad():
+        found = next(iter(DataLoader([x], batch_size=None, collate_fn=layer)))
+    hmpx.restore(optimizer)
+    expected = layer.float()(x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_module_that_is_imported_later_is_patched_then():

@@ -290,6 +290,10 @@ def _asks_for_no_gradient(*args: Any, **kwargs: Any) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
+def _has_a_number_for_weight(input: Tensor, end: Tensor, weight: Any) -> bool:
+    return input.dtype is end.dtype and (not isinstance(weight, Tensor) or weight.dim() == 0)
+
+
 # Ops that refuse mixed dtypes (`op_facts.REFUSES_MIXED`), and the calls of them that torch takes. Such a call keeps
 # torch's bits. Measured, as REFUSES_MIXED is.
 TAKES_MIXED: dict[str, Callable[..., bool]] = {
@@ -298,7 +302,7 @@ TAKES_MIXED: dict[str, Callable[..., bool]] = {
     "cross_entropy": lambda *args, **kwargs: not _has_classes_as_targets(*args, **kwargs),
     "einsum": lambda equation, operands, *, path=None: not _contracts(equation, operands),
     "inner": lambda input, other: input.dim() == 0 or other.dim() == 0,
-    "lerp": lambda input, end, weight: input.dtype is end.dtype and (not isinstance(weight, Tensor) or weight.dim() == 0),
+    "lerp": _has_a_number_for_weight,
     # on a CPU; elsewhere torch refuses. Norms take BF16 or FP16 beside FP32 weights, as torch.autocast leaves them to
     **dict.fromkeys("group_norm layer_norm native_group_norm native_layer_norm".split(), _is_mixed_on_cpu),
     "rms_norm": lambda input, *args, **kwargs: input.is_cpu,

@@ -38,8 +38,8 @@ class Signature:
     dtype_positional: a `dtype` or an `out_dtype` may stand among the positional arguments behind `lead`.
     statistics: positions of tensors that the op may write to. same_dtype: of tensors whose dtype is theirs.
     python: implemented in Python, so that it may call other listed ops.
-    refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not. promotes: what
-        is refused is promoted in no list.
+    refuses_mixed: torch raises where its tensors differ in dtype. takes_mixed: calls in which it does not. promotes: in
+        no list they are promoted, where torch raises.
     loss: it has a `reduction`, as losses alone have. in_lists: it takes lists, and their tensors in pairs.
     adds: the argument that is added to a product; "" for other ops.
     """

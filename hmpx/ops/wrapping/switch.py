@@ -11,9 +11,9 @@ and one of its tensors requires a gradient. Five more are cast wherever they sta
 
 Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as torch runs it.
 
-Inside ``torch.autocast(enabled=False)`` (an island) an op is left alone. Where torch would raise because its tensors
-differ in dtype, as FP32 arithmetic meets BF16 weights, it is computed in the widest. In an island that a script opens
-outside of a model, the forwards of modules cast.
+Inside ``torch.autocast(enabled=False)`` (an island), and in what runs beside a model (data loading), an op is left
+alone. Where torch would raise because its tensors differ in dtype, as FP32 arithmetic meets BF16 weights, it is
+computed in the widest. In an island that a script opens outside of a model, the forwards of modules cast.
 
 Of modules that nothing else runs around, a model is one with parameters. A module without parameters (a metric, a loss,
 a transform of data) follows the tensors of each op, as code in no module does. One whose forward writes its parameters
@@ -88,7 +88,7 @@ class Switch:
             return False
         region = region_state.innermost()
         if region.casting is not None:
-            refused = region.island and signature is not None and _is_refused(signature, args, kwargs)
+            refused = signature is not None and region_state.widens() and _is_refused(signature, args, kwargs)
             return WIDEN if refused else not region.casting
         acts = region_state.acts()
         if acts is not None or signature is None:

@@ -234,12 +234,12 @@ def _code_under(rule: Rule, code: types.CodeType, name: str) -> types.CodeType:
     return own
 
 
-def uncast_inside(function: Callable) -> Callable:
-    """Return `function` with casts off inside."""
+def uncast_inside(function: Callable, run: Callable = run_in_region.run_uncast) -> Callable:
+    """Return `function` with casts off inside. `run` opens the region."""
 
     @stand_in(function, computes=False)
     def inner(*args, **kwargs):
-        return run_in_region.run_uncast(call, (function, args, kwargs), {})
+        return run(call, (function, args, kwargs), {})
 
     return inner
 
