@@ -1,7 +1,6 @@
 """What somebody else does beside a step, or in its middle: ranks that die, forks, scalers, loads, lookups by object."""
 
 import contextlib
-import copy
 import os
 import signal
 import time
@@ -86,33 +85,6 @@ def test_gradscaler_where_torch_has_no_kernel_for_bf16(monkeypatch):
         found.append(([p.detach() for p in model.parameters()], scaler.get_scale()))
     (weights, scale), (same, too) = found
     assert all(map(same_bits, weights, same)) and scale == too == 512.0
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, None, "3", True, 2**64])
-def test_a_step_number_that_is_none_is_said_before_anything_is_loaded(step):
-    p = parameter(4)
-    optimizer = optim.AdamW([p], lr=0.1)
-    hmpx.attach(optimizer)
-    step_by(optimizer)
-    saved, before = optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0] = {**saved["param_groups"][0], "hmpx_step": step, "lr": 7.0}
-    with pytest.raises(hmpx.HmpxError, match=r"'hmpx_step' is .*, not an integer in \[0, 2\^64\); nothing was loaded"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_state_that_is_missing_beside_a_count_is_torchs_error(fused):
-    p = parameter(4)
-    optimizer = optim.AdamW([p], lr=0.1)
-    hmpx.attach(optimizer, fused=fused)
-    step_by(optimizer)
-    saved, before = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
-    del saved["state"][0]["exp_avg"]
-    optimizer.load_state_dict(saved)
-    with pytest.raises(KeyError, match="exp_avg"):
-        step_by(optimizer)
-    assert same_bits(p.detach(), before)
 
 
 class Forking(Plain):

@@ -209,31 +209,28 @@ def test_a_checkpoint_of_another_layout_changes_nothing():
     assert all(same(after["state"][i].values(), before[1]["state"][i].values()) for i in range(3))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_state_of_another_size_is_torchs_error(fused):
-    p, small = parameter(1000), parameter(10)
-    optimizer, other = optim.Adam([p]), optim.Adam([small])
-    step_by(other)
-    hmpx.attach(optimizer, fused=fused)
-    optimizer.load_state_dict(other.state_dict())
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        step_by(optimizer)
-    assert (p == 1).all()
+UNFIT = {  # of which parameter the state is changed, how, and what torch says
+    "of another size": (0, lambda state: state.update(exp_avg=torch.zeros(10)), RuntimeError, "size of tensor"),
+    "of another size, in a later slice": (1, lambda state: state.update(exp_avg=torch.zeros(401)), RuntimeError, ""),
+    "missing beside a count": (0, lambda state: state.pop("exp_avg"), KeyError, "exp_avg"),
+}
+UNFIT_BY = [(each, fused) for each in UNFIT for fused in ((None,) if "slice" in each else (False, True))]
 
 
-def test_state_of_another_size_in_a_later_slice_moves_nothing(monkeypatch):
+@pytest.mark.parametrize("what, fused", UNFIT_BY)
+def test_state_that_does_not_fit_is_torchs_error_and_moves_nothing(what, fused, monkeypatch):
     monkeypatch.setattr(transfers, "_FLOOR", 64)
-    p, q = parameter(300), parameter(400)
-    optimizer = optim.Adam([p, q], lr=0.1)
-    hmpx.attach(optimizer)
+    which, change, error, said = UNFIT[what]
+    params = [parameter(300), parameter(400)]
+    optimizer = optim.AdamW(params, lr=0.1)
+    hmpx.attach(optimizer, fused=fused)
     step_by(optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][1]["exp_avg"] = torch.zeros(401)
+    saved, before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    change(saved["state"][which])
     optimizer.load_state_dict(saved)
-    before = p.detach().clone()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(error, match=said):
         step_by(optimizer)
-    assert torch.equal(p, before)
+    assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize("way", ["master", "split"])

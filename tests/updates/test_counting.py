@@ -88,11 +88,17 @@ def test_numbers_that_are_written_into_the_groups_count():
 
 @pytest.mark.parametrize("key", ["hmpx_step", "hmpx_seed"])
 @pytest.mark.parametrize("value", [-1, 1 << 64, 2.0, True, "3"])
-def test_numbers_that_are_none_of_64_bits_are_refused_where_they_are_written(key, value):
+def test_numbers_that_are_none_of_64_bits_are_refused_where_they_are_written_or_loaded(key, value):
     params, optimizer = make()
     hmpx.attach(optimizer)
     step(params, optimizer)
-    before = [p.detach().clone() for p in params]
+    before, groups = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for wrong in (value, None):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0] |= {key: wrong, "lr": 7.0}
+        with pytest.raises(hmpx.HmpxError, match=rf"'{key}' is .*, not an integer in \[0, 2\^64\); nothing was loaded"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.state_dict()["param_groups"] == groups
     optimizer.param_groups[0][key] = value
     with pytest.raises(hmpx.HmpxError, match=f"param_groups' '{key}' is .*, not an integer in .*no step was taken"):
         step(params, optimizer)
