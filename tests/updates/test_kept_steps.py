@@ -5,7 +5,6 @@
 
 import collections
 import functools
-import weakref
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from hmpx.updates.stepping import optimizer_classes, transfers
 from tests.support.bench import memory
 from tests.support.numbers import nearly_equal
 from tests.support.same import same
-from tests.support.training import needs_grad_dtype
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 
@@ -44,11 +42,11 @@ def made(cls=optim.AdamW, options=None, more=(), **settings):
     return params, optimizer, hmpx.attach(optimizer, **{"fused": False, **settings})
 
 
-def give_gradients(optimizer, turn, dtype=None):
+def give_gradients(optimizer, turn):
     generator = torch.Generator().manual_seed(10 + turn)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def everything(params, optimizer, handle):
@@ -66,21 +64,6 @@ def test_a_step_is_remembered_on_the_cpu_whatever_the_default_device_is():
         with torch.device("cpu" if turn == 0 else "meta"):  # the first step makes the count of steps there
             optimizer.step()
     assert optimizer.state[params[0]]["step"] == 4
-
-
-@needs_grad_dtype
-def test_between_two_steps_nothing_holds_gradients():
-    """Those in FP32 are shown to the optimizer as they are."""
-    params, optimizer, handle = made(*ADAM)
-    for turn in range(4):
-        for p in params:
-            p.grad_dtype = torch.float32
-        give_gradients(optimizer, turn, torch.float32)
-        optimizer.step()
-    held = [weakref.ref(p.grad) for p in params]
-    for p in params:
-        p.grad = None
-    assert handle._updates.kept_steps == 2 and not any(grad() is not None for grad in held)
 
 
 def test_between_two_steps_what_is_kept_has_no_memory():
