@@ -146,6 +146,9 @@ def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
         hmpx.HmpxError, match=re.escape(f"list.yaml:2: 'gelu' is on both sides; in the bf16 list at {base}:5")
     ):
         read_recipe(tmp_path / "list.yaml")
+    with pytest.raises(hmpx.HmpxError, match=r"recipe: 'exp' is on both .* \(in a recipe, bf16: \[..., exp\] does\)"):
+        as_recipe({"extends": "autocast-cuda", "bf16": ["exp"]}).policy()
+    assert "exp" in as_recipe({"extends": "autocast-cuda", "bf16": ["...", "exp"]}).policy().bf16
 
 
 def test_a_long_chain_is_refused(tmp_path):

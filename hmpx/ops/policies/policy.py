@@ -344,9 +344,11 @@ def resolve_sides(lists: OpLists, unknown: Unknown = "error") -> dict[str, dict[
     fp32 = chosen.get("fp32", {})
     for side in ("bf16", "fp8"):
         for name in filter(fp32.__contains__, low := chosen.get(side, {})):
-            other = "" if low[name].place == fp32[name].place else f"; in the {side} list at {low[name].where}"
-            way = f"; take it out of one (in a recipe, fp32: [..., {name}] does)"
-            raise OpListError(f"{name!r} is on both sides{other}{way}", fp32[name].place)
+            sides = ("fp32", fp32[name]), (side, low[name])
+            (own, mine), (other, theirs) = sides[::-1] if fp32[name].where.startswith(str(shipped())) else sides
+            place = "" if mine.place == theirs.place else f"; in the {other} list at {theirs.where}"
+            way = f" (in a recipe, {own}: [..., {name}] does)" if theirs.where.startswith(str(shipped())) else ""
+            raise OpListError(f"{name!r} is on both sides{place}; take it out of one{way}", mine.place)
     for name, each in chosen.get("fp8", {}).items():
         if name not in op_facts.MATRIX_PRODUCTS:
             raise OpListError(_no_product(name), each.place)
