@@ -111,8 +111,14 @@ def test_masters_are_those_of_the_weights_of_another_run_with_another_seed(way, 
     assert same([handle.masters_of(p) for _, p in named], [w.float() for w in weights(named)])
 
 
-@pytest.mark.parametrize("one, other, model_last", [("master", "split", True), ("split", "master", False)])
-def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
+@pytest.mark.parametrize(
+    "one, other, model_last", [("master", "split", True), ("split", "master", False), ("master", "split8", True)]
+)
+def test_a_checkpoint_moves_between_ways_to_hold_masters(one, other, model_last):
+    def are_alike(masters, others):  # those of 24 bits are rounded
+        near = [torch.allclose(a, b, rtol=6 * 2**-16, atol=0.6 * 2**-16) for a, b in zip(masters, others, strict=True)]
+        return same(masters, others) if other != "split8" else all(near)
+
     named = parameters()
     optimizer = optim.AdamW(named, lr=1e-2)
     hmpx.attach(optimizer, one, use_master_weights_in_ckpt=True)
@@ -134,10 +140,10 @@ def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
     if not model_last:
         loaded.load_state_dict(saved)
     again = masters_in(loaded)
-    assert same(again, masters) and again[0][0, 0] == 1 + 2**-8
+    assert are_alike(again, masters) and again[0][0, 0] == 1 + 2**-8
     train(named, optimizer, 3, 5)
     train(moved, loaded, 3, 5)
-    assert same(masters_in(optimizer), masters_in(loaded))
+    assert are_alike(masters_in(loaded), masters_in(optimizer))
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
