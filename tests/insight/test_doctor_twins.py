@@ -276,6 +276,42 @@ def test_gradients_are_compared_before_they_are_clipped():
     assert not sums.wrong and "off by 0." in sums.said
 
 
+BY_HAND = {
+    "add_": lambda sums, grads: [total.add_(grad) for total, grad in zip(sums, grads, strict=True)] and sums,
+    "foreach": lambda sums, grads: torch._foreach_add_(sums, grads) or sums,
+    "add": lambda sums, grads: [total + grad for total, grad in zip(sums, grads, strict=True)],
+    "shares": lambda sums, grads: [total.add_(grad / 4, alpha=0.5) for total, grad in zip(sums, grads, strict=True)],
+    "newest first": lambda sums, grads: [
+        g.add_(each) if each.any() else g for each, g in zip(sums, grads, strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("how", BY_HAND)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_that_a_script_adds_up_are_compared_with_sums_in_fp32(how, dtype):
+    """The gradient of each pass is 1, so a sum in BF16 stands at 256."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with hmpx.doctor() as found:
+        for _ in range(4):
+            sums = [torch.zeros_like(weight, dtype=dtype)]
+            for _ in range(512):
+                grads = torch.autograd.grad((weight * 1).sum(), [weight])
+                sums = BY_HAND[how](sums, [each.to(dtype) for each in grads])
+            weight.grad = sums[0].clone().to(BF16)
+            torch.nn.utils.clip_grad_norm_([weight], 1e-2)
+            optimizer.step()
+    kinds = {each.kind: each for each in found.findings}
+    if dtype is FP32:
+        assert "gradient accumulation" not in kinds, str(found)
+        return
+    sums = kinds["gradient accumulation"]
+    assert sums.wrong and "gradients of 512 backward passes are added up by hand in bfloat16" in sums.said, sums
+    assert "off by 50.0 %" in sums.said and sums.where.endswith(tuple(f":{line}" for line in range(1, 999))), sums
+    all_looks_were_made(found)
+
+
 class Locked(torch.optim.SGD):
     """Cannot be copied."""
 

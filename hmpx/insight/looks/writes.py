@@ -37,7 +37,7 @@ def look_at_writes(notes: Notes, op: OpCall) -> None:
     if op.is_outside_model or not op.args or not op.given:
         return
     if not op.is_of_model or (not op.graphed and notes.names.of_tensor(op.given[0], op.frame)):
-        for row in _rows(op):
+        for row in rows(op):
             _copied_back(notes, row)
             _derive(notes, row)
     if op.name in ("add", "add_", "sub", "sub_"):
@@ -70,7 +70,7 @@ class _Row(NamedTuple):
         return result[0] if isinstance(result, list | tuple) else result
 
 
-def _rows(op: OpCall) -> Iterator[_Row]:
+def rows(op: OpCall) -> Iterator[_Row]:
     if not op.schema.is_foreach:
         yield _Row(op, op.args, op.kwargs, op.result)
         return
@@ -193,7 +193,7 @@ def _updated(notes: Notes, op: OpCall, before: Sequence[Tensor]) -> None:
     if is_harmless or any(t.grad_fn is not None for t in targets):
         return
     part = sampled if op.schema.is_pointwise else Tensor.detach
-    for row, target, old in zip(_rows(op), targets, before, strict=False):
+    for row, target, old in zip(rows(op), targets, before, strict=False):
         exact = old.float()
 
         def of(tensor: Tensor, target: Tensor = target, exact: Tensor = exact) -> Tensor:
