@@ -52,6 +52,48 @@ class Interrupts(optim.SGD):
         signal.raise_signal(signal.SIGINT)
 
 
+class SignalledByHand(optim.Optimizer):
+    """A class that hmpx does not know. A scheduler of jobs tells it, while it has a copy in hand, that time is up."""
+
+    def __init__(self, params, signalled):
+        super().__init__(params, {"lr": 0.1})
+        self.signalled, self.steps = signalled, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                if self.steps in self.signalled:
+                    signal.raise_signal(signal.SIGUSR1)
+                p.sub_(self.state[p]["moment"], alpha=group["lr"])
+        self.steps += 1
+
+
+@pytest.mark.parametrize("raised", [None, SystemExit])
+def test_a_signal_in_the_loop_of_an_unknown_class_leaves_the_step_as_it_is(raised):
+    found, told = [], []
+
+    def handler(number, frame):
+        told.append(frame.f_code.co_name)
+        if raised is not None:
+            raise raised
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for signalled in ((), (0, 2, 3)):
+            named = parameters(sizes=((5, 4), (4,)))
+            optimizer = SignalledByHand(named, signalled)
+            hmpx.attach(optimizer, "split")
+            for step in range(5):
+                with contextlib.suppress(SystemExit):
+                    train(named, optimizer, step, step + 1)
+            found.append([tensor.clone() for _, p in named for tensor in (p.detach(), optimizer.state[p]["moment"])])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(told) == 6 and all(map(torch.equal, *found))
+
+
 def test_an_interrupt_that_has_waited_for_the_end_of_a_step_keeps_nothing_of_its_callers():
     """They may hold a loss, and with it activations."""
     p = nn.Parameter(torch.ones(4, dtype=BF16))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which take 10 us a step
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -206,7 +207,8 @@ class DeferredSignals:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._waiting: list[tuple[Any, int, FrameType | None]] = []
+        # Without their frames: those of the step hold the copies that it was shown, which nobody may keep.
+        self._waiting: list[tuple[Any, int]] = []
 
     def begin(self) -> None:
         """From here on, signals wait."""
@@ -220,7 +222,7 @@ class DeferredSignals:
                 _signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._waiting.append((self._handlers[number], number, frame))
+        self._waiting.append((self._handlers[number], number))
 
     def end(self) -> None:
         """Put the handlers back, then call those whose signals came, all of them even if one raises.
@@ -255,9 +257,9 @@ class DeferredSignals:
 
     def _call(self) -> None:
         while self._waiting:
-            handler, number, frame = self._waiting[0]
+            handler, number = self._waiting[0]
             try:
-                handler(number, frame)
+                handler(number, sys._getframe())
             finally:
                 del self._waiting[0]
 
