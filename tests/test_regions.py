@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from torch import nn
 
 import hmpx
 from hmpx import hmp
@@ -27,12 +26,6 @@ def test_a_region_that_makes_no_steps_has_no_seed():
     for region in (hmpx.enable_casts, hmpx.cached_weights):
         with pytest.raises(TypeError, match="seed"):
             region(seed=3)
-
-
-def test_inside_a_listed_python_function_the_callers_region_is_back_afterwards(lists):
-    with hmpx.convert(**lists(bf16="interpolate matmul")), hmpx.enable_casts():
-        nn.functional.interpolate(torch.randn(1, 1, 2, 2), scale_factor=2)
-        assert product() is CAST
 
 
 def test_hmp_convert_by_keyword_and_by_position():

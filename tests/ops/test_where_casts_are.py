@@ -633,6 +633,10 @@ REGIONS = {  # of hmpx
     "a cache of weights": (within(hmpx.cached_weights, MODEL), "low low off traced"),
     "a function of BF16": (hmpx.bf16(probe), "bf16 bf16 off slow"),
     "a function of BF16 on an island": (on_island(hmpx.bf16(probe)), "bf16 bf16 off slow"),
+    "what follows it in enable_casts": (
+        within(hmpx.enable_casts, both(hmpx.bf16(probe), probe)),
+        "bf16/low bf16/low bf16/low slow",
+    ),
     "a function of BF16 in which casts are off": (hmpx.bf16(hmpx.disable_casts()(probe)), "bf16 bf16 off traced"),
 }
 RULES = {  # of modules

@@ -108,11 +108,6 @@ def test_doctor_ends_with_the_status_of_a_script_that_ends_itself(said, status, 
     assert done.returncode == status and ("no data" in done.stderr) == (status == 1), done.stderr
 
 
-def test_two_options_do_not_name_one_file(here, capsys):
-    assert main("doctor --json a --html a train.py".split()) == 2
-    assert "another option names this file, too" in capsys.readouterr().err
-
-
 def test_tune_writes_no_list_over_one_of_the_users(here, capsys):
     (here / "bf16.txt").write_text("linear\n")
     assert main("tune train.py:setup --out .".split()) == 2

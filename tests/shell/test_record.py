@@ -127,6 +127,7 @@ def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(recorded, t
         (["record", "--hash", "a.json", "--at", "0", "train.py"], "--at 0: iterations are counted from 1"),
         (["doctor", "--at", "-3", "train.py"], "--at N takes a step, which are counted from 1"),
         (["doctor", "--steps", "-3", "train.py"], "--steps N takes 0, for all, or more"),
+        (["doctor", "--json", "a", "--html", "a", "train.py"], "another option names this file, too"),
         (["report", "nosuch.json"], "nosuch.json: cannot be read: No such file or directory"),
         (["report", "text.json"], "text.json: no JSON: "),
         (["report", "other.json"], "other.json: no record of schema 1, as hmpx.record"),
