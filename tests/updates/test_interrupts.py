@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import signal
+import sys
+import threading
 import weakref
 
 import pytest
@@ -52,38 +54,46 @@ class Interrupts(optim.SGD):
         signal.raise_signal(signal.SIGINT)
 
 
-class SignalledByHand(optim.Optimizer):
-    """A class that hmpx does not know. A scheduler of jobs tells it, while it has a copy in hand, that time is up."""
+class SteppingByHand(optim.Optimizer):
+    """A class that hmpx does not know. While it has a copy in hand, `happens` is called with the number of the step."""
 
-    def __init__(self, params, signalled):
+    def __init__(self, params, happens):
         super().__init__(params, {"lr": 0.1})
-        self.signalled, self.steps = signalled, 0
+        self.happens, self.steps = happens, 0
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                if self.steps in self.signalled:
-                    signal.raise_signal(signal.SIGUSR1)
+                self.happens(self.steps)
                 p.sub_(self.state[p]["moment"], alpha=group["lr"])
         self.steps += 1
 
 
-@pytest.mark.parametrize("raised", [None, SystemExit])
-def test_a_signal_in_the_loop_of_an_unknown_class_leaves_the_step_as_it_is(raised):
+@pytest.mark.parametrize("what", ["a signal", "a signal whose handler raises", "a look at the stack"])
+def test_what_happens_in_the_loop_of_an_unknown_class_leaves_the_step_as_it_is(what):
+    """A scheduler of jobs says that time is up; a watchdog's thread takes a stack, and drops it a little later."""
     found, told = [], []
 
     def handler(number, frame):
-        told.append(frame.f_code.co_name)
-        if raised is not None:
-            raise raised
+        told.append(number)
+        if what.endswith("raises"):
+            raise SystemExit
+
+    def happens(step):
+        if step in (0, 2, 3):
+            if "signal" in what:
+                return signal.raise_signal(signal.SIGUSR1)
+            stack = [sys._getframe(1)]
+            told.append(step)
+            threading.Timer(0.05, stack.clear).start()
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        for signalled in ((), (0, 2, 3)):
+        for each in (lambda step: None, happens):
             named = parameters(sizes=((5, 4), (4,)))
-            optimizer = SignalledByHand(named, signalled)
+            optimizer = SteppingByHand(named, each)
             hmpx.attach(optimizer, "split")
             for step in range(5):
                 with contextlib.suppress(SystemExit):

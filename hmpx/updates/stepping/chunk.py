@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -333,12 +334,14 @@ class Chunk:
 
     def _refuse_references(self, optimizer: Optimizer) -> None:
         """Refuse a step after which somebody still refers to a shadow, or to its memory."""
-        for is_last in (False, True):
+        for pause in (0, 0.01, 0.3, None):
             pairs = zip(self._names, self._references(), self._referred, strict=True)
             names = [name for name, now, was in pairs if now[0] > was[0] or (now[1] == was[1] and now[2] > was[2])]
             if not names:
                 return
-            if not is_last:
+            if pause:  # a thread that looks at stacks holds the frames of functions that have ended, for a moment
+                time.sleep(pause)
+            elif pause is not None:
                 gc.collect()  # what refers to itself, as a caught exception may, is garbage
         raise HmpxError(
             f"{type(optimizer).__name__} keeps the FP32 copy of parameter {names[0]!r}, or a view of it, that this "
