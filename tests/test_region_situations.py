@@ -76,7 +76,7 @@ def case(request):
     hmpx.restore()  # what a test has put in its place
 
 
-def test_nested(case):
+def test_nested_entered_again_and_left_in_another_order(case):
     with case.region():
         with case.region(), case.region() as entered:
             assert case.look() == case.inside and type(entered) is type(case.region())
@@ -84,18 +84,12 @@ def test_nested(case):
         with pytest.raises(KeyError), case.region():
             raise KeyError
         assert case.look() == case.inside
-
-
-def test_one_region_is_entered_several_times(case):
     region = case.region()
     with region, region:
         assert case.look() == case.inside
     assert case.look() == case.outside
     with region:
         assert case.look() == case.inside
-
-
-def test_left_in_another_order_than_entered(case):
     first, second = case.region(), case.region()
     first.__enter__()
     second.__enter__()
