@@ -86,11 +86,11 @@ def test_options_that_change_are_seen(road):
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_what_the_formula_does_not_take_gets_the_optimizers_own_step(kernels, monkeypatch):
-    """A group with amsgrad, and FP32 parameters."""
+    """A group with amsgrad, and FP32 parameters; groups choose for themselves, also where nobody says `fused`."""
     if not kernels:
         monkeypatch.setattr(native, "can_read", lambda *tensors: False)
     both = []
-    for fused in (True, False):
+    for fused in (None if kernels else True, False):
         torch.manual_seed(0)
         taken, amsgrad, plain = (nn.Parameter(torch.randn(50).to(dtype)) for dtype in (BF16, BF16, FP32))
         groups = [{"params": [taken, plain]}, {"params": [amsgrad], "amsgrad": True}]
@@ -100,7 +100,7 @@ def test_what_the_formula_does_not_take_gets_the_optimizers_own_step(kernels, mo
             for p in (taken, amsgrad, plain):
                 p.grad = torch.randn(p.shape).to(p.dtype)
             optimizer.step()
-        assert "max_exp_avg_sq" in optimizer.state[amsgrad]
+        assert "max_exp_avg_sq" in optimizer.state[amsgrad] and "max_exp_avg_sq" not in optimizer.state[taken]
         both.append((taken, amsgrad, plain, optimizer.state[taken]["exp_avg_sq"]))
     (taken, *others, moment), (own, *own_others, own_moment) = both
     assert all(map(torch.equal, others, own_others))

@@ -21,6 +21,7 @@ class OwnStateDict(optim.SGD):
         return {"state": {}, "param_groups": []}
 
 
+NAMES, SPLIT = ["a.weight", "a.bias", "b"], {"weights": "split"}
 WRONG = [
     ({"weights": "stochastik"}, "none of 'stochastic', .*did you mean 'stochastic'"),
     ({"weights": ["master"]}, "is none of 'stochastic'"),
@@ -40,6 +41,20 @@ WRONG = [
     ({"model": nn.Linear(2, 2), "names": []}, "not from both"),
     ({"model": 5}, "model is an int, not a torch.nn.Module"),
     ({"fused": "yes"}, "fused='yes' is neither True nor False"),
+    ({"parameters": {"a.bais": SPLIT}, "names": NAMES}, "parameters: 'a.bais' is the name of no .* mean 'a.bias'"),
+    ({"parameters": {"a.*": SPLIT}}, "the optimizer knows them by position: give it named_parameters"),
+    (
+        {"parameters": {"a.*": {"weights": "masters"}}},
+        "parameters: 'a.*': weights='masters' is none of.* mean 'master'",
+    ),
+    (
+        {"parameters": {"a.*": {"state_dtype": "8bits"}}},
+        "parameters: 'a.*': state_dtype='8bits' is none of.* mean '8bit'",
+    ),
+    ({"parameters": {"a.*": {"weight": "split"}}}, "'weight' is none of weights, state_dtype; did you mean 'weights'"),
+    ({"parameters": {"a.*": "split"}}, "'split' is no mapping of settings"),
+    ({"parameters": {3: {}}}, "3 is no name of a parameter"),
+    ({"parameters": ["a.*"]}, "not a mapping of parameters' names to settings"),
 ]
 OWN = ({"weights": "split", "use_master_weights_in_ckpt": True}, "OwnStateDict.state_dict runs no hooks")
 

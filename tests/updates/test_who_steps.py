@@ -73,15 +73,6 @@ def test_others_step_by_their_own_code(name):
     assert same(trained(*case, attach={})[1], expected) and same(trained(*case, region=True)[1], expected)
 
 
-def test_groups_choose_for_themselves():
-    p, amsgrad = (nn.Parameter(torch.ones(70, dtype=BF16)) for _ in range(2))
-    optimizer = optim.AdamW([{"params": [p]}, {"params": [amsgrad], "amsgrad": True}], lr=1e-2)
-    hmpx.attach(optimizer)
-    p.grad, amsgrad.grad = torch.ones_like(p), torch.ones_like(p)
-    optimizer.step()
-    assert "max_exp_avg_sq" in optimizer.state[amsgrad] and "max_exp_avg_sq" not in optimizer.state[p]
-
-
 def test_a_recipe_says_nothing_and_may_say_false():
     assert hmpx.Recipe().fused is None and hmpx.Recipe(fused=False).settings().fused is False
     with pytest.raises(hmpx.HmpxError, match="fused is 1, "):
