@@ -74,9 +74,9 @@ def attach(
         weights: "stochastic" (rounding; nothing beside the BF16 weights), "nearest", "master" (FP32 copies, 4 bytes a
             parameter more), "split" (the same masters exactly, 2 bytes more) or "split8" (their upper 24 bits, rounded
             stochastically, 1 byte more).
-        model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
-            model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them,
-            so a stage of a pipeline gives its parameters the names that they have in the whole model.
+        model, names: where names of parameters come from, before those of `named_parameters()` that the optimizer was
+            given: the model, or one name for each parameter in the order of `param_groups`. The rounding numbers
+            depend on them, so a stage of a pipeline gives its parameters the names that they have in the whole model.
         places: of version 0.2; anything but None raises an error that says what to use.
         methods: names of further methods of the optimizer that rewrite weights; each call of one is a step. hmpx knows
             `first_step`, `second_step` and `third_step` (SAM), `train` and `eval` (schedule-free optimizers).
