@@ -151,17 +151,11 @@ def test_lists_from_the_wild_load_or_are_refused_by_name():
     assert "embedding_bag_sum_fwd" not in build_policy(lists=read_lists(path), unknown="warn").fp32
 
 
-def test_what_is_no_path_is_refused():
-    for value in (["linear"], True, b"ops.txt", {"linear"}):
-        with pytest.raises(hmpx.OpListError, match="bf16_file_path takes the path of a file, not a"):
+def test_what_is_no_path_of_a_list_is_refused(tmp_path):
+    for value, said in (
+        *((each, "bf16_file_path takes the path of a file, not a") for each in (["linear"], True, b"ops.txt", {"mm"})),
+        ("nowhere/oplists/bert/bf16.txt", r"no such op list file; hmpx ships one: .*bert.bf16.txt"),
+        (tmp_path, "is a directory"),
+    ):
+        with pytest.raises(hmpx.OpListError, match=said):
             hmpx.convert(bf16_file_path=value)
-
-
-def test_a_shipped_list_is_pointed_at():
-    with pytest.raises(hmpx.OpListError, match=r"no such op list file; hmpx ships one: .*bert.bf16.txt"):
-        hmpx.convert(bf16_file_path="nowhere/oplists/bert/bf16.txt")
-
-
-def test_a_directory_is_refused(tmp_path):
-    with pytest.raises(hmpx.OpListError, match="is a directory"):
-        hmpx.convert(bf16_file_path=tmp_path)

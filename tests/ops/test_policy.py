@@ -68,22 +68,15 @@ def test_another_name_of_an_op_follows_it_unless_listed_itself(lists):
     assert policy.rule(ops["special_softmax"]) is Rule.FP32
 
 
-def test_another_opt_level_is_an_error_that_names_the_legal_ones():
-    for level in ("O0", "O3", "o1", "", None):
-        with pytest.raises(hmpx.OptLevelError, match=r"legal: O1, O2"):
-            hmpx.convert(opt_level=level)
-
-
-def test_what_is_no_opt_level_but_something_else_is_told_where_it_goes():
-    with pytest.raises(hmpx.OptLevelError, match=r"'lean' is a recipe: hmpx.prepare\(model, optimizer, 'lean'\)"):
-        hmpx.convert("lean")
-    with pytest.raises(hmpx.OptLevelError, match="a list file goes to bf16_file_path="):
-        hmpx.convert("mine.txt")
-
-
-def test_o2_takes_no_lists(lists):
-    with pytest.raises(hmpx.OptLevelError, match="O2 decides by itself"):
-        hmpx.convert("O2", **lists(bf16="mm"))
+def test_an_opt_level_that_does_not_fit_is_an_error_that_says_what_does(lists):
+    for level, more, said in (
+        *((level, {}, r"legal: O1, O2") for level in ("O0", "O3", "o1", "", None)),
+        ("lean", {}, r"'lean' is a recipe: hmpx.prepare\(model, optimizer, 'lean'\)"),
+        ("mine.txt", {}, "a list file goes to bf16_file_path="),
+        ("O2", lists(bf16="mm"), "O2 decides by itself"),
+    ):
+        with pytest.raises(hmpx.OptLevelError, match=said):
+            hmpx.convert(level, **more)
 
 
 def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
