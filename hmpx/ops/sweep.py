@@ -32,7 +32,7 @@ _LENGTHS: dict[type | None, Callable[[Any], int]] = {
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
 _COMPILED = "torch._dynamo.eval_frame"  # what `torch.compile` has made of a function holds it in its closure
 _FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing", _COMPILED)
-_OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc", "_thread"})
+_OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc"})
 
 
 class Sweep:

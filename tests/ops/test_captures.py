@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -142,6 +143,8 @@ FAR = {"a": [{"b": [{"c": [F.linear]}]}]}
 LONG = {**dict.fromkeys(range(10_001)), "act": F.linear}
 GAIN = {torch.matmul: 1.0}
 CONTEXT = contextvars.ContextVar("act")
+OF_THREAD = threading.local()
+OF_THREAD.act = F.linear
 MAPPED = map(F.linear, [X], [X])
 ARGS = ValueError(F.linear)
 GRAPH = torch.fx.symbolic_trace(lambda x: torch.matmul(x, x))
@@ -163,6 +166,7 @@ def test_whoever_holds_one_where_nothing_is_searched_is_named():
     inside, matmul = f"{__name__}.", "_VariableFunctionsClass.matmul"
     with hmpx.convert() as handle:
         assert next(MAPPED).dtype is next(RUNNING).dtype is CONTEXT.get()(X, X).dtype is torch.float32
+        assert OF_THREAD.act(X, X).dtype is torch.float32
         Holder.late = {"act": next(iter(GAIN))}  # younger than the conversion
         said = {line.partition(":")[0] for line in handle.escaped}
         assert {
@@ -170,6 +174,7 @@ def test_whoever_holds_one_where_nothing_is_searched_is_named():
             f"a dict of {inside}LONG holds linear",
             f"a key of {inside}GAIN holds {matmul}",
             "a ContextVar holds linear",
+            "a dict of a _local holds linear",
             f"a map of {inside}MAPPED holds linear",
             f"a tuple of {inside}ARGS holds linear",
             f"a Node holds {matmul}",
