@@ -211,7 +211,8 @@ class Checkpoints:
         if self._settings.has_masters and not found and self._loses:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
-                "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
+                "weights, or torch.distributed.checkpoint loads it with flatten_optimizer_state_dict=True): what was "
+                "below BF16's precision is lost, the masters start from the BF16 weights"
             )
         self._is_present = True
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 
 import hmpx
 from hmpx.updates.stepping import transfers
@@ -73,6 +74,23 @@ def test_a_state_of_another_moment_without_masters_warns(options, caplog):
     assert caplog.text.count("the checkpoint has no masters") == 1
     optimizer.load_state_dict(optimizer.state_dict())
     assert caplog.text.count("the checkpoint has no masters") == 1
+
+
+def test_masters_that_torch_leaves_out_of_a_flat_layout_are_told(caplog):
+    """They are in the checkpoint; torch looks for the keys that the state has when it is loaded."""
+    torch.manual_seed(0)
+    model, flat = Net().bfloat16(), StateDictOptions(flatten_optimizer_state_dict=True)
+    named = list(model.named_parameters())
+    optimizer = optim.AdamW(named, lr=1e-3)
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 2)
+    saved = get_state_dict(model, optimizer, options=flat)[1]
+    assert any(key.endswith("hmpx_master") for key in saved)
+    set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved), options=flat)
+    train(named, optimizer, 2, 3)
+    caplog.clear()
+    set_optimizer_state_dict(model, optimizer, saved, options=flat)
+    assert caplog.text.count("loads it with flatten_optimizer_state_dict=True") == 1
 
 
 @pytest.mark.parametrize("way", ["master", "split"])
