@@ -60,6 +60,7 @@ def test_names_are_given_as_they_stand_in_a_file(lists):
     before = torch.matmul
     for wrong, said in (
         (dict(bf16=["sofmax"]), f"{__file__}:.*, hmpx.convert: unknown op 'sofmax'; did you mean 'softmax'"),
+        (dict(bf16=["aten::mm"]), "^hmpx.convert: 'aten::mm' is no op name; did you mean 'mm'"),
         (dict(bf16="linear"), "bf16 is 'linear', not a list of names; a file goes to bf16_file_path"),
         (dict(bf16=["mm"], bf16_file_path="mine.txt"), "bf16 and bf16_file_path: which of the two"),
         (dict(bf16=["mm"], fp32=["mm"]), "'mm' is on both sides"),

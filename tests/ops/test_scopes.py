@@ -349,6 +349,7 @@ WRONG = [
     (lambda: hmpx.casts("float64"), f"hmpx.casts: 'float64' {NO_DTYPE}"),
     (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
     (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
+    (lambda: hmpx.casts(fp32=["aten::mm"]), "hmpx.casts: 'aten::mm' is no op name; did you mean 'mm'?"),
     (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
     (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
     (lambda: hmpx.policy_for(F.linear, "fp32"), "policy_for takes a torch.nn.Module, not a builtin_function_or_meth"),

@@ -180,7 +180,8 @@ def _listed(side: str, value: Any, place: Origin | str, places: Places, may_add:
         if not _NAME.match(name):
             words = [word for word in re.split(r"[\s,;]+", name.removeprefix("aten::")) if _NAME.match(word)]
             hint = "; write one name a line" if len(words) > 1 else f"; did you mean {words[-1]!r}?" if words else ""
-            raise OpListError(f"{name!r} is no op name{hint}", "" if key in places else place, key=key)
+            line = place if isinstance(place, Origin) and key not in places else ""
+            raise OpListError(f"{name!r} is no op name{hint}", line, key=key)
         yield Listed(name, places.get(key, place))
 
 
