@@ -25,16 +25,19 @@ def test_names_come_from_the_model_a_list_or_the_optimizer():
     assert all(same(results[0], others) for others in results[1:])
 
 
-def test_positions_stand_in_for_names():
-    p = nn.Parameter(torch.ones(300, dtype=BF16))
-    optimizer = optim.SGD([nn.Parameter(torch.ones(1)), p], lr=1e-3)
-    with hmpx.disable_casts():
-        for _ in range(2):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-    first = hmpx.stochastic_round(torch.full((300,), 0.999), seed=0, step=0, name="1")
-    second = hmpx.stochastic_round(first.float() - 1e-3, seed=0, step=1, name="1")
-    assert torch.equal(p, second)
+def test_positions_stand_in_for_names_and_an_empty_name_is_one():
+    for names, name in ((None, "1"), (["first", ""], "")):
+        p = nn.Parameter(torch.ones(500, dtype=BF16))
+        optimizer = optim.SGD([nn.Parameter(torch.ones(1)), p], lr=1e-3)
+        if names is not None:
+            hmpx.attach(optimizer, names=names)
+        with hmpx.disable_casts():
+            for _ in range(2):
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+        first = hmpx.stochastic_round(torch.full((500,), 0.999), seed=0, step=0, name=name)
+        second = hmpx.stochastic_round(first.float() - 1e-3, seed=0, step=1, name=name)
+        assert torch.equal(p, second), names
 
 
 def test_one_name_for_two_groups_is_refused():
@@ -56,11 +59,3 @@ def test_no_two_parameters_share_their_random_numbers():
     with hmpx.disable_casts():
         step_by(region)
     assert not torch.equal(*(group["params"][0] for group in region.param_groups))
-
-
-def test_an_empty_name_is_a_name():
-    p = parameter(500)
-    optimizer = optim.SGD([p], lr=1e-3)
-    hmpx.attach(optimizer, names=[""])
-    step_by(optimizer)
-    assert torch.equal(p, hmpx.stochastic_round(torch.full((500,), 1 - 1e-3), seed=0, step=0, name=""))
