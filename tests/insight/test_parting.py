@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,8 @@ def test_what_writes_to_gradients_in_one_run_alone_is_pointed_at(runs):
     found = parting("run1.json", "run2.json")
     assert not found.parts and found.gradients and line("clips") in {site.where for site in found.sites.new}
     assert "one may write to gradients" in str(found), str(found)
+    assert "have no like in the other run" in str(found) and "numbers that agree" not in str(found), str(found)
+    assert re.search(r"\nop +line.*\n_foreach_mul_ ", str(found)), "what writes comes first of the five that are shown"
 
 
 def test_weights_that_differ_in_the_one_iteration_that_is_known_ask_for_the_first(tmp_path):

@@ -31,7 +31,8 @@ class Parting(Report):
             run of it was given. unsteady_losses: as `losses`, of these two runs.
         before: "later" if the iteration before was not hashed, "between" if it agrees.
         same: how many calls agree, earlier iterations included. follow, ways: how many differ because their inputs do,
-            and how many are another way to numbers that agree. is_another: whether under half of the calls are common.
+            and how many have no like in the other run, and nothing that differs is known to depend on them.
+        is_another: whether under half of the calls are common.
         losses: the first iteration whose losses differ, and both losses; None if all agree. compared: how many pairs.
         gradients: those that differ. steps: weights that a step has left other than in the other run, where gradients
             agree. settings: what differs in torch and the machine, in words.
@@ -87,7 +88,7 @@ class Parting(Report):
         elif self:
             yield "twice    not looked at: --again FILE, of a second run of the first, frees what no run repeats"
         if self:
-            ways = f", {self.ways} are another way to numbers that agree" if self.ways else ""
+            ways = f", {self.ways} {'has' if self.ways == 1 else 'have'} no like in the other run" if self.ways else ""
             yield f"{number(self.same, 'call')} agree, {self.follow} differ as their inputs do{ways}"
 
     def _finding(self) -> Iterator[str]:
@@ -138,7 +139,8 @@ class Parting(Report):
         yield Grid(_FIELDS, once, head, once if once[1:] else [], page=head)
         for each in self.sites._sections():
             rest = f", the first {_SITES}" if each.rows[_SITES:] else ""
-            yield replace(each, head=f"{each.head}{rest}", shown=each.rows[:_SITES])
+            rows = each.rows if self.parts else sorted(each.rows, key=lambda row: not row[0].op.endswith("_"))
+            yield replace(each, head=f"{each.head}{rest}", shown=rows[:_SITES])  # first, what may write to gradients
 
 
 _DO = {
