@@ -87,6 +87,7 @@ def test_masters_that_nxd_has_under_zero_stay_in_the_recipe():
         ({"tolerance": True}, "tolerance=True is no gradient error"),
         ({"tolerance": -1}, "tolerance=-1 is no gradient error"),
         ({"lists": "xla-use-bf16"}, "maps dtypes"),
+        ({"lists": hmpx.Recipe(low_precision="float16")}, "low_precision is float16, and what is tried runs in BF16"),
         ({"lists": hmpx.Recipe(modules={"first": "float32"})}, "the recipe has rules for modules already"),
     ],
 )

@@ -83,6 +83,9 @@ def tune(
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
     policy, recipe, kernels = lists_meant(lists, "tune")
+    if policy.low_precision is not torch.bfloat16:
+        said = f"tune: low_precision is {dtype_name(policy.low_precision)}, and what is tried runs in BF16"
+        raise HmpxError(f"{said}: leave it out; hmpx.compare measures lists in it")
     if low in FORMATS:
         policy = replace(policy, fp8_format=FORMATS[low])
     side: Low = "bf16" if low == "bf16" else "fp8"
