@@ -62,6 +62,15 @@ def test_where_nothing_may_be_in_fp8_the_recipe_takes_it_from_the_lists_that_it_
     assert "fp8" not in str(tuned.recipe)
 
 
+def test_a_list_of_a_file_gives_way_to_what_was_found(tmp_path):
+    (tmp_path / "fp8.txt").write_text("linear\n")
+    lists = hmpx.Recipe(fp8_file_path=str(tmp_path / "fp8.txt"))
+    assert lists.policy().fp8 == ("linear",)
+    batches = [(torch.randn(64, 32), torch.randint(16, (64,))) for _ in range(6)]
+    tuned = planted.tuned(nn.Linear(32, 16), batches, loss_of, lists=lists)
+    assert "linear" in tuned.recipe.policy().bf16 and not tuned.recipe.policy().fp8, str(tuned.recipe)
+
+
 def test_another_precision_is_refused():
     with pytest.raises(hmpx.HmpxError, match=r"low 'fp4' does not exist \(legal: bf16, fp8, tensorwise, .*nvfp4\)"):
         hmpx.tune(nn.Linear(2, 2), [], loss_of, low="fp4")

@@ -16,7 +16,7 @@ from hmpx.insight.trials.runs import Effect
 from hmpx.insight.trials.search import SLACK, WIDE, Chosen, Low, NameInModule, Search, Unit, Worths, words_of
 from hmpx.ops.policies.lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
-from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.recipe import LISTS, Recipe, changed
 
 DTYPES = {"FP4": "float4", "FP8": "float8", "BF16": "bfloat16", "FP32": "float32"}  # what `Choice.dtype` says
 STEADY = 0.1  # relative interquartile range of timings, from which on torch.utils.benchmark warns of noise, too
@@ -180,7 +180,7 @@ def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
     in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
     keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
     base = base or Recipe(parameter_dtype="float32", low_precision="bfloat16")
-    return changed(base, modules=rules, **keys)
+    return changed(base, modules=rules, **dict.fromkeys(LISTS, ""), **keys)  # its own files decide no more
 
 
 def percent(share: float) -> str:
