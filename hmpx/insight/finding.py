@@ -410,4 +410,4 @@ def _reason_of_parts(op: Op, policy: Policy) -> str:
     if not followed:
         return ""
     somewhere = "" if len(cases) == 1 else ", where its arguments make it run that"
-    return f"{policy.rule(op)}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"
+    return f"{policy.rule(op) or 'none'}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"

@@ -249,6 +249,8 @@ def test_explain_names_the_parts(lists):
     assert "bf16.txt:1" in explain_op("einsum", policy)
     assert "fp32: in no list; follows log_softmax, listed at " in explain_op("cross_entropy", policy)
     assert policy.rule(catalog()["cross_entropy"]) is Rule.FP32
+    promoted = build_policy(lists=read_lists(**lists(promote="pow")))
+    assert "none: in no list; follows pow, listed at " in explain_op("square", promoted)
 
 
 VIEWS = {
