@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import json
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -103,6 +104,7 @@ def _telling(what: str, key_of: Callable[[], str], ranks: tuple[int, ...]) -> It
             said = f"was refused {here}" if is_ours else f"failed {here}{type(error).__name__}: "
             with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
                 store, key = _store(), key_of()
+                store.add(f"{key}/agreed", -len(ranks))  # so that no rank that comes late finds all agreed
                 store.set(f"{key}/end", f"{what} {said}{error}")
                 if dist.get_rank() == ranks[0]:
                     store.set(key, json.dumps(None))
@@ -133,13 +135,17 @@ def _here(key: str, rank: int) -> str:
 
 def _wait(store: dist.Store, key: str, part: str, what: str, ranks: tuple[int, ...]) -> None:
     patience = min(_PATIENCE, getattr(store, "timeout", _PATIENCE))
-    try:
-        store.wait([key + part], patience)
-    except RuntimeError:  # torch's DistStoreError is one
-        raise _told(
-            f"{what}: {_absent(store, key, ranks)} did not get there within {patience.total_seconds():.0f} s, and has "
-            "ended or waits elsewhere; if only some ranks hold this optimizer, give process_group="
-        ) from None
+    pause, end = 0.001, time.monotonic() + patience.total_seconds()
+    with contextlib.suppress(RuntimeError):  # torch's DistStoreError is one: the store is gone
+        while not store.check([key + part]) and time.monotonic() < end:
+            time.sleep(pause)  # in `store.wait`, Python would not hear of Ctrl-C
+            pause = min(2 * pause, 0.1)
+        if store.check([key + part]):
+            return
+    raise HmpxError(
+        f"{what}: {_absent(store, key, ranks)} did not get there within {patience.total_seconds():.0f} s, and has "
+        "ended or waits elsewhere; if only some ranks hold this optimizer, give process_group="
+    )
 
 
 def _absent(store: dist.Store, key: str, ranks: tuple[int, ...]) -> str:

@@ -1,6 +1,9 @@
 """Ranks that differ are told of it, on all ranks, and Join is refused."""
 
+import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
+from hmpx.updates import ranks as agreement
 from tests.support import ranks
 
 BF16 = torch.bfloat16
@@ -212,6 +216,28 @@ def test_an_error_on_one_rank_ends_the_attach_of_all_at_once(how, raised, what):
     )
     assert told == f"HmpxError: {what} {said}" and own.startswith(raised.__name__)
     assert waited < 60  # of 300 that it would wait for a rank that does nothing
+
+
+def _comes_late(rank, why):
+    """Rank 0 waits no longer, since it is interrupted or has no more patience; then the other one comes."""
+    optimizer = optim.SGD(_model().parameters(), lr=0.1)
+    dist.barrier()
+    if rank:
+        time.sleep(4)
+    elif why == "patience":
+        agreement._PATIENCE = timedelta(seconds=1)
+    else:
+        threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises((hmpx.HmpxError, KeyboardInterrupt)) as error:
+        hmpx.attach(optimizer)
+    return f"{error.type.__name__}: {error.value}", hasattr(optimizer, "_hmpx_attachment")
+
+
+@pytest.mark.parametrize("why, said", [("patience", "was refused on rank 0"), ("Ctrl-C", "failed on rank 0: Keyboard")])
+def test_a_rank_that_comes_after_another_has_gone_is_not_attached_alone(why, said):
+    (first, attached), (told, other) = ranks.run(2, _comes_late, why)
+    assert ("rank 1 did not get there" in first) if why == "patience" else first.startswith("KeyboardInterrupt")
+    assert said in told and not attached and not other
 
 
 _AS_IT_IS = {"parameter_dtype": None, "weights": "nearest"}
