@@ -71,6 +71,8 @@ def started_processes(
         # The hook stays, as audit hooks do, until this process ends.
         if not inside or event not in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"):
             return
+        if event == "os.posix_spawn" and sys._getframe(1).f_globals.get("__name__") == "subprocess":
+            return  # of `subprocess.Popen`, which has been heard
         words = _words(values[0] if event == "os.system" else values[1])
         said = shlex.join(words)
         own = "hmpx" in [os.path.basename(word) for word in words[1:4]]  # this command, or another of hmpx

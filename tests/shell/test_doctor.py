@@ -255,8 +255,10 @@ def test_the_report_is_told_of_a_script_that_leaves_hides_its_errors_or_has_a_th
 
 
 def test_processes_are_not_checked_and_workers_of_a_loader_are_no_news(script, tmp_path):
-    started = "import multiprocessing\nchild = multiprocessing.Process(target=print)\nchild.start(), child.join()\n"
-    loaded = "from torch.utils.data import DataLoader\nlist(DataLoader(range(4), num_workers=1))\n"
+    started = "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=print)\n"
+    started += "child.start(), child.join()\n"
+    loaded = "from torch.utils.data import DataLoader\n"
+    loaded += "list(DataLoader(range(4), num_workers=1, multiprocessing_context='fork'))\n"
     for before, status in ((started, 2), (loaded, 0)):
         done = doctor(
             tmp_path,

@@ -28,7 +28,7 @@ import multiprocessing, subprocess
 worker = multiprocessing.get_context("fork").Process(target=int)
 worker.start(), worker.join()
 for command in ([sys.executable, "-S", "-c", ""], ["true"]):
-    subprocess.run(command)
+    subprocess.run(command, close_fds=False)  # by posix_spawn, as Python 3.14 starts others, too
 """
 
 
