@@ -33,7 +33,6 @@ class AtInstruction:
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         weight = 1 if Path(name) in TAKES else 1 / EVERY_OTHER
 
         def inside(frame, event, argument):
@@ -43,6 +42,8 @@ class AtInstruction:
                     self.act()
             return inside
 
+        frame.f_trace = inside  # from Python 3.13 on, a frame without a tracer is not told of its opcodes
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return inside
 
 
