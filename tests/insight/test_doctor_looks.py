@@ -492,3 +492,22 @@ def test_no_op_of_the_twins_goes_through_the_dispatch_mode(monkeypatch):
     found = trained(model, adam((model.parameters(), 1e-3)))
     assert found.looked[1].startswith("looked at ops in iterations 1, 3, 11") and seen[False] > 100
     assert not seen[True]
+
+
+def test_copies_of_weights_and_gradients_in_float32_are_no_data():
+    """Norms near 1 vary by a few steps of BF16 alone, and so may gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 512), nn.LayerNorm(512), nn.Linear(512, 4)).to(BF16)
+    with torch.no_grad():
+        model[1].weight.add_(torch.randn(512) * 0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    averages = [p.detach().float().clone() for p in model.parameters()]
+    with hmpx.doctor() as found:
+        for _ in range(3):
+            loss = (model(torch.randn(8, 16).to(BF16)).float() - 100).square().mean()
+            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+                p.grad = (gradient.float() / 2).to(BF16)
+            optimizer.step()
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.lerp_(p.detach().float(), 0.01)
+    assert "rounded data" not in {each.kind for each in found.findings}, str(found)

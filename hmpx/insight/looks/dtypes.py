@@ -221,11 +221,12 @@ _DTYPES = frozenset({*LOW, torch.float32})
 class PositionTables(Look):
     """Looks at the tensors that an iteration reads and has not made."""
 
-    stages = ("forward",)
+    stages = ("forward", "backward")
 
     def __init__(self) -> None:
         self._iteration = 0
         self._made = set[int]()  # addresses
+        self._computed = set[int]()  # addresses of gradients, and of what is made of these or of weights
         self._asked: dict[int, StorageWeakRef] = {}
         self._grids: dict[int, StorageWeakRef] = {}
 
@@ -233,19 +234,26 @@ class PositionTables(Look):
         if notes.iteration != self._iteration:
             self._iteration = notes.iteration
             self._made.clear()
+            self._computed.clear()
         if op.is_view:
             return
+        given = {memory(each) for each in op.given}
+        is_data = op.stage == "forward" and self._computed.isdisjoint(given) and not notes.are_weights(given)
+        if not is_data:
+            self._computed.update(memory(each) for each in op.results)
+        if op.stage != "forward":
+            return
+        written = {memory(each) for each in op.schema.targets(op.args, op.kwargs)} if op.schema.written else ()
         for each in op.given:
             whole = base_of(each) if each.dim() else None
             table = each if whole is None or whole.dtype is not each.dtype else whole
             count = next((n for n in table.shape if n > 1), 1)
-            if memory(table) not in self._made:
+            if memory(table) not in self._made and memory(table) not in written:
                 self._ask_grid(notes, op, table)
             if count > EXACT_UP_TO[torch.bfloat16] + _ENOUGH and not table.requires_grad and table.dtype in _DTYPES:
                 self._ask(notes, op, table, each, count)
-        if (
-            op.name == "_to_copy" and op.given and op.results and op.given[0].dtype in LOW and not op.trains
-        ):  # a line of this iteration rounds them
+        is_cast = op.name == "_to_copy" and op.given and op.results and op.given[0].dtype in LOW
+        if is_cast and is_data and not op.trains:  # a line of this iteration rounds them
             self._ask_grid(notes, op, op.out)
         self._made.update(memory(each) for each in op.results if each.dtype in _DTYPES)
 

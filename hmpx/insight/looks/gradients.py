@@ -25,7 +25,7 @@ from hmpx.insight.looks.steps import window_of
 from hmpx.insight.looks.twin import NotChecked, Twin
 from hmpx.insight.looks.writes import rows
 from hmpx.insight.notes import Notes, OpCall
-from hmpx.insight.tensors import LOW, Tensor, held_here, sample
+from hmpx.insight.tensors import LOW, Tensor, has_numbers, held_here, sample
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_classes import scope_of
 
@@ -233,7 +233,7 @@ def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Finding]:
 # Sums of gradients
 
 _FELT = 0.1  # of the noise between batches: from here on a loss shows it
-_IN_PLACE = (torch.ops.aten.add_.Tensor, torch.ops.aten._foreach_add_.List)
+_IN_PLACE = ("add_.Tensor", "_foreach_add_.List")
 _KEEPING = ("_to_copy", "clone", "copy", "mul", "div")  # ops that keep the direction of a gradient
 
 
@@ -304,9 +304,12 @@ class Sums(Look):
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
         self._before = []
-        if self._by_hand and func in _IN_PLACE:
+        if self._by_hand and func.__name__ in _IN_PLACE:
             with unwatched([]):  # of what nobody can read nothing is said
-                self._before = [_flat(each).clone() for each in (args[0] if isinstance(args[0], list) else args[:1])]
+                kept, added = args[:2] if isinstance(args[0], list | tuple) else (args[:1], args[1:2])
+                parts = [held_here(each) for each in kept]
+                if all(_numbers(held_here(each)) in self._by_hand for each in added) and all(map(has_numbers, parts)):
+                    self._before = [_flat(each).clone() for each in parts]
 
     def see(self, notes: Notes, op: OpCall) -> None:
         self._turn_to(notes.iteration)
