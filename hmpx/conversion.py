@@ -83,6 +83,9 @@ class Conversion(Installation):
         super().__init__()
         if where not in WHERE:
             raise HmpxError(f"where={where!r} is none of {', '.join(WHERE)}{did_you_mean(str(where), WHERE)}")
+        for name, value in (("isVerbose", verbose), ("enabled", enabled)):
+            if value not in (True, False):  # "False", say, which is true
+                raise HmpxError(f"{name}={value!r} is neither True nor False")
         check_functions({0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}})
         self.where: Where = where
         self.policy, self._verbose, self._enabled = policy, verbose, enabled

@@ -79,6 +79,14 @@ def test_an_opt_level_that_does_not_fit_is_an_error_that_says_what_does(lists):
             hmpx.convert(level, **more)
 
 
+def test_a_flag_that_is_a_word_is_an_error():
+    for flag in ("enabled", "isVerbose"):
+        with pytest.raises(hmpx.HmpxError, match=f"{flag}='False' is neither True nor False"):
+            hmpx.convert(**{flag: "False"})
+        with hmpx.convert(**{flag: 1}) as handle:  # as old scripts have it
+            assert handle.active
+
+
 def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
     hmpx.convert(**lists(bf16="mm nosuch"), unknown="warn")
     assert "bf16.txt:2: unknown op 'nosuch'" in caplog.text
