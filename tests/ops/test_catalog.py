@@ -215,6 +215,8 @@ def test_numbers_that_say_where_to_look_and_averages_are_not_rounded():
     wanted = computed(torch.Tensor.float)
     with hmpx.convert(bf16=["linear"], fp32=[], promote=[]):
         assert same(computed(lambda x: x), wanted)
+    with hmpx.convert(bf16=["lerp"], fp32=[], promote=[]):  # their own listing counts
+        assert torch.lerp(steps, steps, 0.5).dtype is torch.bfloat16
 
 
 # Mixtures that torch takes by the kernel that it picks for these sizes on this CPU, and refuses for others.

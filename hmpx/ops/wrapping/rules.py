@@ -122,7 +122,8 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Cast the arguments by the rule, except tensors that the op may write to (`signature.statistics`)."""
     dtype = target_dtype(rule, args, kwargs)
-    takes = signature.takes_mixed if rule is Rule.FIRST_INPUT or signature.promotes else None
+    is_asked = rule is Rule.FIRST_INPUT or (rule is Rule.PROMOTE and signature.promotes)
+    takes = signature.takes_mixed if is_asked else None
     if dtype is None or (takes is not None and accepts(takes, args, kwargs)):
         return args, kwargs
     if not signature.python and (sparse := [*filter(is_sparse, (*args, *kwargs.values()))]):
