@@ -340,3 +340,15 @@ def test_anomaly_detection_names_what_no_op_has_made():
         pytest.raises(RuntimeError, match="FromNumpyBackward"),
     ):
         train()
+
+
+def test_an_eps_that_is_0_for_a_parameter_that_stays_finite_is_not_blamed():
+    torch.manual_seed(0)
+    model, idle = nn.Linear(16, 4), nn.Parameter(torch.ones(4, dtype=FP16))
+    optimizer = torch.optim.AdamW([*model.parameters(), idle], lr=math.inf)
+    with hmpx.doctor() as found:
+        for _ in range(2):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+    (said,) = [each.said for each in found.findings if each.kind == "inf or NaN"]
+    assert "made by AdamW" in said and "eps" not in said

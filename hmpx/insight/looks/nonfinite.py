@@ -77,7 +77,7 @@ class Nonfinite(Look):
         self._written = 0  # the iteration in which the program itself has written inf or NaN
         self._where: list[Any] = []  # the parameters whose gradients or numbers were the first
         self._sound = False  # whether this step has finite gradients, and finite weights where few are looked at
-        self._maker = ""  # the optimizer whose step has made inf or NaN of these
+        self._maker = self._eps = ""  # the optimizer whose step has made inf or NaN of these, and its eps, if it is 0
         self._paths = {True: _Path(0), False: _Path(0)}  # by whether autograd looks at the ops
         self._harmless: _Path | None = None  # the first with a NaN that has reached no gradient
         self._reached: tuple[str, int, str] | None = None  # weights or gradients, the iteration, the line of the step
@@ -167,9 +167,7 @@ class Nonfinite(Look):
     def end(self, optimizer: torch.optim.Optimizer, evaluations: int) -> None:
         self._reach("weights", _few(optimizer), optimizer, self._now)
         if self._sound and self._reached is not None and not self._maker:
-            zero = {(g["eps"], p.dtype) for g in optimizer.param_groups if g.get("eps") for p in g["params"]}
-            lost = [f", whose eps of {e:g} is 0 in {dtype_name(d)}" for e, d in zero if not torch.tensor(e, dtype=d)]
-            self._maker = type(optimizer).__name__ + "".join(lost[:1])
+            self._maker, self._eps = type(optimizer).__name__, _zero_eps(optimizer, {*map(id, self._where)})
 
     def over(self) -> None:
         self._try()
@@ -217,10 +215,9 @@ class Nonfinite(Look):
                 "inf or NaN", True, f"{said}{given.said}; {when}", do, given.where, ops=(given.name,), weight=0.9
             )
         elif self._maker:
-            said = f"{when}, whose gradients are finite: they are made by {self._maker}"
-            is_lost = " is 0 in " in said
-            do = "keep the weights in float32, where it is not 0" if is_lost else "look at its rate and its state"
-            recipe = {"parameter_dtype": "float32"} if is_lost else {}
+            said = f"{when}, whose gradients are finite: they are made by {self._maker}{self._eps}"
+            do = "keep the weights in float32, where it is not 0" if self._eps else "look at its rate and its state"
+            recipe = {"parameter_dtype": "float32"} if self._eps else {}
             yield Finding("inf or NaN", True, said, do, where, weight=0.97, recipe=recipe)
         elif self._reached is not None and iteration in self._looked:
             said = f"{when}, and no op that was looked at made the first"
@@ -267,6 +264,15 @@ def _made(maker: NotedSite, nan: NotedSite | None, rest: str, wrong: bool = True
     modules = (maker.module,) if maker.module else ()
     weight = 0.97 if wrong else 0.05
     return Finding("inf or NaN", wrong, said + rest, do, maker.where, modules, (maker.name,), weight)
+
+
+def _zero_eps(optimizer: torch.optim.Optimizer, odd: set[int]) -> str:
+    """Return, in words, an eps that is 0 in the dtype of one of these parameters and of its state; "" for none."""
+    for p, eps in ((p, group.get("eps")) for group in optimizer.param_groups for p in group["params"] if id(p) in odd):
+        held = {each.dtype for each in tensors_in((optimizer.state.get(p),)) if each.shape == p.shape}
+        if eps and held == {p.dtype} and not torch.tensor(eps, dtype=p.dtype):
+            return f", whose eps of {eps:g} is 0 in {dtype_name(p.dtype)}"
+    return ""
 
 
 def _few(optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
