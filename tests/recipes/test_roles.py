@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.recipes import module_patterns
-from hmpx.recipes.reading import as_recipe, read_recipe, recipe_names
+from hmpx.recipes.reading import read_recipe, recipe_names
 from tests.support import python, ranks
 from tests.support.same import same
 
@@ -148,12 +147,13 @@ def wrapping(model, wrap):
     return model
 
 
-def in_fp32(model, recipe="fp32-head"):
-    """The names of the modules that a recipe gives a rule."""
+def ruled(model, recipe="fp32-head"):
+    """The names of the innermost modules that a recipe gives a rule."""
     hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), recipe)
-    ruled = {name for name, module in model.named_modules() if hmpx.policies_of(module) and not [*module.children()]}
+    given = {name: module for name, module in model.named_modules() if hmpx.policies_of(module)}
+    found = {name for name, module in given.items() if not any(map(hmpx.policies_of, module.children()))}
     hmpx.restore()
-    return ruled
+    return found
 
 
 class Policies(nn.Module):
@@ -162,45 +162,109 @@ class Policies(nn.Module):
         self.policy, self.reference, self.head = Decoder(True), Decoder(False), nn.Linear(WIDTH, 1)
 
 
-HEADS = [
-    (lambda: Says(), {"to_words"}),
-    (lambda: nn.ModuleDict({"inside": Says(), "head": nn.Linear(2, 2)}), {"inside.to_words"}),
-    (lambda: SaysNone(tied=False), {"lm_head"}),
-    (lambda: torch.compile(Decoder(tied=False)), {"_orig_mod.lm_head"}),
-    (lambda: Layered(output=nn.Linear(2, 2)), {"output"}),
-    (lambda: Layered(head=nn.Linear(2, 2), embed_out=nn.Linear(2, 2)), {"head"}),
-    (lambda: Layered(part=nn.ModuleDict({"head": nn.Linear(2, 2)})), {"part.head"}),
-    (lambda: nn.ModuleList([Decoder(False, "lm_head"), Decoder(False, "to_words")]), {"0.lm_head"}),
-    (lambda: nn.ModuleDict({"a": Decoder(False), "b": Decoder(False)}), {"a.lm_head", "b.lm_head"}),
-    (lambda: wrapping(Decoder(tied=False), checkpoint_wrapper), {"lm_head._checkpoint_wrapped_module"}),
-    (lambda: wrapping(Decoder(tied=False), torch.compile), {"lm_head._orig_mod"}),
-    (lambda: Policies(), {"policy.lm_head"}),  # a tie says more than a name
-]
+class OwnNorm(nn.Module):
+    """torch's RMS norm, written out: no op list knows it as a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.7, WIDTH))
+
+    def forward(self, x):
+        return x * (x * x).mean(-1, keepdim=True).add(1e-3) ** -0.5 * self.weight
 
 
-def test_which_modules_are_the_head():
-    assert [in_fp32(model()) for model, _ in HEADS] == [heads for _, heads in HEADS]
+class PreNorm(nn.Module):
+    """A norm, and the layer behind it, which is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = OwnNorm(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+class Router(nn.Module):
+    """Knows its experts by a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return torch.topk(F.linear(x, self.weight), 2)[1]
+
+
+class Mixture(nn.Module):
+    """Chooses by what a layer of an odd name says, which no role fits; its `gate` is a large matrix of an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.chooser, self.gate, self.down = nn.Linear(32, 4), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x))) * self.chooser(x).argsort(-1)[..., :1]
+
+
+FIND_ROUTERS = {"fp8": ["linear"], "modules": {"<routers>": {"fp8": []}}}
+BOTH = {"extends": "fp32-head", "modules": {"<norms>": "fp32"}}
+FOUND = [  # a recipe, a model, and the modules that get a rule
+    ("fp32-head", lambda: Says(), {"to_words"}),
+    ("fp32-head", lambda: nn.ModuleDict({"inside": Says(), "head": nn.Linear(2, 2)}), {"inside.to_words"}),
+    ("fp32-head", lambda: SaysNone(tied=False), {"lm_head"}),
+    ("fp32-head", lambda: torch.compile(Decoder(tied=False)), {"_orig_mod.lm_head"}),
+    ("fp32-head", lambda: Layered(output=nn.Linear(2, 2)), {"output"}),
+    ("fp32-head", lambda: Layered(head=nn.Linear(2, 2), embed_out=nn.Linear(2, 2)), {"head"}),
+    ("fp32-head", lambda: Layered(part=nn.ModuleDict({"head": nn.Linear(2, 2)})), {"part.head"}),
+    ("fp32-head", lambda: nn.ModuleList([Decoder(False, "lm_head"), Decoder(False, "to_words")]), {"0.lm_head"}),
+    ("fp32-head", lambda: nn.ModuleDict({"a": Decoder(False), "b": Decoder(False)}), {"a.lm_head", "b.lm_head"}),
+    ("fp32-head", lambda: wrapping(Decoder(False), checkpoint_wrapper), {"lm_head._checkpoint_wrapped_module"}),
+    ("fp32-head", lambda: wrapping(Decoder(False), torch.compile), {"lm_head._orig_mod"}),
+    ("fp32-head", lambda: Policies(), {"policy.lm_head"}),  # a tie says more than a name
+    ("bf16-norms-fp32", lambda: PreNorm(), {"norm"}),
+    (BOTH, lambda: nn.ModuleDict({"norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 4)}),
+     {"norm", "head"}),
+    (FIND_ROUTERS, lambda: nn.ModuleDict({"a": nn.ModuleDict({
+        "gate": nn.Linear(32, 8), "gate_proj": nn.Linear(32, 8), "shared_gate": nn.Linear(32, 1),
+     })}), {"a.gate", "a.shared_gate"}),
+    (FIND_ROUTERS, lambda: nn.ModuleDict({
+        "b": Router(), "c": Mixture(), "router": nn.Sequential(nn.Linear(32, 8)), "gate": nn.Linear(32, 32),
+     }), {"b", "router"}),
+]  # fmt: skip
+
+
+def test_which_modules_have_a_role():
+    assert [ruled(model(), recipe) for recipe, model, _ in FOUND] == [names for _, _, names in FOUND]
 
 
 def _wrapped(rank):
     model = Decoder(tied=False).bfloat16()
-    return in_fp32(DistributedDataParallel(model))
+    return ruled(DistributedDataParallel(model))
 
 
 def test_the_head_of_a_wrapped_model():
     assert ranks.run(1, _wrapped) == [{"module.lm_head"}]
 
 
-@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.Linear(2, 2)), Layered], ids=["no name", "in every layer"])
-def test_a_model_without_a_head_is_told_what_was_looked_for(model):
-    model = model()
-    kind, before = type(model).__name__, [p.clone() for p in model.parameters()]
-    with pytest.raises(hmpx.HmpxError) as raised:
-        hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "fp32-head")
-    assert f"fp32-head.yaml:8: modules: '<head>' is no module of {kind}: looked for what get_out" in str(raised.value)
-    assert "lm_head, head, output or embed_out; write the name of the module" in str(raised.value)
+LOOKED_FOR = [  # a recipe, a model without such modules, and what is said
+    ("fp32-head", lambda: nn.Sequential(nn.Linear(2, 2)),
+     "fp32-head.yaml:8: modules: '<head>' is no module of Sequential: looked for what get_out.* lm_head, head, output "
+     "or embed_out; write the name of the module"),
+    ("fp32-head", Layered, "'<head>' is no module of Layered"),  # it is in every layer
+    ("bf16-norms-fp32", lambda: Decoder(True), "'<norms>' is no module of Decoder: looked for .* 'Norm' in its name"),
+    ("torchao-nvfp4", lambda: Decoder(False), "'<last 15%>' is no module of Decoder: looked for a ModuleList"),
+    (FIND_ROUTERS, lambda: nn.Linear(4, 4), "'<routers>' is no module of Linear: looked for modules called gate or"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "make", "said"), LOOKED_FOR)
+def test_a_model_without_the_role_is_told_what_was_looked_for(recipe, make, said):
+    model = make()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(hmpx.HmpxError, match=said):
+        hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), recipe)
     assert same([*model.parameters()], before) and all(p.dtype is FP32 for p in model.parameters())
-    with hmpx.activate("fp32-head"), pytest.raises(hmpx.HmpxError, match="'<head>' is no module of"):
+    with hmpx.activate(recipe), pytest.raises(hmpx.HmpxError, match=said):
         optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -226,32 +290,9 @@ def test_a_misspelt_role_is_an_error_with_its_line(tmp_path, role, meant):
     assert f"did you mean '{meant}'?" in str(raised.value)
 
 
-class OwnNorm(nn.Module):
-    """torch's RMS norm, written out: no op list knows it as a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.7, WIDTH))
-
-    def forward(self, x):
-        return x * (x * x).mean(-1, keepdim=True).add(1e-3) ** -0.5 * self.weight
-
-
-class PreNorm(nn.Module):
-    """A norm, and the layer behind it, which is none."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.layer = OwnNorm(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.layer(self.norm(x))
-
-
-def test_norms_of_ones_own_are_those_of_fp32_by_hand_and_what_holds_a_norm_is_none():
+def test_norms_of_ones_own_are_those_of_fp32_by_hand():
     torch.manual_seed(3)
     model, x = PreNorm(), torch.randn(5, WIDTH).bfloat16()
-    assert in_fp32(model, "bf16-norms-fp32") == {"norm"}
     hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "bf16-norms-fp32")
     normed, out = model.norm(x), model(x)
     out.sum().backward()
@@ -263,11 +304,6 @@ def test_norms_of_ones_own_are_those_of_fp32_by_hand_and_what_holds_a_norm_is_no
     assert normed.dtype is FP32 and torch.equal(normed, by_hand) and out.dtype is BF16
     assert weight.grad.dtype is BF16 and torch.equal(model.norm.weight.grad, weight.grad)
     assert not torch.equal(model.norm(x).float(), by_hand)  # what it is without the recipe
-
-
-def test_a_model_without_norms_is_told_what_was_looked_for():
-    with pytest.raises(hmpx.HmpxError, match=r"'<norms>' is no module of Decoder: looked for .* 'Norm' in its name"):
-        in_fp32(Decoder(tied=True), "bf16-norms-fp32")
 
 
 def test_norms_of_torch_and_blocks_of_a_convolution_and_a_norm():
@@ -284,12 +320,6 @@ def test_norms_of_torch_and_blocks_of_a_convolution_and_a_norm():
     dtypes = [module(torch.randn(2, 4, 3)).dtype for module in (*model[0], model[1], model[2], model)]
     hmpx.restore()
     assert dtypes == [BF16, FP32, FP32, FP32, FP32]
-
-
-def test_both_are_a_recipe_of_two_lines():
-    recipe = as_recipe({"extends": "fp32-head", "modules": {"<norms>": "fp32"}})
-    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
-    assert in_fp32(model, recipe) == {"norm", "head"}
 
 
 def test_the_example_shows_log_probs_that_come_closer():
@@ -342,48 +372,6 @@ def test_the_last_blocks_and_the_head_stay_in_bf16(count, kept, kind):
     assert {name for name, rule in rules.items() if rule == "bf16"} == {
         "lm_head", *(f"blocks.{i}.{j}" for i in range(count - kept, count) for j in range(2))
     }  # fmt: skip
-
-
-def test_a_model_without_blocks_is_told_what_was_looked_for():
-    model = Decoder(tied=False)
-    with pytest.raises(
-        hmpx.HmpxError, match="'<last 15%>' is no module of Decoder: looked for a ModuleList, ModuleDict"
-    ):
-        hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "torchao-nvfp4")
-
-
-class Router(nn.Module):
-    """Knows its experts by a matrix of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 32))
-
-    def forward(self, x):
-        return torch.topk(F.linear(x, self.weight), 2)[1]
-
-
-class Mixture(nn.Module):
-    """Chooses by what a layer of an odd name says, which no role fits; its `gate` is a large matrix of an MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.chooser, self.gate, self.down = nn.Linear(32, 4), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x))) * self.chooser(x).argsort(-1)[..., :1]
-
-
-def test_routers_are_found_by_their_names_or_those_of_their_classes():
-    model = nn.ModuleDict({
-        "a": nn.ModuleDict({"gate": nn.Linear(32, 8), "gate_proj": nn.Linear(32, 8), "shared_gate": nn.Linear(32, 1)}),
-        "b": Router(), "c": Mixture(), "router": nn.Sequential(nn.Linear(32, 8)), "gate": nn.Linear(32, 32),
-    })  # fmt: skip
-    rules = hmpx.Recipe(fp8=["linear"], modules={"<routers>": {"fp8": []}})
-    found = {name for name, module in model.named_modules() if module in module_patterns._routers(model)}
-    assert found == {"a.gate", "a.shared_gate", "b", "router"}
-    with pytest.raises(hmpx.HmpxError, match=r"'<routers>' is no module of Linear: looked for modules called gate or"):
-        hmpx.prepare(nn.Linear(4, 4), optim.SGD([nn.Parameter(torch.ones(1))]), rules)
 
 
 class Careful(Router):
