@@ -14,9 +14,9 @@ from hmpx.rounding.state_codes import STATE_CODES
 from hmpx.rounding.stochastic import join, split
 from hmpx.updates.holding.held import HeldCodes, RoundingKey, Segment
 from hmpx.updates.holding.sharding import Box
-from tests.support.numbers import special_values, spread
+from tests.support.numbers import drawn, special_values, spread
 from tests.support.oracle import to_24_bits
-from tests.support.state_codes import beside_the_finest_steps, in_code, meanings, numbers, read, row_length
+from tests.support.state_codes import beside_the_finest_steps, in_code, meanings, read, row_length
 
 
 @pytest.fixture(params=["C", "eager"], autouse=True)
@@ -111,7 +111,7 @@ def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(code, 
 @pytest.mark.parametrize("signed", [False, True])
 @torch.no_grad()
 def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to_even(signed):
-    x, codes = beside_the_finest_steps(signed, torch.from_numpy(numbers(128, **KEY, name="w.exp_avg")))
+    x, codes = beside_the_finest_steps(signed, torch.from_numpy(drawn(128, **KEY, name="w.exp_avg")))
     assert torch.equal(check(x).tensor[1:], codes[1:])
 
 

@@ -1,5 +1,7 @@
 """Numbers that rounding has to get right, and a rounding to BF16 that torch does not have."""
 
+import hashlib
+
 import numpy as np
 import torch
 
@@ -27,6 +29,39 @@ def spread(shape, seed=0):
     x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 2, generator=generator)
     x = torch.where(torch.rand(shape, generator=generator) < 0.125, 0.0, x)
     return x.abs() if seed % 2 else x
+
+
+def key_of(seed, step, name, high=0):
+    """The key of elements ``high * 2**32`` and after, from the specification in `hmpx.rounding.stochastic`."""
+
+    def link(value):
+        value = (value + 0x9E3779B97F4A7C15) % 2**64
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+        return value ^ value >> 31
+
+    identity = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    key = link(seed)
+    for value in (step, identity, high):
+        key = link(key ^ value)
+    return key
+
+
+def drawn(count, seed, step, name, first=0):
+    """The 16 random bits of elements of a tensor, from the same specification; nothing is shared with the kernels."""
+    element, word = np.arange(first, first + count, dtype=np.uint64), np.uint64(2**32 - 1)
+    keys = [key_of(seed, step, name, high) for high in (first >> 32, (first >> 32) + 1)]
+    low, high = (
+        np.where(element >> np.uint64(32) == first >> 32, *(np.uint64(each) for each in halves))
+        for halves in ([key % 2**32 for key in keys], [key >> 32 for key in keys])
+    )
+    h = (((element & word) >> np.uint64(1)) * np.uint64(0x9E3779B9) + low) & word
+    h ^= h >> np.uint64(16)
+    h = h * np.uint64(0x21F0AAAD) & word
+    h ^= (h >> np.uint64(15)) ^ high
+    h = h * np.uint64(0x735A2D97) & word
+    h ^= h >> np.uint64(15)
+    return np.where(element % 2 == 1, h >> np.uint64(16), h & np.uint64(0xFFFF)).astype(np.int64)
 
 
 def steps_apart(one, other):

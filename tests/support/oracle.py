@@ -26,8 +26,8 @@ from torch import nn
 
 import hmpx
 from tests.support.models import BF16, BY_PARTS, FP32, Setup, made_optimizer
+from tests.support.numbers import drawn
 from tests.support.state_codes import PREFIXES, held_as, in_code
-from tests.support.state_codes import numbers as drawn
 
 Tensor = torch.Tensor
 SCALARS = ("step", "mu_product", "eta", "mu", "H_diag", "t")  # of torch's optimizers: these are no moments

@@ -1,10 +1,11 @@
 """State in codes, worked out another way: from a list of all numbers that a code has, without their bits."""
 
-import hashlib
 import math
 
 import numpy as np
 import torch
+
+from tests.support.numbers import drawn
 
 BLOCK = 128
 PREFIXES = {"8bit": "hmpx_codes_", "fp8": "hmpx_fp8_", "4bit": "hmpx_4bit_"}
@@ -49,30 +50,6 @@ def meanings(signed, code):
     return np.concatenate([found, -found]) if signed or code in OF_TORCH else found
 
 
-def numbers(count, seed, step, name):
-    """The 16 random bits of the first elements of a tensor, from the specification in `hmpx.rounding.stochastic`."""
-
-    def link(value):
-        value = (value + 0x9E3779B97F4A7C15) % 2**64
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
-        return value ^ value >> 31
-
-    key = link(seed)
-    for value in (step, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"), 0):
-        key = link(key ^ value)
-    element = np.arange(count, dtype=np.uint64)
-    word = np.uint64(2**32 - 1)
-    h = ((element >> np.uint64(1)) * np.uint64(0x9E3779B9) + np.uint64(key % 2**32)) & word
-    h ^= h >> np.uint64(16)
-    h = h * np.uint64(0x21F0AAAD) & word
-    h ^= h >> np.uint64(15)
-    h ^= np.uint64(key >> 32)
-    h = h * np.uint64(0x735A2D97) & word
-    h ^= h >> np.uint64(15)
-    return np.where(element % 2 == 1, h >> np.uint64(16), h & np.uint64(0xFFFF)).astype(np.int64)
-
-
 def row_length(shape):
     """A row is the last dimension, with those before it, but not the first, as long as it is shorter than a block."""
     length, rest = (shape[-1], list(shape[1:-1])) if shape else (1, [])
@@ -83,7 +60,7 @@ def row_length(shape):
 
 def in_code(x, code="8bit", *, seed, step, name):
     """What FP32 `x` is after it was held in a code, the codes, and the scales in the order of their blocks."""
-    values, r = x.double().contiguous().view(-1).numpy(), numbers(x.numel(), seed, step, name)
+    values, r = x.double().contiguous().view(-1).numpy(), drawn(x.numel(), seed, step, name)
     row, held, codes, scales = row_length(x.shape), np.empty_like(values), np.empty(len(values), np.uint8), []
     for begin in range(0, len(values), row or 1):
         for at in range(begin, begin + row, BLOCK):
