@@ -4,11 +4,8 @@ import logging
 import os
 
 import torch
-import torch.nn.functional as F
 
 import hmpx
-from hmpx.base import region_state
-from hmpx.updates import step_hooks
 from tests.support.training import parameters
 from tests.support.untouched import Picture
 
@@ -55,22 +52,3 @@ def test_what_is_left_behind_is_seen_until_it_is_taken_away():
         finally:
             undo()
         assert picture.changed() == [], said
-
-
-def test_a_conversion_puts_nothing_into_the_picture_itself():
-    picture, before = Picture(), dict(vars(F))
-    with hmpx.convert():
-        wrapped = [name for name, value in vars(F).items() if value is not before[name]]
-        assert "linear" in wrapped
-        seen = [line for line in picture.changed() if line.startswith("torch.nn.functional.")]
-        assert sorted(seen) == sorted(f"torch.nn.functional.{name}" for name in wrapped)
-    assert picture.changed() == []
-
-
-def test_after_a_test_that_left_something_the_next_one_starts_clean():
-    picture, optimizer = Picture(), torch.optim.SGD(parameters(), lr=0.1)
-    hmpx.attach(optimizer)
-    hmpx.convert()
-    assert picture.changed()
-    picture.clean_up()
-    assert picture.changed() == [] and not step_hooks._is_installed and not region_state.casts_on()

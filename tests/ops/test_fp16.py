@@ -85,14 +85,6 @@ def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed()
     hmpx.restore()
 
 
-def test_a_recipe_says_it():
-    assert as_recipe({"low_precision": FP16, "parameter_dtype": "float32"}).policy() == build_policy(low_precision=FP16)
-    for wrong in ("fp32", FP32, "float8", 16, ["fp16"]):
-        with pytest.raises(hmpx.HmpxError, match=r"low_precision is .*, none of bfloat16, float16"):
-            hmpx.activate({"low_precision": wrong})
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP32
-
-
 def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "script.py").write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(2, 2)).dtype)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -325,30 +325,6 @@ def test_in_a_part_of_a_model():
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"fp8": ["addbmm"]}, r"'addbmm' has no FP8 product; did you mean 'baddbmm'\? \(legal: linear, matmul, mm,"),
-        ({"fp8": ["linear"], "fp32": ["linear"]}, "'linear' is on both sides"),
-        ({"fp8": ["linear"], "low_precision": "fp16"}, "FP8 products take bfloat16, and low_precision is float16"),
-        ({"fp8": ["linear"], "fp8_format": "rowise"}, "'rowise' is no format; did you mean 'rowwise'"),
-        ({"fp8": ["linear"], "fp8_format": {"scalin": "mx"}}, "'scalin' is no key of a format; did you mean 'scaling'"),
-        ({"fp8": ["linear"], "fp8_format": {"forward": "e3m4"}}, "forward is 'e3m4', none of e4m3, e5m2"),
-        ({"fp8": ["linear"], "fp8_format": {"scaling": "mx", "auto_filter": True}}, "torchao has none for mx scales"),
-    ],
-)
-def test_what_does_not_fit_is_an_error(said, message):
-    with pytest.raises(hmpx.HmpxError, match=message):
-        hmpx.convert(**said)
-    model = nn.Linear(16, 16)
-    if "low_precision" not in said:
-        with pytest.raises(hmpx.HmpxError, match=message):
-            hmpx.policy_for(model, **said)
-        with pytest.raises(hmpx.HmpxError, match=message):
-            hmpx.Recipe(modules={"": said}).overlays()
-    assert not hmpx.policies_of(model)
-
-
-@pytest.mark.parametrize(
     ("form", "sizes"),  # columns and rows of a weight, and whether it is in FP8
     [
         ({}, [(64, 64, True), (64, 40, False), (40, 64, False)]),

@@ -233,28 +233,6 @@ def test_a_module_imported_after_restore_is_left_alone(lists, package):
     assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.float32
 
 
-BAD_NAMES = {
-    "mylib.ops.iuo": "bf16.txt:1: mylib.ops has no 'iuo'; did you mean 'iou'",
-    "os.path.nope": "bf16.txt:1: os.path has no 'nope'",
-    "math.pi": "bf16.txt:1: math.pi is no function but 3.14",
-    "builtins.str.upper": "bf16.txt:1: str is a type in C and cannot be changed",
-    "linear.typo": "bf16.txt:1: unknown op 'linear.typo'",
-    "torch.softmax.nonsense": "bf16.txt:1: unknown op 'torch.softmax.nonsense'",
-    "relu_": "bf16.txt:1: 'relu_' writes to its input and keeps its dtype; list 'relu' for the op",
-}
-
-
-def test_a_name_that_stands_for_nothing_changes_nothing(lists, package):
-    importlib.import_module("mylib.ops")
-    installed = hmpx.convert()
-    for name, message in BAD_NAMES.items():
-        with pytest.raises(hmpx.HmpxError) as error:
-            hmpx.convert(**lists(bf16=name))
-        assert message in str(error.value)
-    assert installed.active and (X @ X).dtype is torch.bfloat16
-    hmpx.restore()
-
-
 def test_an_inherited_method_is_deleted_again(lists, package):
     ops = importlib.import_module("mylib.ops")
 

@@ -446,14 +446,12 @@ def modes():
             return func(*args, **(kwargs or {}))
 
     class OfInstance(InTable):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.seen += [self.own[func]] if func in self.own else []
-            return func(*args, **(kwargs or {}))
+        def recognised(self, func):
+            return self.own.get(func)
 
     class InRegistry(InTable):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.seen += filter(None, [registry.get(func)])
-            return func(*args, **(kwargs or {}))
+        def recognised(self, func):
+            return registry.get(func)
 
     class ByName(InTable):
         def __torch_function__(self, func, types, args=(), kwargs=None):

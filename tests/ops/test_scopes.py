@@ -351,6 +351,7 @@ WRONG = [
     (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
     (lambda: hmpx.casts(fp32=["aten::mm"]), "hmpx.casts: 'aten::mm' is no op name; did you mean 'mm'?"),
     (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
+    (lambda: hmpx.policy_for(nn.Linear(1, 1), fp8=["addbmm"]), f"{__file__}:"),
     (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
     (lambda: hmpx.policy_for(F.linear, "fp32"), "policy_for takes a torch.nn.Module, not a builtin_function_or_meth"),
     (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),

@@ -276,20 +276,6 @@ def test_a_rule_of_ones_own_comes_after_that_of_the_recipe_and_is_the_one_that_d
     hmpx.restore()
 
 
-@pytest.mark.parametrize(
-    "role, meant",
-    [("<haed>", "<head>"), ("<norm>", "<norms>"), ("<last 15>", "<last 15%>"), ("<last 0%>", "<last 15%>")],
-)
-def test_a_misspelt_role_is_an_error_with_its_line(tmp_path, role, meant):
-    (tmp_path / "mine.yaml").write_text(f"seed: 1\nmodules:\n  {role}: fp32\n")
-    with pytest.raises(hmpx.HmpxError) as raised:
-        read_recipe(tmp_path / "mine.yaml")
-    assert str(raised.value).startswith(
-        f"{tmp_path}/mine.yaml:3: modules: '{role}' is none of <head>, <norms>, <routers> and <"
-    )
-    assert f"did you mean '{meant}'?" in str(raised.value)
-
-
 def test_norms_of_ones_own_are_those_of_fp32_by_hand():
     torch.manual_seed(3)
     model, x = PreNorm(), torch.randn(5, WIDTH).bfloat16()

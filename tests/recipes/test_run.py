@@ -12,7 +12,6 @@ import torch
 
 from hmpx.recipes.activate import runs_a_shell_command
 from hmpx.recipes.reading import recipe_names
-from hmpx.shell.main import main
 from tests.support import python
 
 KERNELS = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
@@ -116,31 +115,6 @@ def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path
     assert "recipe hmp-o1 (which goes before the variables of Neuron and XLA)" in err
     named, err = call("train.py", "--steps", 3, cwd=tmp_path, HMPX_RECIPE="neuron-bf16-sr")
     assert named == out and re.search(f"recipe neuron-bf16-sr{KERNELS}; runs", err)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ["train.py"],
-            "run needs --recipe NAME or FILE, or lists (--list FILE --fp32 FILE), before train.py; there are apex-o1",
-        ),
-        (["--recipe", "leen", "train.py"], "did you mean 'lean'?"),
-        (["--recipe", "lean", "trein.py"], "trein.py: no such script; did you mean 'train.py'?"),
-        (["--recipe", "lean", "-m", "nothing.here"], "-m nothing.here: no such module"),
-        (
-            ["--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py"],
-            "mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_and_nothing_is_run(arguments, message, script, capsys, monkeypatch):
-    (script.parent / "mine.txt").write_text("linear\nsofmax\n")
-    monkeypatch.chdir(script.parent)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    argv, main_module = sys.argv, sys.modules["__main__"]
-    assert main(["run", *arguments]) == 2
-    assert message in capsys.readouterr().err and sys.argv is argv and sys.modules["__main__"] is main_module
 
 
 @pytest.mark.parametrize(

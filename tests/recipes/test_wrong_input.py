@@ -3,6 +3,7 @@
 import itertools
 import re
 import shlex
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -67,8 +68,9 @@ READERS = {"recipe": of_recipe, "list": of_list}
 def told_by(who, words, capsys):
     """What each reader says; one that says no more than the first, beside a place, is left out."""
     if who not in READERS:
-        assert main([who, *words]) in (1, 2), (who, words)
-        return "".join(capsys.readouterr()).splitlines()
+        status, said = main([who, *words]), "".join(capsys.readouterr()).replace(f"{Path.cwd()}/", "")
+        assert status == (1 if " checked, " in said else 2), (who, words)  # 1: of files that were read
+        return said.splitlines()
     lines, known = [], set()
     for how, said in READERS[who](*words):
         if known.isdisjoint({said, rest := re.sub(r"^\S+: ", "", said)}):
@@ -82,7 +84,12 @@ def is_answer(line):
 
 
 def test_what_is_said_of_wrong_input(tmp_path, monkeypatch, capsys, request):
-    """``== NAME`` begins a file, ``$`` says who reads it, and ``>`` what they say; "..." is what is not ours."""
+    """``== NAME`` begins a file, ``$`` says who reads it, and ``>`` what they say; "..." is what is not ours.
+
+    A command of the shell runs no script then, and converts nothing.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    main_module, argv, linear = sys.modules["__main__"], sys.argv, torch.nn.functional.linear
     stored, found = STORED.read_text(encoding="utf-8").splitlines(), []
     for i, case in enumerate("\n".join(stored).split("\n\n")):
         (tmp_path / str(i)).mkdir()
@@ -103,7 +110,9 @@ def test_what_is_said_of_wrong_input(tmp_path, monkeypatch, capsys, request):
                     found.append(next((each for each in known if f"> {said}".startswith(each[:-3])), f"> {said}"))
             else:
                 file.write_text(f"{file.read_text()}{line}\n", encoding="utf-8")
+        assert sys.modules["__main__"] is main_module and sys.argv is argv and torch.nn.functional.linear is linear
         found.append("")
+    sys.modules.pop("wrong_setup", None)
     if request.config.getoption("--update"):
         STORED.write_text("\n".join(found), encoding="utf-8")
     assert found[:-1] == STORED.read_text(encoding="utf-8").splitlines(), "run with --update and look at the difference"

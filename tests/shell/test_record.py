@@ -118,34 +118,6 @@ def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(recorded, t
     assert "9 calls" in said[0] and not said[1]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["record", "--json", "nowhere/log.json", "train.py"], "nowhere/log.json: there is no folder"),
-        (["record", "nosuch.py"], "nosuch.py: no such script"),
-        (["record", "--recipe", "autocast-cpx", "train.py"], "did you mean 'autocast-cpu'"),
-        (["record", "--hash", "a.json", "--at", "0", "train.py"], "--at 0: iterations are counted from 1"),
-        (["doctor", "--at", "-3", "train.py"], "--at N takes a step, which are counted from 1"),
-        (["doctor", "--steps", "-3", "train.py"], "--steps N takes 0, for all, or more"),
-        (["doctor", "--json", "a", "--html", "a", "train.py"], "another option names this file, too"),
-        (["report", "nosuch.json"], "nosuch.json: cannot be read: No such file or directory"),
-        (["report", "text.json"], "text.json: no JSON: "),
-        (["report", "other.json"], "other.json: no record of schema 1, as hmpx.record"),
-        (["report", "part.json"], "part.json: a record that is not whole: KeyError: 'sites'"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "text.json").write_text("linear\n")
-    (tmp_path / "other.json").write_text("[1, 2]")
-    (tmp_path / "part.json").write_text('{"schema": 1}')
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.startswith("hmpx: ") and not printed.out
-
-
 def saved(path, **lists):
     with hmpx.convert(**lists), hmpx.record() as log:
         torch.softmax(torch.ones(2, 2) @ torch.ones(2, 2), -1)

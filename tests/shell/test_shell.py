@@ -75,16 +75,6 @@ def test_explain_says_which_rule_and_why(capsys, arguments, words):
     assert status == 0 and all(word in out for word in words), out
 
 
-def test_an_in_place_name_is_told_what_to_list_and_is_no_part_of_others(capsys):
-    assert "writes to its input and keeps its dtype; list 'elu'" in run(capsys, "explain", "elu_")[2]
-
-
-def test_errors_go_to_stderr_with_status_2(capsys, tmp_path):
-    status, out, err = run(capsys, "explain", "sofmax")
-    assert (status, out) == (2, "") and "hmpx: unknown op 'sofmax'; did you mean 'softmax'?" in err
-    assert run(capsys, "explain", "--list", str(tmp_path))[0] == 2
-
-
 def test_bytes_of_a_model_say_what_is_left_out(capsys, tmp_path):
     status, out, _ = run(capsys, "explain", "lean", "--params", "7e9")
     assert status == 0 and "lean, fsdp2" in out and "lean, ddp" not in out
@@ -165,29 +155,14 @@ def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0 and read_recipe(tmp_path / "mine.yaml") == read_recipe("nxd-standard").inlined()
     assert run(capsys, "explain", "lean", "--yaml", "--set", "seed=3")[1].count("seed: 3\n") == 1
-    assert "--yaml prints a recipe, and leen is none" in run(capsys, "explain", "leen", "--yaml")[2]
 
 
-def test_explain_says_what_is_wrong_in_files_with_status_1(capsys, tmp_path, monkeypatch):
-    """One list without a fault is explained; of several, only faults are said."""
+def test_one_list_without_a_fault_is_explained(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in (
-        ("bf16.txt", "linear\nsofmax\n"),
-        ("fp32.txt", "linear\nexp\n"),
-        ("good_bf16.txt", "linear\ngelu\n"),
-        ("mine.yaml", "weights: splt\n"),
-    ):
-        (tmp_path / name).write_text(text)
-    said = "bf16.txt:2: unknown op 'sofmax'; did you mean 'softmax'?\n1 checked, 1 problem\n"
-    assert run(capsys, "explain", "bf16.txt") == (1, said, "")
-    status, out, _ = run(capsys, "explain", "good_bf16.txt", "fp32.txt")
-    assert status == 1 and "linear" in out and out.endswith("\n2 checked, 1 problem\n")
-    status, out, _ = run(capsys, "explain", "mine.yaml")
-    assert status == 1 and out.startswith("mine.yaml:1: weights") and "'split'" in out
-    assert run(capsys, "explain", "nowhere.txt")[0] == 1
-    status, out, _ = run(capsys, "explain", "good_bf16.txt")
-    assert (status, out) == run(capsys, "explain", "--list", "good_bf16.txt")[:2] and "2: gelu, linear" in out
-    assert "and --bf16 bf16.txt is another" in run(capsys, "explain", "good_bf16.txt", "--list", "bf16.txt")[2]
+    (tmp_path / "bf16.txt").write_text("linear\ngelu\n")
+    status, out, _ = run(capsys, "explain", "bf16.txt")
+    assert (status, out) == run(capsys, "explain", "--list", "bf16.txt")[:2] and "2: gelu, linear" in out
+    assert "and --bf16 other.txt is another" in run(capsys, "explain", "bf16.txt", "--list", "other.txt")[2]
 
 
 def test_explain_takes_several_ops(capsys):
@@ -204,8 +179,6 @@ def test_explain_takes_a_recipe(capsys, tmp_path, monkeypatch):
     rows = run(capsys, "explain", "gel", "--recipe", "mine.yaml")[1].splitlines()
     assert next(row for row in rows if row.startswith("gelu ")).split()[1] == "bf16"
     assert "leaves torch's ops as they are" in run(capsys, "explain", "gelu", "--recipe", "null.yaml")[2]
-    said = run(capsys, "explain", "nxd-standart")[2]
-    assert "'nxd-standart' is neither an op nor a recipe; did you mean 'nxd-standard'?" in said
 
 
 def test_explain_without_an_op_says_what_a_recipe_does_and_counts_its_lists(capsys, tmp_path):
@@ -216,9 +189,3 @@ def test_explain_without_an_op_says_what_a_recipe_does_and_counts_its_lists(caps
     assert status == 0 and lines[: len(of_file)] == of_file
     assert lines[len(of_file)] == "bf16 list    2: gelu, linear" and "explain --all" in lines[-1]
     assert len(lines) == len(of_file) + 2
-
-
-@pytest.mark.parametrize("what", ["train.py:27", "train.py", "list.txt:3"])
-def test_explain_names_what_reads_code(what, capsys):
-    status, out, err = run(capsys, "explain", what)
-    assert (status, out) == (2, "") and "explain reads no code; `record " in err

@@ -4,9 +4,7 @@ import re
 import sys
 
 import pytest
-import torch
 
-import hmpx
 from hmpx.shell.main import main
 
 SCRIPT = """
@@ -26,19 +24,11 @@ def narrow():
     model, batches, _ = setup()
     return model, batches, lambda model, x, y: torch.nn.functional.cross_entropy(model(x).bfloat16().float(), y)
 
-def model():
-    return setup()[0]
-
-instance = model()
-
 def stopped(*given):
     raise KeyboardInterrupt
 
 def interrupted():
     return *setup()[:2], stopped
-
-def wants(size):
-    pass
 """
 
 
@@ -76,25 +66,6 @@ def test_held_out_batches_may_be_given_and_an_error_that_stays_is_the_exit_statu
     assert main(["tune", "mine.py:narrow", "--tolerance", "1e-4", "--quiet", "--out", "third"]) == 1
     shown = capsys.readouterr()
     assert "casts that the program makes itself, at" in shown.out and "mine.py:" in shown.out and not shown.err
-
-
-@pytest.mark.parametrize(
-    "command, said",
-    [
-        (
-            ["mine.py:model"],
-            "mine.py:model must return (model, batches, loss), or these and held_out, not a Sequential",
-        ),
-        (["mine.py:setup", "--out", "mine.py"], "--out mine.py is no folder"),
-        (["mine.py:instance"], "mine.py:instance is a model, a Sequential; name a function without arguments"),
-        (["mine.py:setpu"], "did you mean 'setup'"),
-        (["mine.py:wants"], "mine.py:wants is called without arguments, and wants some: missing"),
-    ],
-)
-def test_bad_input_is_told(command, said, capsys):
-    function = torch.nn.functional.linear
-    assert main(["tune", *command, "--quiet"]) == 2 and said in capsys.readouterr().err
-    assert torch.nn.functional.linear is function and hmpx.conversion.installed() is None
 
 
 def test_interrupted_it_ends_without_a_traceback_and_writes_nothing(capsys, tmp_path):
