@@ -245,6 +245,7 @@ def test_running_statistics_of_a_norm_that_stand_still(momentum, norm_in, kinds)
     found = trained(torch.optim.SGD(model.parameters(), lr=1e-30), model)
     found = [each for each in found.findings if each.kind == "running statistics"]
     assert len(found) == kinds and all(each.wrong and each.names == ("1",) for each in found)
+    assert all("norm.float()" in each.do for each in found)
     still = bool((model[1].running_var == 1).all())
     assert still == bool(kinds)
 
@@ -294,9 +295,9 @@ def test_gradients_that_a_script_adds_up_are_compared_with_sums_in_fp32(how, dty
     weight = torch.nn.Parameter(torch.ones(4, dtype=BF16))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     with hmpx.doctor() as found:
-        for _ in range(4):
+        for _ in range(3):
             sums = [torch.zeros_like(weight, dtype=dtype)]
-            for _ in range(512):
+            for _ in range(320):
                 grads = torch.autograd.grad((weight * 1).sum(), [weight])
                 sums = BY_HAND[how](sums, [each.to(dtype) for each in grads])
             weight.grad = sums[0].clone().to(BF16)
@@ -307,8 +308,8 @@ def test_gradients_that_a_script_adds_up_are_compared_with_sums_in_fp32(how, dty
         assert "gradient accumulation" not in kinds, str(found)
         return
     sums = kinds["gradient accumulation"]
-    assert sums.wrong and "gradients of 512 backward passes are added up by hand in bfloat16" in sums.said, sums
-    assert "off by 50.0 %" in sums.said and sums.where.endswith(tuple(f":{line}" for line in range(1, 999))), sums
+    assert sums.wrong and "gradients of 320 backward passes are added up by hand in bfloat16" in sums.said, sums
+    assert "off by 20.0 %" in sums.said and sums.where.endswith(tuple(f":{line}" for line in range(1, 999))), sums
     all_looks_were_made(found)
 
 
@@ -480,7 +481,7 @@ def test_a_sum_of_gradients_that_is_off_by_less_than_batches_differ_is_a_note():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with hmpx.doctor() as found:
-        for _ in range(4):
+        for _ in range(3):
             optimizer.zero_grad()
             for _ in range(192):
                 out = model(torch.randn(1, 64, dtype=BF16)).float()

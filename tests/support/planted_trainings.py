@@ -1,6 +1,7 @@
 """Small trainings with a fault of precision planted in them, and each without it.
 
-``PLANTED[kind](True)`` trains with the fault, ``PLANTED[kind](False)`` without. Nothing of hmpx is in them.
+``PLANTED[kind](True)`` trains with the fault, ``PLANTED[kind](False)`` without. Nothing of hmpx is in them, so the
+twin without does what doctor advises where that needs no hmpx.
 """
 
 from __future__ import annotations
@@ -271,6 +272,49 @@ planted_in_bf16(
 )
 
 
+def following(write, dtype):
+    """An average follows a matrix; `write(average, matrix)` moves it a little."""
+    model, average = mlp(), torch.ones(16, 16, dtype=dtype)
+    after = lambda: write(average, (model[0].weight.detach()[:16] + 2).to(dtype))  # noqa: E731
+    train(model, optim.SGD(model.parameters(), lr=0.1), after=after)
+
+
+def by_rows(averages, rows):
+    for average, row in zip(averages, rows, strict=True):
+        average.lerp_(row, RATE)
+
+
+RATE = 3e-4
+planted_in_bf16(
+    "average of weights",
+    following,
+    by_split=lambda mean, p: by_rows(mean.flatten().split([100, 156]), p.flatten().split([100, 156])),
+    by_unbind=lambda mean, p: by_rows(mean.unbind(), p),
+    by_iteration=lambda mean, p: by_rows(mean, p),
+    of_a_diagonal=lambda mean, p: mean.diagonal().lerp_(p.diagonal(), RATE),
+    by_out=lambda mean, p: torch.lerp(mean, p, RATE, out=mean),
+    of_a_row_that_is_expanded=lambda mean, p: mean.lerp_(p[:1], RATE),
+    by_addmm_in_place=lambda mean, p: mean.addmm_(p, p, beta=1 - RATE, alpha=1e-5),
+    by_addr_in_place=lambda mean, p: mean.addr_(p[0], p[0], beta=1 - RATE, alpha=1e-4),
+    by_foreach_copy=lambda mean, p: torch._foreach_copy_([mean], torch._foreach_lerp([mean], [p], RATE)),
+    by_foreach_mul=lambda mean, p: torch._foreach_mul_([mean], 1 - RATE),
+    by_scatter_reduce=lambda mean, p: mean.scatter_reduce_(0, torch.zeros(1, 16).long(), 1e-4 * p[:1], "sum"),
+    by_where=lambda mean, p: mean.copy_(torch.where(p > mean, mean.lerp(p, RATE), mean)),
+)
+
+
+@planted("average of weights")
+def in_a_hook(sick):
+    model = mlp()
+    average = torch.ones(16, 16, dtype=BF16 if sick else FP32)
+
+    def hook(_):
+        average.lerp_((model[0].weight.detach()[:16] + 2).to(average.dtype), RATE)
+
+    model[0].bias.register_post_accumulate_grad_hook(hook)
+    train(model, optim.SGD(model.parameters(), lr=0.1))
+
+
 class Counting(nn.Module):
     def __init__(self, counted):
         super().__init__()
@@ -336,7 +380,7 @@ def many_micro_batches(sick):
     model = mlp(BF16)
     optimizer = optim.SGD(model.parameters(), lr=3.0, momentum=0)
     x, y = batch(0)
-    for _ in range(4):
+    for _ in range(3):
         optimizer.zero_grad()
         for _ in range(300 if sick else 1):
             F.cross_entropy(model(x.to(BF16)).float(), y).backward()
@@ -427,13 +471,21 @@ planted_in_bf16(
 planted_in_bf16(
     "BCE",
     by_loss,
-    bce_of_bf16_probabilities=lambda out, y, dtype: F.binary_cross_entropy(
-        (out[:, 0] + 8).sigmoid().to(dtype), (y > 1).to(dtype)
-    ).float(),
     bce_of_probabilities_that_were_bf16=lambda out, y, dtype: F.binary_cross_entropy(
         (out[:, 0] + 8).sigmoid().to(dtype).float(), (y > 1).float()
     ),
 )
+
+
+@planted("BCE")
+def bce_of_bf16_probabilities(sick):
+    def loss_of(out, y):
+        logits, target = out[:, 0] + 8, (y > 1).float()
+        if sick:
+            return F.binary_cross_entropy(logits.sigmoid().to(BF16), target.to(BF16)).float()
+        return F.binary_cross_entropy_with_logits(logits, target)
+
+    _plain(loss_of)
 
 
 @planted_line("norm statistics", in_autocast)
@@ -444,8 +496,11 @@ def rms_norm_in_bf16(x, sick):
 
 @planted_line("variance by difference", in_autocast)
 def moments_in_bf16(x, sick):
+    """The difference of moments in FP32 is as healthy as what is advised."""
     h = x.detach() + 8 if sick else x.detach().float() + 8
     variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
+    if not sick:
+        variance = (variance + h.var(-1, keepdim=True)) / 2
     return (x.float() / (variance.abs().float() + 1).sqrt()).to(x.dtype)
 
 
@@ -481,6 +536,13 @@ def mask_of_fp32_in_bf16(x, sick):
     return x + hidden.float().softmax(-1)
 
 
+@planted_line("mask", around_fp32)
+def mask_of_a_constant_in_fp16(x, sick):
+    least = torch.full_like(x, -1e9 if sick else torch.finfo(FP16).min).to(FP16)
+    scores = torch.where(torch.arange(32) < 20, x.detach().to(FP16), least)
+    return x + scores.float().softmax(-1)
+
+
 @planted("dtype")
 def scale_in_fp32(sick):
     class Scaled(nn.Module):
@@ -496,15 +558,14 @@ def scale_in_fp32(sick):
 
 @planted("upcast")
 def head_in_fp32_under_autocast(sick):
+    """A small part of the products, so that nobody minds where they are computed."""
+
     class Head(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", enabled=sick, dtype=BF16):
-                return super().forward(x.float())
+                return x + super().forward(x.float())
 
-    if sick:
-        in_autocast(Head(32, 32))
-    else:
-        in_autocast(lambda x: x.float().square().to(x.dtype))
+    in_autocast(nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 32), Head(32, 32)))
 
 
 @planted("upcast")
@@ -576,7 +637,8 @@ def indices_of_what_was_in_bf16(x, sick):
 
 def turned(positions, dtype):
     angles = torch.arange(positions)[:, None] * torch.tensor([10000.0 ** (-i / 16) for i in range(16)]).to(dtype)
-    return torch.cat([angles.sin(), angles.cos()], -1)[-1].float()
+    table = torch.cat([angles.sin(), angles.cos()], -1).to(BF16)
+    return table[-1].float()
 
 
 planted_in_bf16("angles", lambda positions, dtype: around_fp32(lambda x: x + turned(positions, dtype)), many_angles=512)
@@ -599,12 +661,13 @@ planted_in_bf16("running value", state, state_of_an_ode=1e-3)
 planted_by("running value", lambda dtype, part: state(part, dtype), (1e-3, 0.5), state_in_bf16=BF16)
 
 
-def nearest(distances, far):
-    """The mean of the nearest points, as of a point cloud."""
+def nearest(distances, cloud):
+    """The mean of the nearest points of a cloud: how far it lies from the origin, and whether in autocast."""
+    far, is_low = cloud
 
     def line(x):
         y = far + torch.rand(len(x), 6)
-        with torch.autocast("cpu"):
+        with torch.autocast("cpu", enabled=is_low):
             squares = (y**2).sum(-1, keepdim=True)
             near = distances(squares, squares.T, y, y.T).topk(4, largest=False)[1]
         return x[near].mean(1)
@@ -615,7 +678,7 @@ def nearest(distances, far):
 planted_by(
     "distances",
     nearest,
-    (8.0, 0.0),
+    ((8.0, True), (0.0, True)),
     distances_a_product_b=lambda a, b, z, c: a - 2 * torch.matmul(z, c) + b,
     distances_a_b_product=lambda a, b, z, c: a + b - 2 * (z @ c),
     distances_a_b_doubled=lambda a, b, z, c: a + b - 2 * z @ c,
@@ -624,6 +687,12 @@ planted_by(
     distances_by_baddbmm=lambda a, b, z, c: torch.baddbmm(b[None].expand(1, 16, 16), z[None], c[None], alpha=-2)[0] + a,
     distances_by_addmm=lambda a, b, z, c: torch.addmm(a + b, z, c, alpha=-2),
     distances_by_addmm_in_place=lambda a, b, z, c: (a + b).bfloat16().addmm_(-2 * z.bfloat16(), c.bfloat16()),
+)
+planted_by(
+    "distances",
+    nearest,
+    ((8.0, True), (8.0, False)),
+    distances_in_autocast=lambda a, b, z, c: a - 2 * torch.matmul(z, c) + b,
 )
 
 
