@@ -67,7 +67,7 @@ def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: 
     vars(module).update(__builtins__=builtins, __file__=spec.origin, __loader__=loader, __cached__=None)
     if is_file:  # Python keeps no code of it beside it
         module.__package__ = module.__spec__ = None
-        code = cast(Any, loader).source_to_code(cast(Any, loader).get_data(script), script)
+        code = cast(Any, loader).source_to_code(cast(Any, loader).get_data(spec.origin), script)
     else:
         module.__package__, module.__spec__ = spec.parent, spec
         vars(module).update(__cached__=spec.cached)
@@ -171,7 +171,7 @@ def spec_of(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
         if found is None:
             raise HmpxError(f"{script}: has no __main__")
         return found
-    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+    loader = importlib.machinery.SourceFileLoader("__main__", str(path.absolute()))  # a script may leave this folder
     spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
     assert spec is not None, "a loader is given"
     return spec

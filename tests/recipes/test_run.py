@@ -226,7 +226,7 @@ def test_under_torchrun(tmp_path):
 
 
 ENDS = """
-import atexit, os, sys, threading, time
+import atexit, inspect, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 
@@ -260,7 +260,8 @@ elif how[-1] == "pipe":
     train()
     raise BrokenPipeError("a worker is gone")
 else:
-    print(how, __spec__, __package__, __name__)
+    os.chdir("/")
+    print(how, __spec__, __package__, __name__, __file__, inspect.getsource(written))
     train()
 """
 
@@ -270,12 +271,13 @@ def test_a_script_has_the_arguments_and_the_end_that_it_has_without_hmpx(tmp_pat
 
     Under `run` the interpreter itself ends the script.
     """
-    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "ends.py").write_text(ENDS)
     for words in (["--", "a"], ["--l", "--", "--fp"], ["thread"], ["pool"], ["leaves"], ["atexit"], ["pipe"]):
-        plain = python.run("ends.py", *words, cwd=tmp_path)
+        plain = python.run("code/ends.py", *words, cwd=tmp_path)
         assert "trained" in plain.stdout, plain.stderr
         for command in ("record",) if words[-1] in ("thread", "pool", "leaves", "atexit") else ("run", "record"):
-            done = python.run("-m", "hmpx", command, "--recipe", "bf16-sr", "ends.py", *words, cwd=tmp_path)
+            done = python.run("-m", "hmpx", command, "--recipe", "bf16-sr", "code/ends.py", *words, cwd=tmp_path)
             assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout), (words, command, done.stderr)
             assert ("ends.py:10  " in done.stderr) == (command == "record"), (words, done.stderr)
 

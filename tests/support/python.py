@@ -202,9 +202,9 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
             exec(compile(arguments[1], "<string>", "exec"), vars(main))
         else:
             sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
-            main.__file__ = arguments[0]
-            with open(arguments[0], "rb") as source:
-                code = compile(source.read(), arguments[0], "exec")
+            main.__file__ = os.path.abspath(arguments[0])
+            with open(main.__file__, "rb") as source:
+                code = compile(source.read(), main.__file__, "exec")
             exec(code, vars(main))
         _status_at_end = 0
     except SystemExit as error:
