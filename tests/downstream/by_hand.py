@@ -23,6 +23,7 @@ IN_CHECKPOINT = {"use_master_weights_in_ckpt": True}
 RECIPES = {
     "FP32 weights": {**AUTOCASTS, "parameter_dtype": "float32"},
     "stochastic": {**AUTOCASTS, "weights": "stochastic", "fused": False},
+    "stochastic, released": {**AUTOCASTS, "weights": "stochastic", "fused": False, "release_gradients": True},
     "master": {**AUTOCASTS, "weights": "master", **IN_CHECKPOINT, "fused": False},
 }
 

@@ -14,7 +14,6 @@ from hmpx.integrations.transformers import HmpxCallback
 from tests.downstream import trainer
 from tests.downstream.by_hand import bits, loader, net
 from tests.downstream.lightning_net import Net
-from tests.downstream.trainers import lightning_trainer
 from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,21 +21,16 @@ ROOT = Path(__file__).parents[2]
 MODEL = net()
 
 
-def by_transformers(tmp_path, recipe=None, **asked):
-    callbacks = [] if recipe is None else [HmpxCallback(recipe)]
-    transformers.Trainer(MODEL, trainer.arguments(tmp_path, **asked), callbacks=callbacks)
+def by_transformers(tmp_path, recipe):
+    transformers.Trainer(MODEL, trainer.arguments(tmp_path), callbacks=[HmpxCallback(recipe)])
 
 
-def by_lightning(tmp_path, recipe=None, **asked):
-    module, plugins = Net(), None if recipe is None else HmpxPrecision(recipe)
+def by_lightning(tmp_path, recipe):
+    module = Net()
     module.net = MODEL
-    made = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=plugins, **asked)
-    if recipe is not None:
-        made.fit(module, loader())
-
-
-def ours(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
+    pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=HmpxPrecision(recipe)).fit(
+        module, loader()
+    )
 
 
 @pytest.mark.parametrize("made", [by_transformers, by_lightning])
@@ -49,27 +43,13 @@ def test_a_wrong_recipe_is_refused_and_nothing_is_changed(made, tmp_path):
         pass
 
 
-def with_lightning(recipe, tmp_path):
-    lightning_trainer(recipe, gradient_clip_val=1.0).fit(Net(), loader())
-
-
-def with_transformers(recipe, tmp_path):
-    trainer.trained(trainer.gpt2(), recipe, tmp_path, max_grad_norm=1.0)
-
-
-@pytest.mark.parametrize("train", [with_lightning, with_transformers])
-def test_clipping_of_released_gradients_is_an_error(train, tmp_path):
-    with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
-        train("lean", tmp_path)
-
-
 def test_autocast_of_a_framework_beside_a_recipe_casts_nothing_of_its_own(tmp_path, caplog):
     """Where op lists cast, a region of torch.autocast is hmpx's."""
     found = []
     with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate("hmp-o1"):
         for asked in ({}, {"bf16": True}):
             found.append(bits(trainer.trained(trainer.gpt2(**trainer.NO_DROPOUT), None, tmp_path, **asked).model))
-    assert found[0] == found[1] and not ours(caplog)
+    assert found[0] == found[1] and not [record for record in caplog.records if record.name == "hmpx"]
 
 
 ALONE = """

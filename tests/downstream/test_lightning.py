@@ -14,17 +14,9 @@ from hmpx.integrations.lightning import HmpxPrecision, HPUPrecisionPlugin
 from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, clip_norm, loader, net
 from tests.downstream.lightning_net import Net
 from tests.downstream.trainers import lightning_trainer, scheduled
-from tests.support.optimizers import UnlistedAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
-
-
-def test_gradients_that_are_released_give_the_same_bits():
-    """The step is a closure's, and each parameter has stepped inside of it, in backward."""
-    model = Net()
-    lightning_trainer({**RECIPES["stochastic"], "release_gradients": True}).fit(model, loader())
-    assert bits(model.net) == bits(ByHand(net(), "stochastic", prefix="net.").train(batches()).model)
 
 
 def test_schedulers_go_on():
@@ -191,40 +183,6 @@ def test_lightnings_own_precision_and_a_second_plugin_are_refused():
         lightning_trainer("hmp-o1", precision="bf16-mixed")
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="Precision"):
         pl.Trainer(accelerator="cpu", plugins=[HmpxPrecision("hmp-o1"), HmpxPrecision("hmp-o2")])
-
-
-REFUSED = {
-    "fused": ({"fused": True}, {"optimizer": UnlistedAdamW}, "fused has kernels for"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_before_training_and_changes_nothing(case):
-    recipe, more, said = REFUSED[case]
-    more = dict(more)
-    make = more.pop("optimizer", torch.optim.AdamW)
-    model = Net(lambda model: make(model.parameters(), lr=1e-2))
-    before, product = bits(model), torch.matmul
-    with pytest.raises(hmpx.HmpxError, match=said):
-        lightning_trainer(recipe, **more).fit(model, loader())
-    assert bits(model) == before and torch.matmul is product and model.dtypes == {}
-
-
-def test_lightning_clips_through_torch(tmp_path):
-    """Without the plugin, under an optimizer that the module has attached: gradients are released, so it is refused."""
-
-    def released(model):
-        optimizer = adamw(model.bfloat16().parameters())
-        hmpx.attach(optimizer, release_gradients=True)
-        return optimizer
-
-    run = pl.Trainer(
-        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        default_root_dir=tmp_path, gradient_clip_val=1.0,
-    )  # fmt: skip
-    data = [(inputs.bfloat16(), targets) for inputs, targets in batches()]
-    with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
-        run.fit(Net(released), torch.utils.data.DataLoader(data, batch_size=None))
 
 
 def test_another_recipe_in_force_is_refused():

@@ -1,5 +1,6 @@
 """What hmpx promises in every trainer's hands: the bits of a loop by hand, of an unbroken run, of an eager one."""
 
+import copy
 import logging
 import warnings
 
@@ -17,6 +18,7 @@ RUNS = [  # a trainer, a way to hold weights, steps that a gradient is summed ov
     ("lightning", "FP32 weights", 2, "norm"),
     ("lightning", "stochastic", 1, ""),
     ("lightning", "stochastic", 4, "value"),
+    ("lightning", "stochastic, released", 1, ""),
     ("lightning", "master", 2, "norm"),
     ("transformers", "FP32 weights", 1, "norm"),
     ("transformers", "stochastic", 2, "norm"),
@@ -33,7 +35,13 @@ RUNS = [  # a trainer, a way to hold weights, steps that a gradient is summed ov
 def test_a_run_has_the_bits_of_a_loop_by_hand(trainer, way, accumulate, clip, tmp_path):
     model, _ = TRAINERS[trainer].fit(RECIPES[way], tmp_path, accumulate, clip)
     hmpx.restore()
-    assert bits(model) == bits(TRAINERS[trainer].by_hand(way, accumulate, clip))
+    assert bits(model) == bits(TRAINERS[trainer].by_hand(way.split(",")[0], accumulate, clip))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_clipping_of_released_gradients_is_refused(trainer, tmp_path):
+    with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+        copy.copy(TRAINERS[trainer]).fit(RECIPES["stochastic, released"], tmp_path, clip="norm")
 
 
 def ours(caplog):

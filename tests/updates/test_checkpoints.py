@@ -164,23 +164,6 @@ def test_a_checkpoint_moves_between_ways_to_hold_masters(one, other, model_last)
     assert are_alike(masters_in(loaded), masters_in(optimizer))
 
 
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
-def test_masters_of_parameters_without_state_are_loaded(cls):
-    named, others = parameters(), parameters()
-    optimizer, other = cls(named, lr=1e-4), cls(others, lr=1e-4)
-    for each in (optimizer, other):
-        hmpx.attach(each, "split", use_master_weights_in_ckpt=True)
-    train(named, optimizer, 0, 3)
-    optimizer.state.clear()  # the user begins with new moments
-    with torch.no_grad():
-        for (_, p), (_, q) in zip(others, named, strict=True):
-            p.copy_(q)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((optimizer, named), (other, others)):
-        train(its, each, 3, 5)
-    assert same(weights(named), weights(others)) and same(masters_in(optimizer), masters_in(other))
-
-
 def test_masters_are_in_the_file_only_when_asked_for(caplog):
     named = parameters()
     optimizer = optim.AdamW(named, lr=1e-2)

@@ -25,17 +25,6 @@ def step(params, optimizer):
     optimizer.step()
 
 
-def test_the_first_group_of_a_checkpoint_carries_them_alone():
-    params, optimizer = make()
-    hmpx.attach(optimizer, seed=5)
-    for _ in range(3):
-        step(params, optimizer)
-    optimizer.param_groups.reverse()
-    groups = optimizer.state_dict()["param_groups"]
-    assert groups[0]["hmpx_step"] == 3 and groups[0]["hmpx_seed"] == 5
-    assert not any(key.startswith("hmpx") for group in groups[1:] for key in group)
-
-
 def test_a_checkpoint_without_numbers_starts_at_zero_and_one_with_them_there():
     params, optimizer = make()
     hmpx.attach(optimizer)
@@ -72,18 +61,6 @@ def test_what_torch_takes_to_see_the_state_does_not_count(flat, cls):
     again, loaded = fresh()
     set_optimizer_state_dict(again, loaded, copy.deepcopy(saved), options=options)
     assert [loaded.param_groups[0][key] for key in ("hmpx_step", "hmpx_seed")] == [2, 3]
-
-
-def test_numbers_that_are_written_into_the_groups_count():
-    """ZeRO-1 loads a checkpoint so: it writes the numbers into the groups of the inner optimizer."""
-    p = nn.Parameter(torch.ones(3, dtype=BF16))
-    optimizer = optim.SGD([("p", p)], lr=0.125)
-    hmpx.attach(optimizer, seed=9)
-    optimizer.param_groups[0]["hmpx_step"] = 6
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    group = optimizer.state_dict()["param_groups"][0]
-    assert (group["hmpx_step"], group["hmpx_seed"]) == (7, 9)
 
 
 @pytest.mark.parametrize("key", ["hmpx_step", "hmpx_seed"])
@@ -192,18 +169,6 @@ def test_numbers_that_are_given_or_loaded_outrank_those_of_the_parameters():
             hmpx.attach(optimizer)
         step(params, optimizer)
         assert optimizer.param_groups[0]["hmpx_step"] == number, how
-
-
-def test_the_version_moves_with_the_step_number(caplog):
-    params, optimizer = make()
-    hmpx.attach(optimizer)
-    step(params, optimizer)
-    front = nn.Parameter(torch.ones(3, dtype=BF16))
-    optimizer.add_param_group({"params": [("front", front)]})
-    optimizer.param_groups.insert(0, optimizer.param_groups.pop())
-    params, optimizer = copy.deepcopy(([front, *params], optimizer))
-    step(params, optimizer)
-    assert optimizer.param_groups[0]["hmpx_step"] == 2 and not caplog.messages
 
 
 def test_numbers_outlive_restore_and_are_in_no_swaps_way(tmp_path):
