@@ -8,13 +8,9 @@ from torch import nn
 
 import hmpx
 from tests.support.examined import only, trained
+from tests.support.planted_trainings import mlp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def mlp(dtype=FP32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(dtype)
 
 
 class SquaresInBF16(torch.optim.Optimizer):

@@ -283,22 +283,6 @@ def test_progress_is_each_pass_on_a_terminal(capsys, monkeypatch):
     assert "searching" in shown.err and "verifying" in shown.err and f"\rtune: {found.steps} steps in " in shown.err
 
 
-class Classifier(nn.Module):
-    """A user's loss is a method of the model, and its model is compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.compile(Model(torch.relu))
-
-    def forward(self, x, y):
-        return nn.functional.cross_entropy(self.inner(x), y)
-
-
-def test_a_compiled_model_runs_as_it_is_written():
-    found = tuned(Classifier(), batches(4), lambda model, x, y: model(x, y))
-    assert {choice.name for choice in found.choices} == {"linear", "mul", "relu", "cross_entropy"}
-
-
 @pytest.mark.slow
 def test_the_example_learns_under_the_lists_that_it_finds(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "tune_lists.py"

@@ -25,7 +25,11 @@ def _parameters(names=("a", "b"), value=1.0):
     return [(name, nn.Parameter(torch.full((4,), value, dtype=BF16))) for name in names]
 
 
-def _attach_differently(rank, what):
+def _attach_differently(rank):
+    return {what: _told_of(rank, what) for what in DIFFERENCES}
+
+
+def _told_of(rank, what):
     names = ("a", "c") if what == "names" and rank == 1 else ("a", "b")
     named = _parameters(names)
     if what == "shapes" and rank == 1:
@@ -42,21 +46,22 @@ def _attach_differently(rank, what):
     return message, hasattr(optimizer, "_hmpx_attachment")
 
 
-@pytest.mark.parametrize(
-    "what, difference",
-    [
-        ("names", "parameter 1's name is 'c', not 'b'"),
-        ("shapes", "parameter 1's shape is [5], not [4]"),
-        ("seed", "seed is 1, not 0"),
-        ("recipe", "weights is 'split', not 'stochastic'"),
-        ("step", "step is 7, not 0"),
-    ],
-)
-def test_ranks_that_differ_are_all_told_when_they_attach(what, difference):
-    (first, attached), (told, other) = ranks.run(2, _attach_differently, what)
-    assert first == told and not attached and not other
-    expected = f"hmpx.attach(SGD): rank 1 differs from rank 0: {difference}"
-    assert told.partition(";")[0] == expected and ("process_group=" in told) is ("parameter" in difference)
+DIFFERENCES = {
+    "names": "parameter 1's name is 'c', not 'b'",
+    "shapes": "parameter 1's shape is [5], not [4]",
+    "seed": "seed is 1, not 0",
+    "recipe": "weights is 'split', not 'stochastic'",
+    "step": "step is 7, not 0",
+}
+
+
+def test_ranks_that_differ_are_all_told_when_they_attach():
+    first, other = ranks.run(2, _attach_differently)
+    for what, difference in DIFFERENCES.items():
+        told, attached = first[what]
+        assert first[what] == other[what] and not attached
+        expected = f"hmpx.attach(SGD): rank 1 differs from rank 0: {difference}"
+        assert told.partition(";")[0] == expected and ("process_group=" in told) is ("parameter" in difference)
 
 
 def _attach_alike(rank):

@@ -13,28 +13,18 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping.chunk import Chunk
+from tests.support import training
 from tests.support.formulas import CONFIGURATIONS
 from tests.support.numbers import nearly_equal
 from tests.support.state_codes import PREFIXES, held_as, in_code, read
+from tests.support.training import train
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
 
 
 def parameters(dtype=BF16, sizes=((63, 5), (4001,), ())):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (f"p{i}", nn.Parameter(torch.randn(s, generator=generator).bfloat16().to(dtype))) for i, s in enumerate(sizes)
-    ]
-
-
-def train(named, optimizer, start, stop, after=lambda step: None):
-    for step in range(start, stop):
-        generator = torch.Generator().manual_seed(100 + step)
-        for _, p in named:
-            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
-        optimizer.step()
-        after(step)
+    return training.parameters(dtype, sizes)
 
 
 @pytest.fixture
@@ -152,19 +142,6 @@ def test_what_has_no_kernel_is_refused():
         hmpx.attach(optim.Adadelta(parameters()), fused=True)
 
 
-def test_a_step_is_a_write_that_autograd_knows_of():
-    """As torch's in-place ops are: a backward pass that wanted the weight of before is refused."""
-    p = nn.Parameter(torch.ones(3, dtype=BF16))
-    optimizer = optim.SGD([p], lr=0.1)
-    hmpx.attach(optimizer, fused=True)
-    before, out = p._version, (p * p).sum()
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert p._version > before
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
-
-
 @pytest.mark.parametrize("turns, weights", [(0, "split8"), (1, "master"), (4, "stochastic")])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_options_that_cannot_be_read_leave_everything_as_it_was(turns, weights, kernels, monkeypatch):
@@ -235,7 +212,9 @@ def test_state_of_another_dtype_is_named(dtype, state_dtype):
     held = [state.pop(key) for key in list(state) if key.endswith("exp_avg")]
     state["exp_avg"] = torch.ones(7, dtype=dtype)
     for _ in range(2):
-        with pytest.raises(hmpx.HmpxError, match=f"'p1': its state 'exp_avg' is {str(dtype)[6:]}, .* takes float32"):
+        with pytest.raises(
+            hmpx.HmpxError, match=f"'layer1.weight': its state 'exp_avg' is {str(dtype)[6:]}, .* takes float32"
+        ):
             train(named, optimizer, 2, 3)
     assert held and all(torch.equal(p, old) for (_, p), old in zip(named, before, strict=True))
     state["exp_avg"] = state["exp_avg"].float()

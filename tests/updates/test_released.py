@@ -99,19 +99,6 @@ def test_a_norm_is_an_error_before_any_gradient_is_scaled():
     assert torch.equal(norm, get_total_norm(before))
 
 
-def test_a_model_that_is_cast_between_two_steps_releases_gradients_of_its_new_dtype():
-    model = _net()
-    optimizer = _attached(model)
-    for dtype in (BF16, torch.float32, BF16):
-        model.to(dtype)
-        before = weights(model.named_parameters())
-        _backward(model)
-        assert {p.grad.dtype for p in model.parameters()} == {dtype}
-        optimizer.step()
-        assert not any(map(torch.equal, before, weights(model.named_parameters())))
-        optimizer.zero_grad()
-
-
 def test_other_models_are_clipped_as_by_torch():
     model, other, untouched = _net(), _net(torch.float32), _net(torch.float32)
     optimizer = _attached(model)

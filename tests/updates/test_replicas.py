@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support import ranks
+from tests.support.same import same
 from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
@@ -56,9 +58,9 @@ def mean_gradients(model, step, world):
         p.grad = sum(parts[1:], parts[0])
 
 
-def _replicas(rank, static_graph):
+def _replicas(rank):
     found = {}
-    for weights in WAYS:
+    for weights, static_graph in itertools.product(WAYS, (False, True)):
         model = DistributedDataParallel(Net(), static_graph=static_graph)
         optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
         hmpx.attach(optimizer, weights)
@@ -68,12 +70,11 @@ def _replicas(rank, static_graph):
             model(inputs(step, 0, rank)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[weights] = digest(dict(model.module.named_parameters()))
+        found[weights, static_graph] = digest(dict(model.module.named_parameters()))
     return found
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_replicas_are_one_model_and_that_of_one_process(static_graph):
+def test_replicas_are_one_model_and_that_of_one_process():
     """Two ranks: a sum of two numbers does not depend on their order."""
     expected = {}
     for weights in WAYS:
@@ -86,10 +87,18 @@ def test_replicas_are_one_model_and_that_of_one_process(static_graph):
         expected[weights] = digest(dict(model.named_parameters()))
         handle.detach()
     assert expected["stochastic"] != expected["master"] == expected["split"]  # no ties, or they would differ
-    assert ranks.run(2, _replicas, static_graph) == [expected, expected]
+    found = {(weights, static_graph): expected[weights] for weights in WAYS for static_graph in (False, True)}
+    assert ranks.run(2, _replicas) == [found, found]
 
 
-def _gradients_after(rank, how, options):
+ENDS = [({}, "collected"), ({"static_graph": True}, "detached"), ({"gradient_as_bucket_view": True}, "detached")]
+
+
+def _gradients_after_each_end(rank):
+    return [_gradients_after(rank, *end) for end in ENDS]
+
+
+def _gradients_after(rank, options, how):
     """Gradients of a replica whose optimizer accumulated in FP32 for two passes, and beside them torch's own."""
     found = []
     for attached in (True, False):
@@ -110,23 +119,27 @@ def _gradients_after(rank, how, options):
             if step >= 2:
                 gradients.append([p.grad.clone() for p in replica.parameters()])
         found.append(gradients)
-    (ours, theirs) = found
-    return all(
-        a.dtype is b.dtype and torch.equal(a, b)
-        for x, y in zip(ours, theirs, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
+    return same(*found)
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize(
-    "options, how",
-    [({}, "collected"), ({"static_graph": True}, "detached"), ({"gradient_as_bucket_view": True}, "detached")],
-    ids=str,
-)
-def test_a_replica_reduces_as_torch_does_when_nobody_accumulates_in_fp32_any_more(how, options):
+def test_a_replica_reduces_as_torch_does_when_nobody_accumulates_in_fp32_any_more():
     """On 3 ranks: a third is no number of FP32, and torch multiplies by it."""
-    assert ranks.run(3, _gradients_after, how, options) == [True] * 3
+    assert ranks.run(3, _gradients_after_each_end) == [[True] * len(ENDS)] * 3
+
+
+REPLICAS = [  # options of DDP, and of the net
+    ({}, {}),
+    ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, {}),
+    ({"find_unused_parameters": True}, {"unused": True}),
+    ({"static_graph": True}, {"unused": True}),
+    ({"static_graph": True, "gradient_as_bucket_view": True}, {"unused": True}),
+    ({}, {"checkpointed": True}),
+]
+
+
+def _fp32_gradients_of_each(rank):
+    return [_fp32_gradients(rank, *replica) for replica in REPLICAS]
 
 
 def _fp32_gradients(rank, options, net):
@@ -181,21 +194,9 @@ def _fp32_gradients(rank, options, net):
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize(
-    "options, net",
-    [
-        ({}, {}),
-        ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, {}),
-        ({"find_unused_parameters": True}, {"unused": True}),
-        ({"static_graph": True}, {"unused": True}),
-        ({"static_graph": True, "gradient_as_bucket_view": True}, {"unused": True}),
-        ({}, {"checkpointed": True}),
-    ],
-    ids=lambda value: ",".join(value) or "plain",
-)
-def test_gradients_accumulate_and_are_exchanged_in_fp32(options, net):
-    (right, weights), (too, same) = ranks.run(2, _fp32_gradients, options, net)
-    assert all(right) and all(too) and len(right) > 20 and weights == same
+def test_gradients_accumulate_and_are_exchanged_in_fp32():
+    for replica, (right, weights), (too, others) in zip(REPLICAS, *ranks.run(2, _fp32_gradients_of_each), strict=True):
+        assert all(right) and all(too) and len(right) > 20 and weights == others, replica
 
 
 def _mixed_bucket(rank):

@@ -277,9 +277,10 @@ def differ(make, way, actions, seed, monkeypatch):
     return [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b], kept
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_kept_step_has_the_bits_of_one_that_is_not(name, monkeypatch):
-    for seed, way in enumerate(WAYS):
+@pytest.mark.parametrize("number, name", enumerate(CLASSES))
+def test_a_kept_step_has_the_bits_of_one_that_is_not(number, name, monkeypatch):
+    """Each class is held in every second way, its neighbour in the others."""
+    for seed, way in list(enumerate(WAYS))[number % 2 :: 2]:
         numbers = random.Random(f"{name} {seed}")
         actions = [numbers.choice((None, None, None, "closure", *ACTIONS)) for _ in range(12)]
         wrong, _ = differ(CLASSES[name], way, actions, seed, monkeypatch)

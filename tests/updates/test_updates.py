@@ -11,7 +11,6 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import step_hooks
 from hmpx.updates.stepping import transfers
 from tests.support.training import parameter, parameters, set_gradients, step_by, train
 
@@ -170,29 +169,6 @@ def test_a_run_that_goes_on_from_plain_bf16_steps_says_what_begins_anew(caplog):
         optimizer.step()
     assert caplog.text.count("Masters, where") == caplog.text.count("a plain step, a load or a line") == 1
     assert optimizer.state[named[0][1]]["exp_avg"].dtype is torch.float32
-
-
-def test_nothing_of_the_watch_stays_behind():
-    optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    functions = {cls: vars(cls).get("step") for cls in optim.Optimizer.__subclasses__()}
-    profile = optim.Optimizer.profile_hook_step
-    cells = {id(cell): cell.cell_contents for _, cell in step_hooks._cells()}
-    with hmpx.convert(), hmpx.disable_casts():
-
-        class Late(optim.SGD):
-            def step(self, closure=None):
-                return super().step(closure)
-
-        p = nn.Parameter(torch.ones(4, dtype=BF16))
-        late = Late([p], lr=1e-3)
-        p.grad = torch.ones(4, dtype=BF16)
-        late.step()
-        assert late.param_groups[0]["hmpx_step"] == 1  # once, although it calls its parent's step
-    assert optim.Optimizer.profile_hook_step is profile
-    assert {cls: vars(cls).get("step") for cls in functions} == functions
-    after = {id(cell): cell.cell_contents for _, cell in step_hooks._cells()}
-    assert all(after[key] is function for key, function in cells.items() if key in after)
-    assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for _, cell in step_hooks._cells())
 
 
 def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once_for_each_optimizer(caplog):
