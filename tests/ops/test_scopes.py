@@ -189,24 +189,32 @@ def _patch_class(module):
     type(module).forward = lambda self, x: F.linear(x, self.weight)
 
 
-@pytest.mark.parametrize("replace", [_set_forward, _set_class, _patch_class])
-def test_a_forward_that_was_replaced_after_convert_is_said_and_has_its_rule_in_the_next_conversion(replace):
-    module = type("Mine", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})(4, 4)
-    rule = hmpx.policy_for(module, "fp32")
+def test_a_forward_that_was_replaced_after_convert_is_said_and_has_its_rule_in_the_next_conversion():
+    replacements = (_set_forward, _set_class, _patch_class)
+    modules = [
+        type(replace.__name__, (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})(4, 4)
+        for replace in replacements
+    ]
+    rules = [hmpx.policy_for(module, "fp32") for module in modules]
     with hmpx.convert() as handle:
-        assert module(X).dtype is FP32
-        replace(module)
-        assert module(X).dtype is BF16
-        (said,) = (line for line in handle.escaped if line.startswith(f"{rule.where}: the forward of a "))
+        for module, replace in zip(modules, replacements, strict=True):
+            assert module(X).dtype is FP32
+            replace(module)
+            assert module(X).dtype is BF16, replace
+        said = [line for line in handle.escaped if ": the forward of a " in line]
+        assert [line.partition(": the forward of a ")[0] for line in said] == [rule.where for rule in rules]
         with hmpx.record() as log:
-            module(X)
-        assert log.escaped.count(said) == 1
+            for module in modules:
+                module(X)
+        assert [log.escaped.count(line) for line in said] == [1, 1, 1]
     with hmpx.convert() as handle:
-        assert module(X).dtype is FP32
-        module.forward = types.FunctionType.__get__(_around(module.forward), module)
-        assert module(X).dtype is FP32  # the new one calls the wrapper, and says so
+        for module in modules:
+            assert module(X).dtype is FP32
+            module.forward = types.FunctionType.__get__(_around(module.forward), module)
+            assert module(X).dtype is FP32  # the new one calls the wrapper, and says so
         assert not [line for line in handle.escaped if "the forward of a " in line]
-    rule.remove()
+    for rule in rules:
+        rule.remove()
 
 
 def _around(forward):

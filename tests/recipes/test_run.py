@@ -192,39 +192,6 @@ def test_processes_that_a_script_spawns_go_on_under_the_recipe(tmp_path):
     assert len(said) == 1
 
 
-DDP = """
-import hashlib, os
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(dist.get_rank())
-for _ in range(5):
-    optimizer.zero_grad()
-    F.cross_entropy(model(torch.randn(4, 8)), torch.randint(4, (4,))).backward()
-    optimizer.step()
-bits = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
-print(f"rank {dist.get_rank()} {next(model.parameters()).dtype} {hashlib.sha256(bits).hexdigest()[:16]}\\n", end="")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    (tmp_path / "ddp.py").write_text(DDP)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hmpx", "run")
-    out, err = call("--recipe", "neuron-bf16-sr", "ddp.py", module=launch, cwd=tmp_path, fresh=True)
-    first, second = sorted(out.splitlines())
-    assert first.startswith("rank 0 torch.bfloat16") and first.split()[2:] == second.split()[2:]
-    assert len(re.findall(f"hmpx: recipe neuron-bf16-sr{KERNELS}; runs ddp.py", err)) == 1  # the first rank says it
-
-
 ENDS = """
 import atexit, inspect, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
