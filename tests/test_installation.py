@@ -135,24 +135,6 @@ def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(cap
     assert torch.zeros(1).dtype is FP32
 
 
-def test_compiled_code_follows():
-    torch._dynamo.reset()
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def both(x):
-        return x @ x, x.exp()
-
-    def dtypes():
-        return tuple(y.dtype for y in both(X))
-
-    with hmpx.convert(**OF_MATMUL):
-        assert dtypes() == MATMUL
-        with hmpx.convert(**OF_EXP):
-            assert dtypes() == EXP
-        assert dtypes() == MATMUL
-    assert dtypes() == NONE
-
-
 def made():
     """What a recipe makes of a model and its optimizer."""
     model = nn.Linear(4, 4)

@@ -306,6 +306,9 @@ def test_regions_lists_and_restore_inside(model, lists):
         assert model(x).dtype is BF16
         with hmpx.disable_casts():
             assert model(x).dtype is torch.float32
+        with hmpx.casts(bf16=["linear"], low_precision="fp16"):  # each dtype has a cast of its own
+            weight, bias = (p.half() for p in model[0].parameters())
+            assert torch.equal(model[0](x), nn.functional.linear(x.half(), weight, bias))
         hmpx.convert(**lists(fp32="linear"))
         assert model(x).dtype is torch.float32 and model.bfloat16()(x).dtype is torch.float32
         hmpx.restore()

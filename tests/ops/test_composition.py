@@ -406,14 +406,15 @@ def test_what_dynamo_leaves_to_python_trains_with_the_bits_of_eager(name):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_fp32_kernels_compute_an_lstm_whose_products_are_listed(grad):
-    """Of two layers and ways too. torch takes packed ones, and those with projections, apart into its own products."""
+def test_fp32_kernels_compute_recurrences_whose_products_are_listed(grad):
+    """Of two layers and ways too. torch takes all others apart into its own products."""
     lists = {"bf16": ["linear"], "fp32": [], "promote": [], "kernels": "float32"}
     for name in (name for name in JOINED if name.startswith("lstm of oneDNN")):
         make, shape = JOINED[name]
         wanted = _outcome(lambda make=make: _Rounded(make(), FP32), shape, contextlib.nullcontext(), grad=grad)
         assert same(_outcome(make, shape, hmpx.convert(**lists), grad=grad), wanted), name
-    for name in ("lstm that projects its state", "lstm of packed sequences"):
+    names = "lstm that projects its state", "lstm of packed sequences", "rnn_tanh of packed sequences"
+    for name in (*names, "lstm_cell", "gru", "gru_cell"):
         assert same(_outcome(*JOINED[name], hmpx.convert(**lists), grad=grad), _by_torch(name, grad=grad)), name
 
 

@@ -110,38 +110,13 @@ def test_infinity_overflow_nan_and_subnormals_come_out_as_natively(low):
     assert out.isinf().any() and out.isnan().any() and (out[-1] != 0).all()
 
 
-def test_recurrences_are_no_further_from_the_exact_result_than_natively():
-    """Over all gradients and three sets of weights: a single one of few elements is as good as its last rounding."""
-    subjects = []
-    for layer in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell):
-        for seed in range(3):
-            torch.manual_seed(seed)
-            model, x = layer(6, 8).bfloat16(), torch.randn(4, 6).bfloat16()
-            wide = layer(6, 8).double()
-            wide.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
-            subjects.append((layer, model, wide, torch.stack([x] * 12) if issubclass(layer, nn.RNNBase) else x))
-
-    def run(model, x):
-        out = model(x)
-        out = out[0] if isinstance(out, tuple) else out
-        model.zero_grad()
-        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
-        return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    exact = [run(wide, x.double()) for _, _, wide, x in subjects]
-    off = {}
-    for kernels in ("float32", "native"):
-        with converted(kernels):
-            for (layer, model, _, x), trues in zip(subjects, exact, strict=True):
-                for i, (result, true) in enumerate(zip(run(model, x), trues, strict=True)):
-                    assert result.dtype is torch.bfloat16
-                    place = layer, i, kernels
-                    off[place] = off.get(place, 0.0) + distance(result, true) ** 2
-    for layer, i, _ in off:
-        assert off[layer, i, "float32"] <= off[layer, i, "native"], (layer, "result" if i == 0 else "gradients")
+def forward_gradient(x, w):
+    """The input requires a gradient as well."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(torch.mm(forward_ad.make_dual(x.clone(), torch.ones_like(x)), w.t()))
 
 
-def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():
+def test_other_ways_to_differentiate_and_traces_agree_with_native_kernels():
     x, w = integers(5, 8).requires_grad_(), integers(3, 8).requires_grad_()
 
     def second():
@@ -151,17 +126,18 @@ def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():
     def loss(v):
         return F.linear(v, w.detach()).float().square().sum()
 
-    results = []
+    results, v, weight = [], x.detach(), w.detach()
     for kernels in ("float32", "native"):
         with converted(kernels):
-            v = x.detach()
             results.append(
                 [
                     second(),
                     torch.func.grad(loss)(v),
                     torch.func.hessian(loss)(v[0]),
                     torch.func.vmap(lambda row: F.linear(row, w))(v),
-                    torch.func.jvp(lambda t: F.linear(t, w.detach()), (v,), (torch.ones_like(v),))[1],
+                    torch.func.jvp(lambda t: F.linear(t, weight), (v,), (torch.ones_like(v),))[1],
+                    torch.jit.trace(lambda t: F.linear(t, weight), v)(2 * v),
+                    *forward_gradient(x, weight),
                 ]
             )
     for mine, theirs in zip(*results, strict=True):
@@ -289,22 +265,6 @@ def test_the_handle_and_explain_say_what_was_decided(capsys):
         assert "native kernels" in repr(handle)
     hmpx.explain({"kernels": "float32"})
     assert "FP32 kernels for BF16 and FP16 on CPU" in capsys.readouterr().out
-
-
-def test_a_trace_and_forward_ad_have_the_native_results():
-    """Of integers, which both kernels sum exactly; the input of forward AD requires a gradient as well."""
-    layer, x, w = nn.Linear(4, 3), integers(5, 4), integers(4, 3)
-    with torch.no_grad():
-        layer.weight.copy_(integers(3, 4)), layer.bias.copy_(integers(3))
-    found = []
-    for kernels in ("float32", "native"):
-        with converted(kernels):
-            traced = torch.jit.trace(layer, x)(2 * x)
-            with forward_ad.dual_level():
-                out = torch.mm(forward_ad.make_dual(x.clone().requires_grad_(), x + 1), w)
-                found.append((traced, *forward_ad.unpack_dual(out)))
-    for ours, native in zip(*found, strict=True):
-        assert ours.dtype is torch.bfloat16 and torch.equal(ours, native)
 
 
 @pytest.mark.parametrize("strict", [True, False])

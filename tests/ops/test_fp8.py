@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -22,7 +21,6 @@ from hmpx.ops.computing.fp8_product import multiply as multiply_codes
 from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
 from tests.support.numbers import quantize
-from tests.support.planted import gradient_error, gradients
 from tests.support.spanning import spanning
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
@@ -280,29 +278,6 @@ def test_an_op_follows_its_parts_and_one_without_a_product_runs_in_bf16():
     assert [str(each.rule) for each in handle.patched if each.op == "einsum"] == ["fp8"]
 
 
-def test_a_list_in_a_file_and_its_undoing(tmp_path):
-    model, x, linear = nn.Linear(64, 64), torch.randn(8, 64), F.linear
-    with hmpx.convert():
-        in_bf16 = model(x)
-    path = tmp_path / "fp8.txt"
-    path.write_text("linear\n")
-    hmpx.convert(fp8_file_path=path)
-    in_fp8 = model(x)
-    hmpx.restore()
-    assert F.linear is linear
-    assert in_fp8.dtype is torch.bfloat16
-    assert 0.01 < distance(in_fp8, in_bf16) < 0.1
-    lists = tmp_path / "lists.yaml"
-    lists.write_text("bf16: [linear, matmul]\nfp8: [linear]\nfp8_format: {scaling: mx, backward: e4m3}\n")
-    with hmpx.convert(bf16_file_path=lists) as handle:
-        assert (handle.policy.bf16, handle.policy.fp8) == (("matmul",), ("linear",))
-        assert handle.policy.fp8_format == FORMATS["mx"]
-        written = tmp_path / "written.yaml"
-        written.write_text(str(handle.policy))
-    with hmpx.convert(bf16_file_path=written) as again:
-        assert again.policy == handle.policy
-
-
 def test_in_a_part_of_a_model():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64)
@@ -378,24 +353,6 @@ def test_a_tensor_subclass_stays_in_bf16_and_record_says_so():
         assert torch.equal(found, F.linear(x.bfloat16(), w.bfloat16())), dtype
         (site,) = (site for site in log.sites if site.op == "linear")
         assert (site.in_low, site.fp8) == ({"a tensor subclass, sparse or nested": 1}, {})
-
-
-def test_an_adapter_on_a_frozen_int8_base():
-    quantization = pytest.importorskip("torchao.quantization")
-    base = nn.Sequential(nn.Linear(64, 64))
-    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
-    model = nn.ModuleDict({"base": base.requires_grad_(False), "adapter": nn.Linear(64, 64)})
-    x = torch.randn(16, 64)
-    with hmpx.activate("autocast-cuda"):
-        in_bf16 = base(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hmpx.prepare(model, optimizer, "torchao-float8-tensorwise")
-    assert torch.equal(base(x), in_bf16)
-    before = model["adapter"].weight.clone()
-    (base(x) + model["adapter"](x)).float().square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(before, model["adapter"].weight)
-    hmpx.restore(optimizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -530,26 +487,6 @@ def test_the_largest_number_of_a_site_is_that_of_all_its_calls_and_of_equal_bloc
     figures = [site.fp8["inputs"] for site in log.sites if site.op == "linear"]
     assert [(each["largest"], each["elements"]) for each in figures] == [(20, 1536), (400, 1536), (8, 1536)]
     assert "inputs up to 4e+02" in str(log) and "blocks.*" in str(log)
-
-
-def test_compare_scores_fp8_as_it_scores_bf16():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    batches = [(torch.randn(64, 16), torch.randint(16, (64,))) for _ in range(4)]
-
-    def loss(model, x, y):
-        return F.cross_entropy(model(x).to(model[0].weight.dtype), y)
-
-    low, fp8 = (
-        hmpx.compare(model, batches, loss, lists={"bf16": ["linear"], **own}) for own in ({}, {"fp8": ["linear"]})
-    )
-    rows = [row for row in fp8.rows if row.op == "linear"]
-    assert {row.rule for row in rows} == {"fp8"}
-    assert 5 * low.gradient_error < fp8.gradient_error < 1
-    exact = gradients(copy.deepcopy(model).double(), [(x.double(), y) for x, y in batches], loss)
-    with hmpx.convert(bf16=["linear"], fp8=["linear"]):
-        by_hand = gradient_error(exact, gradients(model, batches, loss))
-    assert fp8.gradient_error == pytest.approx(by_hand, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -121,18 +121,6 @@ def test_pruning_is_cast_in_the_forward_and_weight_norm_is_in_fp32(lists):
         assert pruned.weight.dtype is torch.bfloat16 and normed.weight.dtype is torch.float32
 
 
-def test_a_grad_scaler_steps_a_fused_optimizer():
-    layer = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = layer.weight.detach().clone()
-    with hmpx.convert(low_precision="float16"):
-        scaler.scale(layer(torch.ones(2, 4)).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert layer.weight.dtype is torch.float32 and not torch.equal(layer.weight, before)
-
-
 class Products(Dataset):
     def __len__(self):
         return 4

@@ -8,6 +8,7 @@ import torch
 import hmpx
 from hmpx.insight.explain import explain_op
 from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.fp8_format import FORMATS
 from hmpx.ops.policies.lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule, build_policy
 
@@ -30,6 +31,8 @@ def test_an_empty_and_a_dotted_policy_read_back(tmp_path, lists):
         policy = build_policy(lists=read_lists(**arguments))
         assert read_back(policy, tmp_path) == policy
     assert policy.user_functions() == {"somewhere.else.f": Rule.BF16}
+    policy = Policy(bf16=("matmul",), fp8=("linear",), fp8_format=FORMATS["mx"])
+    assert read_back(policy, tmp_path) == policy
 
 
 def test_listed_names_leave_the_promote_list(lists):

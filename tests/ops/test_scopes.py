@@ -82,32 +82,6 @@ class Product(nn.Module):
         return [product(x), *(self.inner(x) if self.inner is not None else [])]
 
 
-def test_a_rule_on_a_part_is_the_mixture_by_hand():
-    """The part under its own lists, everything else under the others."""
-    moved = ["linear", "softmax"]
-    with hmpx.convert() as handle:
-        policy = handle.policy
-    mine = {side: [name for name in getattr(policy, side) if name not in moved] for side in ("bf16", "fp32", "promote")}
-    mine["fp32"] += moved
-
-    model = transformer()
-    part = model[1]
-    own = type(part).forward
-
-    def switching(hidden):
-        with hmpx.convert(**mine):
-            return own(part, hidden)
-
-    with hmpx.convert():
-        vars(part)["forward"] = switching
-        expected = results(model)
-        del part.forward
-        rule = hmpx.policy_for(part, fp32=moved)
-        assert same(results(model), expected)
-        rule.remove()
-        assert not same(results(model), expected)
-
-
 def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_around():
     inner = Product()
     outer = Product(inner)

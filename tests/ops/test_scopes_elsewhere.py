@@ -165,32 +165,3 @@ def _prepared_and_wrapped(rank):
 
 def test_patterns_are_of_names_without_what_torch_puts_around_modules():
     assert ranks.run(1, _prepared_and_wrapped) == [FP32]
-
-
-@pytest.mark.parametrize("kernels", ["native", "float32"])
-def test_kept_weights_and_fp32_kernels_are_those_of_the_place(kernels):
-    """One weight in two places: each has its cast, and the bits are those without the cache, and without places."""
-    torch.manual_seed(1)
-    weight = nn.Linear(8, 8)
-    model = nn.Sequential(nn.Sequential(weight), nn.Sequential(weight), nn.Sequential(weight)).requires_grad_(False)
-    x = torch.randn(3, 8)
-    given = [hmpx.policy_for(model[0], "fp32"), hmpx.policy_for(model[1], {"bf16": ["linear"]})]
-    given.append(hmpx.policy_for(model[2], bf16=["linear"], low_precision="fp16"))
-
-    def by_hand():
-        with hmpx.disable_casts():
-            one = F.linear(x, weight.weight, weight.bias)
-        with hmpx.convert(kernels=kernels):
-            two = weight(one)
-        with hmpx.convert(kernels=kernels, low_precision=torch.float16):
-            return weight(two)
-
-    expected = by_hand()
-    with hmpx.convert(kernels=kernels):
-        plain = model(x)
-        with hmpx.cached_weights() as cache:
-            kept = [model(x) for _ in range(2)]
-            assert repr(cache).startswith("<hmpx.cached_weights: 4 casts")  # weight and bias, in each of two dtypes
-        for rule in given:
-            rule.remove()
-    assert same([expected, expected, expected], [plain, *kept]) and expected.dtype is torch.float16

@@ -212,31 +212,6 @@ def test_models_and_names():
             optim.SGD(critic.parameters(), lr=1e-2)
 
 
-def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
-    first = hmpx.activate("hmp-o2")
-    second = hmpx.activate("autocast-cpu")
-    assert not first.active and second.active
-    first.restore()
-
-    class Attention(torch.nn.Linear):  # in BF16 under the second recipe alone
-        def forward(self, x):
-            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
-
-    attention, x = Attention(2, 2), torch.ones(1, 2, 2)
-    assert attention(x).dtype is BF16
-    for wrong, said in (
-        ({"weights": "no"}, "weights is 'no'"),
-        ({"bf16": ["sofmax"]}, "unknown op 'sofmax'; did you mean 'softmax'"),
-        ({"bf16": [], "bf16_file_path": "x"}, "bf16 and bf16_file_path: which of the two"),
-    ):
-        with pytest.raises(hmpx.HmpxError, match=said):
-            hmpx.activate(wrong)
-        assert second.active and attention(x).dtype is BF16
-    hmpx.restore()
-    assert not second.active and all(vars(cls).get("__init__") is init for cls, init in INITS.items())
-    second.restore()
-
-
 WAYS, UNDER = ("ddp", "zero", "fsdp2"), ("neuron-bf16-sr", "nxd-standard")
 
 

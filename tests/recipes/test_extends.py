@@ -200,22 +200,3 @@ def test_set_says_any_key_from_the_shell(capsys):
         said = capsys.readouterr().out
         hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
         assert capsys.readouterr().out == said, settings
-
-
-def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):
-    """Lists, weights and rules are those of the recipe, however it is given."""
-    keys = {"extends": "hmp-o1", "weights": "split", "bf16": ["linear"], "modules": {"0": {"fp32": ["linear"]}}}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(keys))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    batches = [(torch.randn(8, 4),) for _ in range(2)]
-    found = [
-        hmpx.compare(model, batches, lambda model, x: model(x).square().mean(), lists=given)
-        for given in (keys, tmp_path / "mine.yaml", str(tmp_path / "mine.yaml"), as_recipe(keys))
-    ]
-    assert {(each.loss_change, each.gradient_error) for each in found} == {
-        (found[0].loss_change, found[0].gradient_error)
-    }
-    assert found[0].gradient_error > 0
-    with pytest.raises(hmpx.HmpxError, match="'wieghts' is no key of a recipe; did you mean 'weights'"):
-        hmpx.compare(model, batches, lambda model, x: model(x).sum(), lists={"wieghts": "split"})

@@ -42,17 +42,6 @@ def test_dtypes_in_short_and_torchs_own(tmp_path):
     assert as_recipe({"dtype_map": {torch.float64: "fp32"}}).mapped() == {torch.float64: torch.float32}
 
 
-def test_nxds_keys_that_are_a_recipes_too_are_a_recipes(tmp_path):
-    """They change neither rounding nor lists, alone or together, in a file or in a dict, under ZeRO-1 or not."""
-    keys = {"use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
-    (tmp_path / "both.yaml").write_text(yaml.safe_dump(keys))
-    (tmp_path / "none.yaml").write_text("{}")
-    for zero in (False, True):
-        for given in (keys, tmp_path / "both.yaml"):
-            assert as_recipe(given).under_zero(zero) == dataclasses.replace(hmpx.Recipe(), **keys)
-        assert as_recipe({}).under_zero(zero) == as_recipe(tmp_path / "none.yaml").under_zero(zero) == hmpx.Recipe()
-
-
 def test_nxds_own_configuration_has_nxds_defaults_which_depend_on_zero(tmp_path):
     standard = read_recipe("nxd-standard")
     for zero, masters, gradients in itertools.product((False, True), (None, False, True), (None, False, True)):

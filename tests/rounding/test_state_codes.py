@@ -115,29 +115,6 @@ def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to
     assert torch.equal(check(x).tensor[1:], codes[1:])
 
 
-@pytest.mark.parametrize("code, least, of_signed", [("8bit", 2.0**-18, 2.0**-10), ("fp8", 2.0**-17, 2.0**-17)])
-@torch.no_grad()
-def test_no_positive_number_becomes_0_where_none_is_negative(code, least, of_signed):
-    """The least number beside a 1: of e4m3, 2^-9 where 256 is 1; zero stays zero, and with a -1 both are met."""
-    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, least / 2, least, -0.0])
-    for step in range(40):
-        assert written(x, code, seed=0, step=step).whole().tolist() == [1.0, 0.0, *[least] * 4, 0.0]
-    signed = torch.cat([torch.full((100,), of_signed / 2), torch.tensor([-1.0])])
-    assert written(signed, code).whole().unique().tolist() == [-1.0, 0.0, of_signed]
-
-
-@torch.no_grad()
-def test_in_4_bits_zero_stays_zero_and_no_positive_number_becomes_it():
-    """Unless the block has negative numbers; without a zero, the least number is a sixteenth."""
-    for step in range(40):
-        key = {"seed": 0, "step": step}
-        assert (written(torch.tensor([1.0, 0.0, 1e-30, 1e-3]), "4bit", **key).whole() > 0).tolist() == [1, 0, 1, 1]
-        least, most = written(torch.tensor([[1.0, 1e-30]]), "4bit", **key).whole()[0].tolist()[::-1]
-        assert least == 1 / 16 and most == 1.0
-    seen = written(torch.cat([torch.full((101,), 0.002), torch.tensor([-0.8875])]), "4bit").whole()
-    assert seen[:101].unique().tolist() == [0.0, torch.tensor(0.0055).item()] and seen[101] < -0.66
-
-
 @torch.no_grad()
 def test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales():
     """Its 4 bits, signed and not, and its FP8, a block a row; it computes them in FP32, too."""

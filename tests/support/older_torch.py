@@ -49,7 +49,6 @@ WANTED = {
         "torchao 0.18": (
             "test_readme.py::test_coming_from[",
             "test_fp8.py::test_the_numbers_of_torchao[",
-            "test_fp8.py::test_an_adapter_on_a_frozen_int8_base",
             "test_fp8_grouped.py::test_the_numbers_of_torchao_",
             "test_fp4.py::test_the_numbers_of_torchaos_quantizers[",
             "test_state_codes.py::test_torchao_reads_the_same_numbers_from_the_same_codes_and_scales[",
