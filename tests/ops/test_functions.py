@@ -97,13 +97,13 @@ def dtypes_in(value):
     return set().union(*map(dtypes_in, inside))
 
 
-@pytest.mark.parametrize("container", CONTAINERS, ids=lambda container: type(container).__name__)
-def test_tensors_in_containers_of_any_class_are_cast(container):
+def test_tensors_in_containers_of_any_class_are_cast():
     """As `torch.amp.custom_fwd` casts them; the class stays, unless it is a mapping that cannot be written to."""
     with hmpx.convert():
-        found = itself(container)
-    assert dtypes_in(found) == {torch.float32} and dtypes_in(container) == {torch.bfloat16}
-    assert type(found) is (dict if isinstance(container, ReadOnly | types.MappingProxyType) else type(container))
+        results = [itself(container) for container in CONTAINERS]
+    for container, found in zip(CONTAINERS, results, strict=True):
+        assert dtypes_in(found) == {torch.float32} and dtypes_in(container) == {torch.bfloat16}, container
+        assert type(found) is (dict if isinstance(container, ReadOnly | types.MappingProxyType) else type(container))
 
 
 def test_a_container_keeps_what_it_has_beside_its_items():

@@ -26,32 +26,36 @@ def hidden():
         yield torch.nn.Linear(4, 4)(torch.eye(4))
 
 
-@pytest.mark.parametrize("op", CALLS)
-def test_the_error_names_the_op_its_input_and_the_cure(op, hidden, tmp_path):
-    with pytest.raises(RuntimeError) as plain, hmpx.disable_casts():
-        CALLS[op](hidden)
-    assert not getattr(plain.value, "__notes__", None)
-    with pytest.raises(RuntimeError) as refused:
-        CALLS[op](hidden)
-    text = "\n".join((*map(str, refused.value.args), *getattr(refused.value, "__notes__", ())))
-    assert text.startswith(str(plain.value)) and text.count("hmpx:") == 1
-    if op == "torch.sparse.mm":  # its first input is a matrix of the script's own
-        assert text.endswith("Call it with input.float().") and CALLS[op](hidden.float()).dtype is torch.float32
-        return
-    made_by = "View" if op == "view_as_complex" else "Addmm"
-    assert f"the input of {op} is bfloat16, the result of {made_by}" in text.replace("UnsafeView", "View")
-    assert f"fp32: [{op}]" in text
-    path = tmp_path / "fp32.txt"
-    path.write_text(op)
-    with hmpx.convert(bf16_file_path=None, fp32_file_path=path):
-        assert not CALLS[op](hidden).dtype.itemsize % 4  # what the note says to do
+def refused(call, *tensors):
+    """What an error says, with its notes."""
+    with pytest.raises((RuntimeError, NotImplementedError)) as error:
+        call(*tensors)
+    return "\n".join((*map(str, error.value.args), *getattr(error.value, "__notes__", ())))
+
+
+def test_the_error_names_the_op_its_input_and_the_cure(hidden, tmp_path):
+    for op, call in CALLS.items():
+        with hmpx.disable_casts():
+            plain = refused(call, hidden)
+        text = refused(call, hidden)
+        assert text.startswith(plain) and "hmpx:" not in plain and text.count("hmpx:") == 1, op
+        if op == "torch.sparse.mm":  # its first input is a matrix of the script's own
+            assert text.endswith("Call it with input.float().") and call(hidden.float()).dtype is torch.float32
+        else:
+            made_by = "View" if op == "view_as_complex" else "Addmm"
+            assert f"the input of {op} is bfloat16, the result of {made_by}" in text.replace("UnsafeView", "View")
+            assert f"fp32: [{op}]" in text
+    listed = [op for op in CALLS if op != "torch.sparse.mm"]
+    (tmp_path / "fp32.txt").write_text("\n".join(listed))
+    with hmpx.convert(bf16_file_path=None, fp32_file_path=tmp_path / "fp32.txt"):
+        for op in listed:
+            assert not CALLS[op](hidden).dtype.itemsize % 4, op  # what the note says to do
 
 
 def test_other_errors_have_no_note(hidden):
     for matrix in (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)):
-        with pytest.raises(RuntimeError, match="square") as refused:
-            torch.linalg.inv(matrix)
-        assert not getattr(refused.value, "__notes__", None)
+        said = refused(torch.linalg.inv, matrix)
+        assert "square" in said and "hmpx:" not in said
 
 
 class LikeCuda(TorchDispatchMode):
@@ -66,13 +70,12 @@ class LikeCuda(TorchDispatchMode):
 ON_CUDA = {"aten::histc": "histogram_cuda", "aten::angle": "angle_cuda", "aten::igamma": "igamma_cuda"}
 
 
-@pytest.mark.parametrize("op", ["histc", "angle", "igamma"])
-def test_what_cuda_alone_refuses_is_explained_too(op, hidden):
-    arguments = (hidden, hidden) if op == "igamma" else (hidden,)
-    with LikeCuda(), pytest.raises(NotImplementedError) as refused:
-        getattr(torch, op)(*arguments)
-    said = "\n".join((str(refused.value), *getattr(refused.value, "__notes__", ())))
-    assert "_cuda" in said and f"the input of {op} is bfloat16, the result of Addmm" in said and f"fp32: [{op}]" in said
+def test_what_cuda_alone_refuses_is_explained_too(hidden):
+    for op in ("histc", "angle", "igamma"):
+        with LikeCuda():
+            said = refused(getattr(torch, op), hidden, *[hidden] * (op == "igamma"))
+        assert "_cuda" in said and f"the input of {op} is bfloat16, the result of Addmm" in said
+        assert f"fp32: [{op}]" in said
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -90,9 +93,6 @@ def test_every_op_without_a_kernel_is_known(device):
 
 def test_under_a_map_of_dtypes_the_error_says_so_too():
     with hmpx.activate("xla-use-bf16"):
-        with pytest.raises(RuntimeError) as refused:
-            torch.fft.fft(torch.ones(8).float())
-        text = "\n".join((*map(str, refused.value.args), *getattr(refused.value, "__notes__", ())))
-        assert "the input of fft_fft is bfloat16" in text
+        assert "the input of fft_fft is bfloat16" in refused(torch.fft.fft, torch.ones(8).float())
         with hmpx.casts(fp32=["fft_fft"]):  # what the note says
             assert torch.fft.fft(torch.ones(8).float()).dtype is torch.complex64

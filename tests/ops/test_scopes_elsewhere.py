@@ -154,14 +154,3 @@ def _distributed(rank, how, after):
 def test_replicated_and_sharded_models_keep_their_rules(how, after):
     """Given before or after the model was wrapped: the gradients are the mean of what each batch has by itself."""
     assert ranks.run(2, _distributed, how, after) == [(True, False)] * 2
-
-
-def _prepared_and_wrapped(rank):
-    model = nn.parallel.DistributedDataParallel(transformer())
-    recipe = {"parameter_dtype": "float32", "modules": {"3": "fp32"}}
-    hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
-    return model(torch.randn(2, 3, 8)).dtype
-
-
-def test_patterns_are_of_names_without_what_torch_puts_around_modules():
-    assert ranks.run(1, _prepared_and_wrapped) == [FP32]

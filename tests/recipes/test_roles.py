@@ -238,12 +238,13 @@ def test_which_modules_have_a_role():
 
 
 def _wrapped(rank):
-    model = Decoder(tied=False).bfloat16()
-    return ruled(DistributedDataParallel(model))
+    by_name = {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}}
+    low, wide = Decoder(tied=False).bfloat16(), Decoder(tied=False)
+    return [ruled(DistributedDataParallel(low)), ruled(DistributedDataParallel(wide), by_name)]
 
 
-def test_the_head_of_a_wrapped_model():
-    assert ranks.run(1, _wrapped) == [{"module.lm_head"}]
+def test_the_head_of_a_wrapped_model_and_a_name_without_what_is_around_it():
+    assert ranks.run(1, _wrapped) == [[{"module.lm_head"}] * 2]
 
 
 LOOKED_FOR = [  # a recipe, a model without such modules, and what is said
