@@ -11,7 +11,6 @@ import torch
 import hmpx
 from hmpx.base.files import WriteError, write
 from hmpx.shell.options import save
-from tests.support.bench import measure
 
 
 @contextlib.contextmanager
@@ -70,11 +69,3 @@ def test_a_recipe_of_tune_is_written_so(tmp_path):
     with full_disk(), pytest.raises(OSError, match=r"recipe\.yaml"):
         tuned.save(tmp_path / "recipe.yaml")
     assert (tmp_path / "recipe.yaml").read_text() == good
-
-
-def test_the_figures_of_bench_are_written_so(tmp_path):
-    path = tmp_path / "bench.json"
-    path.write_text("good")
-    with full_disk(), pytest.raises(WriteError, match=r"bench\.json"):
-        measure.save([measure.Bench("title" * 100, [])], path)
-    assert path.read_text() == "good" and os.listdir(tmp_path) == ["bench.json"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -111,8 +113,9 @@ def test_a_dtype_may_be_given_by_name():
     for name in ("fp16", "float16", "torch.float16"):
         assert hmpx.convert(low_precision=name).policy.low_precision is torch.float16
     hmpx.restore()
-    with pytest.raises(hmpx.HmpxError, match=r"low_precision=torch\.float32 is neither"):
-        hmpx.convert(low_precision="fp32")
+    for dtype, refused in itertools.product(("fp32", torch.float8_e5m2, torch.int16, False), (hmpx.convert, Policy)):
+        with pytest.raises(hmpx.HmpxError, match=r"is neither torch.bfloat16 nor torch.float16"):
+            refused(low_precision=dtype)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
     assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
 

@@ -1,6 +1,5 @@
 """Which modules are models, where casts belong to the model; `test_where_casts_are.py` has what follows from that."""
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -11,7 +10,6 @@ from torch import nn
 
 import hmpx
 from hmpx.recipes.reading import as_recipe, recipe_names
-from tests.support.same import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LISTS = {"bf16": ["linear", "matmul", "mul", "add", "sub"], "fp32": ["softmax", "div", "cross_entropy"], "promote": []}
@@ -22,29 +20,6 @@ def test_an_op_that_torch_would_refuse_is_cast_as_its_list_says():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with hmpx.convert(where="model", **LISTS), torch.no_grad():
         assert (model(x) @ model.weight).dtype is BF16
-
-
-class Average(nn.Module):
-    """It writes its parameter when it is called; `how` is what people write there."""
-
-    def __init__(self, how, trainable):
-        super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.zeros(8), requires_grad=trainable)
-
-    @torch.no_grad()
-    def forward(self, model):
-        model = model[0] if isinstance(model, list) else model
-        weight = model[0] if isinstance(model, torch.Tensor) else model.weight[0]
-        if len(weight) > 1:
-            self.how(self.weight, weight)
-
-
-AVERAGES = {
-    "copy_": lambda own, weight: own.copy_(own * 0.999 + weight * (1 - 0.999)),
-    "data": lambda own, weight: own.data.copy_((own - (own - weight) * 0.001).data),
-    "add_": lambda own, weight: own.add_((weight - own) * 0.001),
-}
-HANDED = {"a module": lambda model: model, "weights": lambda model: model.weight, "a list": lambda model: [model]}
 
 
 @dataclasses.dataclass
@@ -84,20 +59,6 @@ def test_each_call_of_a_model_is_cast_whatever_it_is_handed_and_returns():
                 y = net(*args)
                 y = y["y"] if isinstance(y, dict) else getattr(y, "y", y)
                 assert y.dtype is BF16, (nets.index(net), len(args))
-
-
-def test_a_module_that_writes_its_own_parameters_when_it_is_called_is_no_model():
-    cases = [*itertools.product(AVERAGES.values(), HANDED.values(), (False, True))]
-    found = []
-    for around in (contextlib.nullcontext, lambda: hmpx.convert(where="model", **LISTS)):
-        with around():
-            torch.manual_seed(0)
-            for how, handed, trainable in cases:
-                model, average = nn.Linear(8, 8), Average(how, trainable)
-                for _ in range(20):
-                    average(handed(model))
-                found.append(average.weight.detach())
-    assert same(found[: len(cases)], found[len(cases) :])
 
 
 def test_everywhere_is_the_rule_of_convert_and_the_recipes_say_which_they_have():

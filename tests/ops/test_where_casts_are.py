@@ -257,15 +257,16 @@ class Data(Dataset):
 
 
 class Average(nn.Module):
-    """Its forward writes its own weights and returns nothing."""
+    """Its forward, which is handed a model or weights, writes its own weights and returns nothing."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
 
     @torch.no_grad()
-    def forward(self, model, note):
-        self.weight.copy_(self.weight * 0.9 + model.weight * 0.1)
+    def forward(self, handed, note):
+        weight = getattr(handed[0] if isinstance(handed, list) else handed, "weight", handed)
+        self.weight.copy_(self.weight * 0.9 + weight * 0.1)
         note()
 
 
@@ -282,9 +283,9 @@ class InGradMode(Average):
         self.weight.data.copy_(model.weight)
 
 
-def average(x, note):
-    for module in (AVERAGE, AVERAGE):
-        module(MODEL, note)
+def average_of(handed):
+    module = Average()
+    return noted(lambda x, note: [module(handed, note) for _ in range(2)])
 
 
 def average_that_holds_its_model(x, note):
@@ -447,7 +448,7 @@ SPELLED = {
 
 KEPT = hmp.disable_casts
 MODEL, METRIC, BOOK, SCRIPTED = Model(), Metric(), CodeBook(), torch.jit.script(probe)
-AVERAGE, HOLDING, IN_GRAD_MODE = Average(), Holding(), InGradMode()
+HOLDING, IN_GRAD_MODE = Holding(), InGradMode()
 FROZEN = copy.deepcopy(MODEL).requires_grad_(False).eval()
 HELD = nn.ModuleList([Model(), nn.ModuleDict({"a": Model()})])
 OF_ONE = {
@@ -514,7 +515,9 @@ FORWARDS = {
     "it, and a tensor requires a gradient": (trained(METRIC), "low low off slow"),
     "it in a model": (Model(METRIC), "low low off slow"),
     "a model that writes a part of itself": (both(BOOK, BOOK), "low/low low/low off/off eager"),
-    "an average of weights": (noted(average), "up/up low/low off/off eager"),
+    "an average of weights": (average_of(MODEL.weight), "up/up low/low off/off eager"),
+    "an average of a model": (average_of(MODEL), "up/up low/low off/off eager"),
+    "an average of models in a list": (average_of([MODEL]), "up/up low/low off/off eager"),
     "one that holds its model": (noted(average_that_holds_its_model), "low/up low/low off/off eager"),
     "one in grad mode": (average_in_grad_mode, "up/up low/low off/off eager"),
     "after models that have raised": (after_an_error, "up low off eager"),
