@@ -22,9 +22,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import never_compile
 from hmpx.base.raw import variables
 from hmpx.base.torch_private import graph_task, private
-from hmpx.insight.dispatch import ITERATION, Iterations, Look, OpWatch, note_trouble, unwatched
+from hmpx.insight.dispatch import ITERATION, Iterations, Look, OpWatch, in_compiled_code, note_trouble, unwatched
 from hmpx.insight.finding import words_of_trainer
 from hmpx.insight.notes import Notes
 from hmpx.ops.wrapping.callers import frames
@@ -166,10 +167,10 @@ class Capture:
     def _open_or_close(self) -> None:
         """Close the dispatch mode if its iteration is over, and open it if the next iteration's ops are to be seen.
 
-        In a backward pass it stays as it is, since the end of the pass puts back the modes that were open before. A
-        mode below a younger one stays open, too. In both cases the next forward pass tries again.
+        In a backward pass and in compiled code it stays as it is, since their end puts back what was open before. A
+        mode below a younger one stays open, too. In all cases the next forward pass tries again.
         """
-        if graph_task() != -1:
+        if graph_task() != -1 or in_compiled_code():
             self._await_forward(True)
             return
         if not self._watch.is_looking:
@@ -187,6 +188,8 @@ class Capture:
             is_here = self._is_here("backward passes")
             hides = is_here and self._hides_backward and graph_task() == -1
             if is_here:
+                if graph_task() == -1 and not self._watch.is_looking:  # compiled code may have left it open
+                    self._watch.suspend()
                 seeded = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
                 losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 with unwatched(self.trouble):
@@ -214,6 +217,7 @@ class Capture:
                 if hides:
                     self._watch.resume()
 
+        never_compile(begins)
         return begins
 
     def _scaled(self, step: Callable) -> Callable:
@@ -333,6 +337,10 @@ class Capture:
         if self._watch.is_looking:
             self._watch.close()
         self._open_or_close()
+
+
+for _hook in (Capture._before, Capture._after, Capture._begin):
+    never_compile(_hook)  # as torch.compile(optimizer.step) calls them, too
 
 
 def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:

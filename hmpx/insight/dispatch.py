@@ -30,6 +30,7 @@ from hmpx.base.torch_private import (
 from hmpx.insight.finding import Finding, Names
 from hmpx.insight.notes import Notes, OpCall, Schema, own_frame, without_numbers
 from hmpx.insight.tensors import LOW, Tensor, floating, held_here, memory, sample, view_of
+from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.observing import unobserved
 from hmpx.ops.wrapping.overriding import PLAIN
 
@@ -126,8 +127,8 @@ class OpWatch(TorchDispatchMode):
         self.resume()
 
     def suspend(self) -> None:
-        """Close the mode until `resume`. It stays open if another mode was opened since."""
-        if self.is_open and private(_INNERMOST)() is self:
+        """Close the mode until `resume`. It stays open in compiled code, and if another mode was opened since."""
+        if self.is_open and private(_INNERMOST)() is self and not in_compiled_code():
             self.is_open = False
             self.__exit__(None, None, None)
 
@@ -156,7 +157,7 @@ class OpWatch(TorchDispatchMode):
                 self.resume()
 
     def close(self) -> None:
-        """Look at no more ops. The mode itself stays open in a backward pass, or if another was opened since."""
+        """Look at no more ops. The mode itself stays open in a backward pass, and where `suspend` leaves it open."""
         if self._left < 0 and not self.is_open:
             return
         self._left, self.setting_up = -1, False
@@ -296,6 +297,12 @@ def _viewed(numbers: Callable[[], Tensor | None], op: OpCall, at: int) -> Callab
 def is_of_hook(frame: FrameType) -> bool:
     """Return whether a frame below the dispatcher is Python of a program, and does not run autograd's engine."""
     return not own_frame(frame).f_code.co_filename.endswith(_ENGINE)
+
+
+def in_compiled_code() -> bool:
+    """Return whether a function that torch.compile has made runs, which sets the dispatch keys back as it returns."""
+    file = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
+    return file is not None and any(each.f_code.co_filename == file for each in frames(sys._getframe(1)))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """`doctor` measures how far weights, averages and counts move, and says what it could not look at."""
 
+import contextlib
 import re
 import threading
 from functools import partial
@@ -347,6 +348,36 @@ def test_a_graph_is_compiled_while_a_training_is_looked_at():
             optimizer.step()
     torch._dynamo.reset()
     assert any("compiled" in each for each in found.not_checked) and found.status == 1, str(found)
+
+
+@pytest.mark.parametrize("compiles", ["step", "training"])
+def test_a_compiled_step_has_its_bits_and_is_seen(compiles):
+    """The step closes and opens the mode that sees ops, and compiled code puts back what was open before."""
+
+    def trained(region):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+        def step():
+            if compiles == "training":
+                optimizer.zero_grad()
+                loss_of(model).backward()
+            optimizer.step()
+
+        step = torch.compile(step, backend="eager")
+        with region as found:
+            for _ in range(12):
+                if compiles == "step":
+                    optimizer.zero_grad()
+                    loss_of(model).backward()
+                step()
+        torch._dynamo.reset()
+        return [*model.parameters()], found
+
+    expected, _ = trained(contextlib.nullcontext())
+    weights, found = trained(hmpx.doctor())
+    assert all(map(torch.equal, weights, expected)) and any("lost" in each.kind for each in found.findings)
+    assert found.not_checked == ["ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"]
 
 
 @pytest.mark.parametrize("compiles", [False, True])
