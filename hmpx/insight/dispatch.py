@@ -197,8 +197,10 @@ class OpWatch(TorchDispatchMode):
                 given, results = [held_here(each) for each in whole], [held_here(each) for each in results]
             odd = next((each for each in (*given, *results) if not _is_plain(each)), None)
             if odd is not None:
-                if not self.stepping and node is None and not odd.is_meta:
-                    what = type(odd).__name__ if odd.layout is torch.strided else f"{odd.layout} tensors"
+                # `nn.TransformerEncoder` makes nested tensors of padded ones where it evaluates.
+                if not self.stepping and node is None and not odd.is_meta and (graphed or not odd.is_nested):
+                    kind = "nested" if odd.is_nested else odd.layout
+                    what = type(odd).__name__ if kind is torch.strided else f"{kind} tensors"
                     self._notes.unseen[f"ops of {what}"] += 1
             elif given or results:
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
@@ -314,7 +316,7 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor)
     ):
         return False
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -380,6 +380,24 @@ def test_a_compiled_step_has_its_bits_and_is_seen(compiles):
     assert found.not_checked == ["ops of compiled code: set TORCH_COMPILE_DISABLE=1 to have them looked at"]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_nested_tensors_of_an_evaluation_are_nothing_that_was_not_checked(trains):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.doctor() as found:
+        for _ in range(3):
+            model.train()(torch.randn(2, 4, 16)).square().mean().backward()
+            optimizer.step()
+            with torch.set_grad_enabled(trains):
+                padded = torch.tensor([[False, False, True, True], [False] * 4])
+                model.eval()(torch.randn(2, 4, 16), src_key_padding_mask=padded)  # packs what is not padded
+                if trains:
+                    torch.nested.nested_tensor([*torch.randn(2, 4, 16)], layout=torch.strided).sin()
+    said = [each.split(" (")[0] for each in found.not_checked]
+    assert said == (["ops of nested tensors"] if trains else []) and not found.wrong, found.not_checked
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_modules_are_called_as_fast_as_without(compiles):
     """No hook of all modules is left when the model is made, and none comes or goes once Dynamo has seen one."""
