@@ -171,6 +171,19 @@ def test_a_run_that_goes_on_from_plain_bf16_steps_says_what_begins_anew(caplog):
     assert optimizer.state[named[0][1]]["exp_avg"].dtype is torch.float32
 
 
+def test_a_step_that_calls_its_parents_counts_once():
+    optim.SGD([parameter(1)])  # torch has wrapped the parent's
+    with hmpx.convert(), hmpx.disable_casts():
+
+        class Late(optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+
+        late = Late([parameter(4)], lr=1e-3)
+        step_by(late)
+    assert late.param_groups[0]["hmpx_step"] == 1
+
+
 def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once_for_each_optimizer(caplog):
     named = parameters(BF16)
     optimizers = optim.SGD(named, lr=0.1), optim.Adam(named, lr=0.1)
