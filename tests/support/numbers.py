@@ -1,4 +1,4 @@
-"""Numbers that rounding has to get right, and a rounding to BF16 that torch does not have."""
+"""Numbers that rounding has to get right, and how far apart rounded ones are."""
 
 import hashlib
 
@@ -8,11 +8,6 @@ import torch
 from hmpx.ops.policies.fp8_format import in_parts
 
 BF16 = torch.bfloat16
-
-
-def away(x):
-    """FP32 rounded to BF16, ties away from zero."""
-    return ((x.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(BF16)
 
 
 def special_values():

@@ -161,7 +161,7 @@ def test_state_of_matrix_functions_is_in_bf16_where_codes_are_asked_for(cls):
         held = [optimizer.state[p]["momentum_buffer"] for p in params.values()]
         assert all(momentum.dtype is BF16 for momentum in held)
         found.append([*held, *params.values()])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert same(found[1], found[0]) and same(found[2], found[0])
 
 
 def test_a_class_whose_name_only_contains_these_letters_has_codes():
@@ -234,10 +234,8 @@ def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach(code):
             p.copy_(params[name])
     for each in ((params, optimizer), (others, resumed)):
         step(*each)
-    assert all(torch.equal(params[name], p) for name, p in others.items())
-    for name, p in others.items():
-        ours, theirs = resumed.state[p], optimizer.state[params[name]]
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert same(others, params)
+    assert all(same(resumed.state[p], optimizer.state[params[name]]) for name, p in others.items())
 
 
 @of_every_code
@@ -279,8 +277,7 @@ def test_state_of_a_parameter_without_a_gradient_stays(code):
         for _ in range(3):
             params["a"].grad = None
             optimizer.step()
-        after = widened(optimizer.state[params["a"]], SHAPES["a"])
-        assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
+        assert same(widened(optimizer.state[params["a"]], SHAPES["a"]), before)
         assert optimizer.state[params["b"]]["step"] == 4
 
 

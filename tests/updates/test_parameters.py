@@ -10,6 +10,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates.stepping.optimizer_classes import scope_of
 from tests.support.optimizers import UnlistedSGD
+from tests.support.same import same
 
 BF16 = torch.bfloat16
 SHAPES = {"a.weight": (40, 130), "a.bias": (40,), "b.weight": (7, 5), "b.bias": (7,), "gate": ()}
@@ -54,12 +55,6 @@ def held(params, optimizers):
     return found
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert value.dtype is other[key].dtype and torch.equal(value, other[key]), key
-
-
 @pytest.mark.parametrize(
     "make, settings",
     [
@@ -80,7 +75,7 @@ def test_each_parameter_is_held_as_an_optimizer_of_its_own_would(make, settings)
         hmpx.attach(own[-1], seed=5, **BY_HAND[name], **settings)
     train(params, [optimizer])
     train(others, own)
-    assert_same(held(params, [optimizer]), held(others, own))
+    assert same(held(params, [optimizer]), held(others, own))
     if scope_of(optimizer) == "element":  # Adafactor's moments are smaller than a parameter
         assert optimizer.state[params["a.weight"]]["hmpx_codes_exp_avg"].dtype is torch.uint8
         assert optimizer.state[params["b.weight"]]["exp_avg"].dtype is BF16
@@ -110,7 +105,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(copied):
         again, resumed = torch.load(file, weights_only=False)
     train(params, [optimizer], 3)
     train(again, [resumed], 3)
-    assert_same(held(params, [optimizer]), held(again, [resumed]))
+    assert same(held(params, [optimizer]), held(again, [resumed]))
     assert resumed._hmpx_attachment.settings == handle.settings
 
 

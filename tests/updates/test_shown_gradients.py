@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
 from hmpx.updates.stepping import transfers
-from tests.support.numbers import away
+from tests.support.oracle import away_from_zero
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
@@ -79,7 +79,7 @@ def test_each_call_of_an_optimizer_that_has_several_ends_with_a_write_back(way, 
         if way == "stochastic":
             expected = hmpx.stochastic_round(q.detach(), seed=0, step=number, name="w")
         else:
-            expected = away(q.detach()) if way == "split" else q.detach().bfloat16()
+            expected = away_from_zero(q.detach()) if way == "split" else q.detach().bfloat16()
         assert p.grad is None and torch.equal(p, expected)
         assert optimizer.state[p]["start"].dtype is torch.float32
         if way not in ("master", "split"):

@@ -13,7 +13,8 @@ from hmpx.rounding import native
 from hmpx.updates.stepping import transfers
 from hmpx.updates.stepping.shadow import ShownState
 from tests.support.optimizers import UnlistedAdamW
-from tests.support.training import parameters, set_gradients
+from tests.support.same import same
+from tests.support.training import parameters, set_gradients, weights
 
 BF16 = torch.bfloat16
 
@@ -27,15 +28,10 @@ def test_a_plain_step_after_steps_in_a_region_is_refused_and_changes_nothing(cls
     set_gradients(named, 0)
     with hmpx.disable_casts():
         optimizer.step()
-    before = copy.deepcopy(([p.detach() for _, p in named], optimizer.state_dict()["state"]))
+    before = copy.deepcopy((weights(named), optimizer.state_dict()["state"]))
     with pytest.raises(hmpx.HmpxError, match=r"has stepped in hmpx.disable_casts\(\), .* its state is FP32.*attach"):
         optimizer.step()
-    assert all(torch.equal(p, b) for (_, p), b in zip(named, before[0], strict=True))
-    assert all(
-        torch.equal(value, before[1][i][key])
-        for i, values in optimizer.state_dict()["state"].items()
-        for key, value in values.items()
-    )
+    assert same(weights(named), before[0]) and same(optimizer.state_dict()["state"], before[1])
     with hmpx.disable_casts():
         optimizer.step()
     hmpx.attach(optimizer)
@@ -57,7 +53,7 @@ def test_detach_brings_the_state_of_steps_in_a_region_to_bf16():
     for each, its in ((optimizer, named), (reference, twin)):
         set_gradients(its, 1)
         each.step()
-    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, twin, strict=True))
+    assert same(weights(named), weights(twin))
 
 
 def test_plain_steps_of_optimizers_without_state_go_on():
@@ -96,10 +92,8 @@ def test_a_step_in_a_region_is_torchs_own_where_parameters_are_fp32_and_their_st
         except RuntimeError as error:  # AdamW's: `lerp_` takes one dtype
             told.append(str(error))
     assert not told or (cls is optim.AdamW and len(told) == 2 and told[0] == told[1])
-    for (_, p), (_, q) in zip(named, twin, strict=True):
-        own, theirs = optimizer.state[p], reference.state[q]
-        assert torch.equal(p, q) and own.keys() == theirs.keys()
-        assert all(own[key].dtype is theirs[key].dtype and torch.equal(own[key], theirs[key]) for key in own)
+    assert same(weights(named), weights(twin))
+    assert all(same(optimizer.state[p], reference.state[q]) for (_, p), (_, q) in zip(named, twin, strict=True))
 
 
 class OfAModel(optim.SGD):
