@@ -225,16 +225,17 @@ def test_an_error_on_one_rank_ends_the_attach_of_all_at_once(how, raised, what):
 
 def _comes_late(rank, why):
     """Rank 0 waits no longer, since it is interrupted or has no more patience; then the other one comes."""
-    optimizer = optim.SGD(_model().parameters(), lr=0.1)
+    optimizer, store = optim.SGD(_model().parameters(), lr=0.1), dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank:
-        time.sleep(4)
+        store.wait(["gone"], timedelta(seconds=60))
     elif why == "patience":
         agreement._PATIENCE = timedelta(seconds=1)
     else:
         threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises((hmpx.HmpxError, KeyboardInterrupt)) as error:
         hmpx.attach(optimizer)
+    store.set("gone", "")
     return f"{error.type.__name__}: {error.value}", hasattr(optimizer, "_hmpx_attachment")
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -202,12 +201,14 @@ def _one_is_late(rank):
     optimizer = optim.SGD([("p", parameter(4))], lr=0.1)
     hmpx.attach(optimizer)
     step_by(optimizer)
-    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=1))
     if rank:
-        time.sleep(4)
+        store.wait(["said"], timedelta(seconds=60))
         return ""
     with pytest.raises(hmpx.HmpxError) as error:
         step_by(optimizer)
+    store.set("said", "")
     return str(error.value)
 
 
