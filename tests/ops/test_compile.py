@@ -123,16 +123,6 @@ def test_torchs_own_decompositions_are_not_cast(is_placed, lists):
         assert same(run(compiled, model, x), plain)
 
 
-def test_other_lists_take_effect(lists):
-    x = torch.randn(4, 4)
-    compiled = torch.compile(lambda x: ((x @ x), x.exp()), fullgraph=True, backend="aot_eager")
-    seen = []
-    for names in ("matmul", "exp", "matmul exp", ""):
-        with hmpx.convert(**lists(bf16=names)):
-            seen.append(tuple(t.dtype for t in compiled(x)))
-    assert seen == [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)]
-
-
 @pytest.mark.parametrize(
     ("how", "converted"),
     [("attached", False), *(pytest.param("region", converted, marks=recent) for converted in (True, False))],

@@ -294,21 +294,6 @@ with hmpx.convert():
     assert done.stdout.split() == ["torch.float32", "torch.bfloat16", "torch.float32"]
 
 
-def test_regions_and_modules_that_are_running_keep_their_lists_under_another_conversion(lists):
-    class Converting(nn.Module):
-        def forward(self):
-            with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
-                return X.exp().dtype, product(X)
-
-    module = Converting()
-    rule = hmpx.policy_for(module, fp32=["matmul"])
-    with hmpx.convert(), hmpx.casts(fp32=["exp"]), hmpx.casts(bf16=["tanh"]):
-        assert module() == (FP32, FP32)
-        with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
-            assert (X.exp().dtype, product(X), X.sigmoid().dtype, X.tanh().dtype) == (FP32, BF16, BF16, BF16)
-    rule.remove()
-
-
 class Yields(nn.Module):
     def forward(self, x):
         yield x

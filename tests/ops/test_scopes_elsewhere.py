@@ -33,17 +33,6 @@ def compiled(function):
 
 
 @recent
-def test_a_graph_is_made_anew_when_a_rule_is_removed():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    rule = hmpx.policy_for(model[1], "fp32")
-    with hmpx.convert():
-        function = compiled(model)
-        assert function(X).dtype is FP32
-        rule.remove()
-        assert function(X).dtype is BF16
-
-
-@recent
 def test_lists_that_are_new_while_it_is_traced():
     """The wrappers that they need are put in place, and what was traced before is traced again."""
 
