@@ -71,13 +71,8 @@ DOTTED = {
     "evil/sub.py": "",
     "lazy.py": "def __getattr__(name):\n    import evil\n",
 }
-READS = [
-    "explain mine.yaml mine.txt list.json",
-    "explain mine.yaml --yaml",
-    "explain mine.yaml",
-    "explain evil.f --list mine.yaml",
-]
-READS += ["explain evil.f --recipe mine.yaml", "explain --recipe mine.yaml"]
+READS = ["explain mine.yaml mine.txt list.json", "explain mine.yaml --yaml", "explain mine.yaml"]
+READS += ["explain evil.f --list mine.yaml", "explain evil.f --recipe mine.yaml", "explain --recipe mine.yaml"]
 NAMED = [(1, "evil.listed"), (2, "lazy.later")]
 READ = """
 import sys, lazy

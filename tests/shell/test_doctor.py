@@ -150,16 +150,8 @@ def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(scri
     own.mkdir()
     (own / "plain.yaml").write_text("bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n")
     source = SCRIPT.replace("F.cross_entropy(", "-(model[2].bias.softmax(-1)).log()[0] * 1e-9 + F.cross_entropy(")
-    done = doctor(
-        tmp_path,
-        "--recipe",
-        "own #1: first/plain.yaml",
-        "--set",
-        "seed=3",
-        "--fix",
-        "recipe.yaml",
-        script(source=source),
-    )
+    words = "--recipe", "own #1: first/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml"
+    done = doctor(tmp_path, *words, script(source=source))
     assert done.returncode == 1 and "not checked: " not in done.stderr, done.stderr  # at steps in FP32, rounded after
     lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
     assert lines[:2] == ['extends: "own #1: first/plain.yaml"', "seed: 3"], lines
@@ -260,11 +252,7 @@ def test_processes_are_not_checked_and_workers_of_a_loader_are_no_news(script, t
     loaded = "from torch.utils.data import DataLoader\n"
     loaded += "list(DataLoader(range(4), num_workers=1, multiprocessing_context='fork'))\n"
     for before, status in ((started, 2), (loaded, 0)):
-        done = doctor(
-            tmp_path,
-            "--steps",
-            "5",
-            script("torch.float32", before + SCRIPT.replace("torch.manual", "import torch; torch.manual", 1)),
-        )
+        source = before + SCRIPT.replace("torch.manual", "import torch; torch.manual", 1)
+        done = doctor(tmp_path, "--steps", "5", script("torch.float32", source))
         assert done.returncode == status, done.stderr
         assert ("processes that the script started: print (1)" in done.stderr) == (status == 2)

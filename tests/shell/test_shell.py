@@ -24,11 +24,8 @@ def run(capsys, *arguments):
 def test_explain_lists_the_ops_with_a_text_in_their_name(capsys, tmp_path):
     status, out, _ = run(capsys, "explain", "softma")
     line = next(line for line in out.splitlines() if line.startswith("softmax "))
-    assert status == 0 and line.split(None, 2) == [
-        "softmax",
-        "fp32",
-        "torch.softmax, torch._VF.softmax, Tensor.softmax",
-    ]
+    told = line.split(None, 2)[1:]
+    assert status == 0 and told == ["fp32", "torch.softmax, torch._VF.softmax, Tensor.softmax"]
     (tmp_path / "mine.txt").write_text("softmax\nstatistics.mean\nstatistics.median\n")
     _, out, _ = run(capsys, "explain", "--all", "--list", str(tmp_path / "mine.txt"))
     assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
