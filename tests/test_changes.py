@@ -159,18 +159,6 @@ def test_a_patch_that_was_there_before_is_called_below_ours(theirs):
     assert optim.Optimizer.add_param_group is outer
 
 
-def test_patches_on_top_of_what_watches_for_optimizers_and_models_stay(theirs, caplog):
-    handle = hmpx.activate("neuron-bf16-sr")
-    outer, wrapping = theirs(optim.SGD, "__init__"), theirs(DistributedDataParallel, "__init__")
-    handle.restore()
-    assert optim.SGD.__init__ is outer and DistributedDataParallel.__init__ is wrapping
-    assert "SGD.__init__ was patched again" in caplog.text
-    assert "DistributedDataParallel.__init__ was patched again" in caplog.text
-    model = nn.Linear(4, 4)
-    optim.SGD(model.parameters(), lr=1e-3)
-    assert model.weight.dtype is torch.float32 and outer.calls == 1
-
-
 def test_settings_that_a_user_made_meanwhile_stay(caplog):
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with hmpx.convert(dtype_map={torch.float32: BF16}):

@@ -21,19 +21,6 @@ def graphs():
     return torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
 
-def test_operators_alone_follow_the_region_around(graphs):
-    """Dynamo traces `x @ x` through no wrapper, so no guard of a wrapper tells it of the region."""
-    compiled = torch.compile(lambda x: x @ x, backend=graphs, fullgraph=True)
-    with hmpx.convert():
-        for _ in range(2):
-            assert compiled(X).dtype is BF16
-            with hmpx.disable_casts():
-                assert compiled(X).dtype is FP32
-            with hmpx.casts(fp32=["matmul"]):
-                assert compiled(X).dtype is FP32
-    assert graphs.frame_count == 3
-
-
 def test_compiled_code_in_interleaved_tasks_follows_its_own_task():
     compiled = torch.compile(lambda x: (x @ x, torch.mm(x, x)), backend="aot_eager", fullgraph=True)
 

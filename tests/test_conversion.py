@@ -34,11 +34,6 @@ def test_restore_puts_back_the_identical_objects(untouched):
     assert torch.Tensor.matmul is torch._C.TensorBase.matmul
 
 
-def test_restore_without_convert_is_a_no_op(untouched):
-    hmpx.restore()
-    assert not untouched.changed()
-
-
 def test_restore_of_an_optimizer_undoes_all_that_prepare_did(untouched):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

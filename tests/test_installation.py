@@ -79,15 +79,6 @@ def test_one_that_has_ended_is_not_given_back(untouched):
     assert found() == NONE and not untouched.changed()
 
 
-def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once():
-    with hmpx.convert(**OF_MATMUL):
-        with hmpx.convert(**OF_EXP) as inner:
-            inner.restore()
-            assert found() == MATMUL
-        assert found() == MATMUL
-    assert found() == NONE
-
-
 def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(monkeypatch, untouched):
     with hmpx.convert(**OF_MATMUL) as outer:
         apply, calls = PatchTable.apply, []

@@ -28,16 +28,6 @@ def test_a_region_that_makes_no_steps_has_no_seed():
             region(seed=3)
 
 
-def test_hmp_convert_by_keyword_and_by_position():
-    for value in ("", None):
-        hmp.convert(opt_level="O1", bf16_file_path=value, fp32_file_path=value, isVerbose=False)
-        assert product() is CAST
-        hmpx.restore()
-        hmp.convert("O1", value, value, False)
-        assert product() is CAST
-        hmpx.restore()
-
-
 def test_hmp_files_may_be_deleted_right_after_the_call(lists):
     arguments = lists(bf16="exp", fp32="log")
     del arguments["promote_file_path"]

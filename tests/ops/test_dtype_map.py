@@ -199,13 +199,6 @@ def test_every_attribute_is_the_identical_one_again(mapped):
     assert str(DtypeMap(USE)) != str(DtypeMap(DOWNCAST))  # which torch's cache of compiled graphs is told
 
 
-def test_a_map_beside_lists(lists):
-    """One entry point, one patch, which does both."""
-    with hmpx.convert(**lists(fp32="softmax"), dtype_map=USE):
-        x = torch.randn(3)
-        assert x.dtype is BF16 and x.softmax(-1).dtype is FP32 and x.softmax(-1, dtype=FP64).dtype is BF16
-
-
 def test_tensor_subclasses_are_handed_torchs_own_functions(mapped):
     x = torch.ones(2).as_subclass(Recording)
     to, double = torch.Tensor.to, torch.Tensor.bfloat16

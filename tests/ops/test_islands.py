@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -134,15 +132,6 @@ def test_what_is_asked_is_answered_for_the_lists(where):
     with hmpx.convert(where="model"):
         assert not torch.is_autocast_enabled("cpu")
     assert not Net(lambda net, x: torch.is_autocast_enabled("cpu"))(X) and torch.get_autocast_dtype("cuda") is FP16
-
-
-def test_who_has_taken_a_question_by_name_hears_the_same(monkeypatch):
-    somebody = types.ModuleType("somebody")
-    somebody.ask = torch.is_autocast_enabled
-    monkeypatch.setitem(sys.modules, "somebody", somebody)
-    with hmpx.convert():
-        assert Net(lambda net, x: somebody.ask("cpu"))(X)
-    assert not somebody.ask("cpu")
 
 
 class Product(torch.autograd.Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils import fusion, parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import hmpx
 from hmpx.ops import outside_model
@@ -119,30 +119,6 @@ def test_pruning_is_cast_in_the_forward_and_weight_norm_is_in_fp32(lists):
     with hmpx.convert(**lists(bf16="_weight_norm mul linear")):
         pruned(torch.ones(1, 4))
         assert pruned.weight.dtype is torch.bfloat16 and normed.weight.dtype is torch.float32
-
-
-class Products(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.ones(2, 2) @ torch.full((2, 2), index + 0.001)
-
-
-def collated(batch):
-    return torch.stack(batch) @ torch.eye(2)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_is_not_cast(workers, lists):
-    def batches():
-        return list(DataLoader(Products(), 2, num_workers=workers, collate_fn=collated))
-
-    expected = batches()
-    with hmpx.convert(**lists(bf16="matmul")):
-        found = batches()
-        assert (found[0] @ found[0]).dtype is torch.bfloat16
-    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found, expected, strict=True))
 
 
 LAYERS = (torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.LSTM(4, 4), torch.nn.Conv1d(2, 2, 1))

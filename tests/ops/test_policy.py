@@ -42,16 +42,6 @@ def test_listed_names_leave_the_promote_list(lists):
     assert policy.promote == ("dot",)
 
 
-def test_what_a_user_lists_outranks_a_default(tmp_path):
-    path = tmp_path / "bf16.txt"
-    path.write_text("softmax\n")
-    policy = build_policy(lists=read_lists(path))
-    assert policy.bf16 == ("softmax",) and "softmax" not in policy.fp32 and "log_softmax" in policy.fp32
-    path.write_text("div\n")  # and what follows it: the default fp32 list also names truediv and divide
-    policy = build_policy(lists=read_lists(path))
-    assert {policy.rule(catalog()[name]) for name in ("div", "divide", "truediv")} == {Rule.BF16}
-
-
 def test_aten_overloads_and_internal_names_map_to_their_python_op(lists):
     policy = build_policy(
         lists=read_lists(

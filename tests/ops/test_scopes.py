@@ -102,19 +102,6 @@ def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_ar
     assert not hmpx.base.process_state.module_rules and outer() == [FP32, FP32]
 
 
-def test_a_rule_may_come_before_the_conversion_and_outlives_it():
-    module = Product()
-    rule = hmpx.policy_for(module, "fp32")
-    assert module() == [FP32] and module(X.bfloat16()) == [BF16] and type(module).forward is Product.forward
-    for _ in range(2):
-        with hmpx.convert():
-            assert product(X) is BF16 and module(X.bfloat16()) == [FP32]
-            with hmpx.disable_casts():
-                assert module(X.bfloat16()) == [BF16]
-    rule.remove()
-    assert "_hmpx_rules" not in vars(module) and "_hmpx_rules" not in vars(Product)
-
-
 def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
     given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
@@ -215,16 +202,6 @@ def test_a_forward_that_returns_what_computes_later_is_an_error(later):
     rule.remove()
     with hmpx.convert():
         assert len(list(module(X))) == 1
-
-
-def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_arguments():
-    modules = nn.ModuleList([nn.Identity()])
-    given = [hmpx.policy_for(modules, "bf16"), hmpx.policy_for(modules[0], "fp32")]
-    with hmpx.convert():
-        assert modules[0](X) is X
-        given[1].remove()
-        assert modules[0](X).dtype is BF16
-    given[0].remove()
 
 
 def test_record_names_the_rule_that_casts_a_modules_arguments():
@@ -340,18 +317,6 @@ def test_what_is_wrong_is_said():
             make()
         assert str(raised.value).startswith(message)
         assert not hmpx.base.process_state.module_rules
-
-
-def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
-    module = Product()
-    rule = hmpx.policy_for(module, "fp32")
-    with hmpx.convert():
-        captured, other = module.forward, Product().forward
-        assert captured(X.bfloat16()) == [FP32] and other(X) == [BF16]
-    assert captured(X.bfloat16()) == [BF16] and other(X) == [FP32]
-    rule.remove()
-    with hmpx.convert():
-        assert captured(X) == other(X) == [BF16]
 
 
 def test_a_region_over_a_function_whose_body_runs_later_is_refused():

@@ -37,15 +37,6 @@ def test_it_is_the_gradient_of_torch_and_one_line_names_a_list_that_asks_for_a_c
         assert len(lines) == 1 and lines[0].startswith(f"hmpx: {op} is in the {asked} list, and its gradient is sparse")
 
 
-def test_a_rule_of_a_module_does_not_cast_it_either():
-    model = torch.nn.Sequential(torch.nn.Embedding(12, 4, sparse=True)).bfloat16()
-    rule = hmpx.policy_for(model, "fp32")
-    with hmpx.convert():
-        assert model(INDICES).dtype is torch.bfloat16
-        assert gradient(model[0]).layout is torch.sparse_coo
-    rule.remove()
-
-
 def test_other_inputs_take_the_dtype_of_the_weight():
     layer = torch.nn.EmbeddingBag(12, 4, mode="sum", sparse=True).bfloat16()
     with hmpx.convert():

@@ -107,31 +107,6 @@ def test_transforms_of_torch_func(model, x):
     assert torch.vmap(model)(x).dtype is expected.dtype is FP32  # as the bias is, under vmap
 
 
-class Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
-
-
-class LinearWithCustomForward(Linear):
-    forward = staticmethod(torch.amp.custom_fwd(Linear.forward, device_type="cpu"))
-    backward = staticmethod(torch.amp.custom_bwd(Linear.backward, device_type="cpu"))
-
-
-@pytest.mark.parametrize("function", [Linear, LinearWithCustomForward])
-def test_autograd_functions(function, x):
-    weight = torch.randn(8, 8, requires_grad=True)
-    out = function.apply(x, weight)
-    out.sum().backward()
-    assert out.dtype is BF16 and torch.equal(out, F.linear(x, weight)) and weight.grad.dtype is FP32
-
-
 class Functions(nn.Module):
     def forward(self, x):
         y = torch.matmul(x, x.t()) @ x
@@ -144,15 +119,6 @@ def test_fx_graphs_hold_torchs_names_and_follow_the_conversion(x):
     hmpx.restore()
     assert torch.equal(graph(x), Functions()(x)) and graph(x).dtype is FP32
     assert "hmpx" not in graph.code and "torch.matmul" in graph.code
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_exported_programs_and_traces_keep_their_casts(model, x, strict):
-    expected = model(x)
-    exported = torch.export.export(model, (x,), strict=strict).module()
-    traced = torch.jit.trace(model, x)
-    hmpx.restore()
-    assert torch.equal(exported(x), expected) and torch.equal(traced(x), expected) and expected.dtype is BF16
 
 
 class Recurrent(nn.Module):
@@ -180,17 +146,6 @@ def test_scripted_code_is_compiled_from_the_originals(x):
     after = torch.jit.script(Recurrent().eval())(x[None]), torch.jit.script(modules[1])(x), function(square)
     assert all(a.dtype is FP32 and torch.allclose(a, b, atol=1e-6) for a, b in zip(under, expected, strict=True))
     assert same(after[1:], under[1:]) and after[0].dtype is FP32
-
-
-@pytest.mark.parametrize("mode", ["fake", "meta"])
-def test_fake_and_meta_tensors_have_the_dtypes_of_real_ones(mode):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() if mode == "fake" else torch.device("meta"):
-        body, x = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8)), torch.randn(4, 8)
-        out = body(x)
-        assert out.dtype is (x @ x.t()).dtype is BF16 and body[:2](x).dtype is FP32
-        assert out.is_meta if mode == "meta" else type(out) is not torch.Tensor
 
 
 CALLS = {

@@ -78,16 +78,6 @@ def test_special_values_do_not_become_numbers(code):
     assert not written(torch.zeros(3, 200), code).whole().any()
 
 
-@pytest.mark.parametrize("code", [code for code in STATE_CODES if STATE_CODES[code].is_stable])
-@torch.no_grad()
-def test_what_a_code_holds_stays_itself_in_bf16_too(code):
-    for seed in range(4):
-        held = written(spread((4, 300), seed), code)
-        once = held.whole()
-        assert torch.equal(once, once.bfloat16().float())
-        assert torch.equal(written(once, code, seed=99, step=99).whole(), once)
-
-
 @pytest.mark.parametrize(
     "code, value",
     [
