@@ -82,26 +82,6 @@ class Product(nn.Module):
         return [product(x), *(self.inner(x) if self.inner is not None else [])]
 
 
-def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_around():
-    inner = Product()
-    outer = Product(inner)
-    with hmpx.convert():
-        assert outer() == [BF16, BF16]
-        first = hmpx.policy_for(outer, fp32=["matmul", "linear"])
-        assert outer() == [FP32, FP32] and inner() == [BF16]
-        second = hmpx.policy_for(inner, bf16=["exp"])
-        assert outer() == [FP32, FP32] and inner() == [BF16]
-        third = hmpx.policy_for(inner, bf16=["matmul"])
-        assert outer() == [FP32, BF16]
-        third.remove()
-        third.remove()
-        assert outer() == [FP32, FP32]
-        first.remove()
-        assert outer() == [BF16, BF16]
-        second.remove()
-    assert not hmpx.base.process_state.module_rules and outer() == [FP32, FP32]
-
-
 def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
     given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
