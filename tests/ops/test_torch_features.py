@@ -83,30 +83,6 @@ def test_checkpointing_in_a_decorated_function(model, x, reentrant):
     assert same(gradients(model, lambda: decorated(x)), gradients(model, lambda: hmpx.fp32(lambda x: model(x))(x)))
 
 
-def test_transforms_of_torch_func(model, x):
-    """In a model whose first layer has a rule of its own."""
-    rule = hmpx.policy_for(model[0], "fp32")
-
-    def loss(parameters, x):
-        return torch.func.functional_call(model, parameters, (x,)).float().square().sum()
-
-    parameters = dict(model.named_parameters())
-    got = torch.func.grad(loss)(parameters, x)
-    loss(parameters, x).backward()
-    assert all(torch.equal(got[name], p.grad) for name, p in parameters.items())
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
-    for name, p in parameters.items():
-        assert torch.allclose(each[name].sum(0), p.grad, rtol=0.05, atol=0.05)
-    out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-    assert torch.equal(out, model(x)) and tangent.dtype is BF16
-    assert torch.func.jacrev(model)(x).shape == torch.func.jacfwd(model)(x).shape == (4, 8, 4, 8)
-    assert torch.func.hessian(lambda x: (x @ x.t()).float().sum())(x).shape == (4, 8, 4, 8)
-    rule.remove()
-    with torch.autocast("cpu"):
-        expected = torch.vmap(model)(x)
-    assert torch.vmap(model)(x).dtype is expected.dtype is FP32  # as the bias is, under vmap
-
-
 class Functions(nn.Module):
     def forward(self, x):
         y = torch.matmul(x, x.t()) @ x

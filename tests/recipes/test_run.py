@@ -155,6 +155,8 @@ def test_lists_alone_lie_over_the_default_ones_with_fp32_weights(tmp_path, scrip
     assert re.search(
         f"hmpx: the default lists, FP32 weights, bf16 list {tmp_path}/mine.txt{KERNELS}; runs listed.py", err
     )
+    out, err = call("--recipe", "hmp-o2", "--low-precision", "fp16", "listed.py", cwd=tmp_path)
+    assert out == "torch.float16 torch.float32 []\n" and "low precision float16" in err
     out, err = call("--set", "bf16=[cross_entropy]", script, cwd=tmp_path)
     assert out.startswith("float32 bfloat16 float32") and ", bf16=[cross_entropy]" in err
     with_masters = ("--set", "use_master_weights_in_ckpt=true")
