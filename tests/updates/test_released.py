@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 import hmpx
 from hmpx.updates import step_hooks
+from hmpx.updates.stepping.released import Waiting
 from tests.support import ranks
 from tests.support.optimizers import Around
 from tests.support.same import same
@@ -378,6 +379,25 @@ def test_released_gradients_refuse_to_accumulate_and_optimizers_that_look_across
     handle.detach()
     model(x).sum().backward()
     assert model.up.weight.grad is not None
+
+
+@pytest.mark.parametrize("elements, parts", [(1, 4), (40, 2), (1 << 20, 1)], ids=["alone", "some", "all at the end"])
+def test_parameters_wait_until_there_are_enough_and_step_together(elements, parts, monkeypatch):
+    """With the bits of a step of all; each part is kept for the next step."""
+    monkeypatch.setattr(Waiting, "ELEMENTS", elements)
+    for settings in ({}, {"state_dtype": "8bit"}, {"weights": "split", "fused": True}):
+        found = []
+        for release in (False, True):
+            model = _net()
+            optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+            handle = hmpx.attach(optimizer, release_gradients=release, **settings)
+            for _ in range(5):
+                _backward(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+            found.append([*weights(model.named_parameters()), *state])
+        assert same(*found) and len(handle._updates._parts) == parts, settings
 
 
 def test_an_optimizer_dies_in_the_middle_of_a_released_step():
