@@ -1,7 +1,6 @@
 """Tensors without data: `FakeTensorMode` and the meta device tell a run's dtypes and sizes before it is paid for."""
 
 import contextlib
-import copy
 from itertools import cycle
 
 import pytest
@@ -11,10 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hmpx
 from hmpx.updates.checkpoints import MASTER_KEY
-from tests.support.optimizers import UnlistedAdamW, UnlistedSGD
-from tests.support.same import same
+from tests.support.optimizers import UnlistedAdamW
 from tests.support.spanning import spanning
-from tests.support.training import parameters, weights
 
 BF16 = torch.bfloat16
 PLACES = {"FakeTensorMode": FakeTensorMode, "meta": lambda: torch.device("meta")}
@@ -122,27 +119,3 @@ def test_a_fused_step_without_data(weights):
     assert trained(FakeTensorMode, **how) == real
     with pytest.raises(RuntimeError, match="fused=True"):
         trained(PLACES["meta"], **how)
-
-
-@pytest.mark.parametrize(
-    "cls, state_dtype", [(torch.optim.SGD, torch.float32), (torch.optim.SGD, "8bit"), (UnlistedSGD, BF16)]
-)
-def test_whatever_the_default_device_is_the_parameters_decide(cls, state_dtype):
-    """Where the default is the meta device, whatever is made without a device holds no numbers."""
-
-    def lived(place, way):
-        named = parameters(sizes=((40, 9), (201,), (5,)))
-        gradients = [torch.full_like(p, 0.1) for _, p in named]
-        with place:
-            optimizer = cls(named, lr=0.1, momentum=0.9)
-            hmpx.attach(optimizer, way, state_dtype=state_dtype, use_master_weights_in_ckpt=way in MASTERS)
-            for _ in range(2):
-                for (_, p), gradient in zip(named, gradients, strict=True):
-                    p.grad = gradient.clone()
-                optimizer.step()
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            hmpx.detach(optimizer)
-        return weights(named)
-
-    for way in WAYS:
-        assert same(lived(torch.device("meta"), way), lived(contextlib.nullcontext(), way)), way
