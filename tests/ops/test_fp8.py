@@ -267,27 +267,6 @@ def test_each_op_multiplies_codes():
         assert distance(found[name], wanted if finish is None else finish(wanted)) < 4e-3, name
 
 
-def test_in_a_part_of_a_model():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64)
-    with hmpx.convert():
-        in_bf16 = model(x)
-        rule = hmpx.policy_for(model[1], fp8=["linear"], fp8_format="mx")
-        by_rule = model(x)
-        rule.remove()
-        with hmpx.casts(fp8=["linear"], fp8_format={"scaling": "mx", "backward": "e4m3"}):
-            hidden = model[0](x)
-        assert torch.equal(model(x), in_bf16)
-    optimizer = torch.optim.SGD(model.parameters())
-    recipe = {"parameter_dtype": "float32", "modules": {"1": {"fp8": ["linear"], "fp8_format": "mx"}}}
-    hmpx.prepare(model, optimizer, recipe)
-    assert torch.equal(model(x), by_rule)
-    hmpx.restore(optimizer)
-    with hmpx.convert(fp8=["linear"], fp8_format="mx"):
-        assert torch.equal(model[0](x), hidden)
-    assert 0.01 < distance(by_rule, in_bf16) < 0.1
-
-
 @pytest.mark.parametrize(
     ("form", "sizes"),  # columns and rows of a weight, and whether it is in FP8
     [

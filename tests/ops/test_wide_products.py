@@ -88,6 +88,10 @@ def test_a_head_by_a_rule_a_recipe_and_in_a_copy():
     copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     with hmpx.convert(bf16=["linear", "gelu"]):
         assert all(torch.equal(each(x), wanted) for each in copies)
+        with hmpx.record() as log:
+            model(x)
+        rules = {site.module: site.rule for site in log.sites if site.op == "linear"}
+        assert rules == {"mid": "bf16", "lm_head": "bf16-to-fp32"} and not log.round_trips
         rule.remove()
         assert model(x).dtype is BF16
     optimizer = optim.SGD(model.parameters())
