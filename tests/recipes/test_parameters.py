@@ -74,28 +74,23 @@ def test_bytes_of_a_parameter_by_its_name():
     assert sum(recipe.bytes_per_parameter(name="2.bias").values()) == 4 + 4 + state
 
 
-def test_explain_says_it(tmp_path, capsys):
+def test_explain_says_what_each_rule_holds(tmp_path, capsys):
+    def explained(recipe):
+        hmpx.explain(recipe)
+        return capsys.readouterr().out
+
     (tmp_path / "mine.yaml").write_text('opt_level: null\nparameters:\n  "*.bias": {weights: master}\n  "0.*": fp32\n')
-    hmpx.explain(tmp_path / "mine.yaml")
-    assert "parameters   *.bias: weights master (16 bytes); 0.*: float32 (16 bytes)" in capsys.readouterr().out
-
-
-def test_explain_counts_masters_of_some_and_state_of_bf16_parameters_in_an_fp32_model(capsys):
+    said = explained(tmp_path / "mine.yaml")
+    assert "parameters   *.bias: weights master (16 bytes); 0.*: float32 (16 bytes)" in said
     rules = {"*.bias": {"weights": "master"}, "0.*": {"state_dtype": "8bit"}}
-    hmpx.explain({"use_master_weights_in_ckpt": True, "parameters": rules})
-    assert "0.*: state_dtype 8bit (6.03125 bytes)" in capsys.readouterr().out
-    hmpx.explain({"parameter_dtype": "fp32", "state_dtype": "8bit", "parameters": {"0.*": "bf16"}})
-    said = capsys.readouterr().out
+    said = explained({"use_master_weights_in_ckpt": True, "parameters": rules})
+    assert "0.*: state_dtype 8bit (6.03125 bytes)" in said
+    said = explained({"parameter_dtype": "fp32", "state_dtype": "8bit", "parameters": {"0.*": "bf16"}})
     assert "float32; of bfloat16 weights: 8 bits" in said and "as they are held, step number and seed" in said
-    hmpx.explain({"parameter_dtype": "fp32", "parameters": {"0.*": "fp32"}})
-    assert "checkpoints  as without hmpx" in capsys.readouterr().out
-
-
-def test_explain_says_which_state_is_not_in_codes(capsys):
-    hmpx.explain({"state_dtype": "4bit"})
-    assert "4 bits with a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension" in (
-        capsys.readouterr().out
-    )
+    said = explained({"parameter_dtype": "fp32", "parameters": {"0.*": "fp32"}})
+    assert "checkpoints  as without hmpx" in said
+    wanted = "4 bits with a scale for 128 elements, rounded stochastically; bfloat16 of parameters of one dimension"
+    assert wanted in explained({"state_dtype": "4bit"})
 
 
 def test_a_rule_for_another_name_of_a_tied_weight_is_told(caplog):

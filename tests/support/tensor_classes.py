@@ -115,13 +115,10 @@ class KnowsLinear(torch.Tensor):
 
 
 class Forgetful(torch.Tensor):
-    """Sees every function, by its name, and gives plain tensors."""
-
-    seen: list = []  # noqa: RUF012
+    """Gives plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func.__name__)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
