@@ -20,10 +20,10 @@ from hmpx.insight.fix import Base, Script, legal, recipe_for
 from hmpx.insight.looks import checks, dtypes, writes
 from hmpx.insight.looks.cells import Cells
 from hmpx.insight.looks.gradients import Scale, Sums
+from hmpx.insight.looks.lost_updates import PassedLow, Updates
 from hmpx.insight.looks.nonfinite import Nonfinite
 from hmpx.insight.looks.replicas import Replicas
 from hmpx.insight.looks.steps import window_of
-from hmpx.insight.looks.updates import PassedLow, Updates
 from hmpx.insight.precision import Precision, differences, precision_of
 from hmpx.insight.report import Bars, Grid, Lines, Report, number
 from hmpx.insight.tensors import has_numbers

@@ -11,7 +11,7 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.dispatch import Iterations, OpWatch
-from hmpx.insight.looks.updates import Updates
+from hmpx.insight.looks.lost_updates import Updates
 from tests.support.examined import only, trained
 from tests.support.planted_trainings import mlp
 

@@ -36,10 +36,10 @@ def kept_of(tensors: Sequence[FileTensor]) -> float:
     return sum(min(each.went, each.expected) for each in told) / expected if expected else math.nan
 
 
-def way_of(told: Sequence[FileTensor]) -> float:
+def distance_of(told: Sequence[FileTensor]) -> float:
     """Return how far the smallest weights moved, in the median of the tensors; 0 if nothing tells."""
-    ways = sorted(each.moved.fine for each in told if each.moved)
-    return ways[len(ways) // 2] if ways else 0.0
+    distances = sorted(each.moved.fine for each in told if each.moved)
+    return distances[len(distances) // 2] if distances else 0.0
 
 
 def low_of(tensors: Sequence[FileTensor]) -> list[FileTensor]:
@@ -81,9 +81,10 @@ def of_steps(tensors: Sequence[FileTensor], rate: float, steps: int, kept: float
     names = tuple(each.name for each in sorted(low, key=lambda each: -each.lost) if each.lost > _HALF)
     said = f"a step of {rate:g} is less than half an ulp of {percent(lost)} of the weights"
     told = []
-    if steps and (way := way_of([each for each in low if each.moved and each.tells])):
+    if steps and (distance := distance_of([each for each in low if each.moved and each.tells])):
         told.append(
-            f"the smallest weights moved {way:.2g}; {steps} steps of {rate:g} in one direction are {steps * rate:.2g}"
+            f"the smallest weights moved {distance:.2g}; "
+            f"{steps} steps of {rate:g} in one direction are {steps * rate:.2g}"
         )
     if lost < _HALF or kept >= _LEAST:
         return [], [said, *told]
@@ -124,7 +125,7 @@ def of_both(tensors: Sequence[FileTensor], kept: float) -> tuple[list[Finding], 
         found.append(Finding("not trained", False, said, do, names=still))
     unclear = [*_unclear(weights, kept)]
     vectors = [each for each in low_of(both) if each.is_vector and each.numbers.one != 0]
-    shown = [each for each in vectors if each.ulp < 2 * way_of(told)]  # if they moved, the file would show it
+    shown = [each for each in vectors if each.ulp < 2 * distance_of(told)]  # if they moved, the file would show it
     if kept >= _LEAST and len(vectors) > 1 and all(each.is_same for each in vectors) and (still or shown):
         unclear.append(_MERGED)
     elif low := [each for each in (shown if kept >= _LEAST else vectors) if each.is_same]:

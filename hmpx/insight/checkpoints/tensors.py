@@ -1,9 +1,9 @@
 """Every tensor of one or two checkpoints is read once, a part at a time: what its numbers are, and how they moved.
 
 An optimizer moves a weight by about as much whether the weight is large or small. Small weights have a fine grid, on
-which rounding hides nothing. So the ways of the finest weights, rounded to the grid of each other weight, are what a
-file shows where nothing was lost. `kept` is the way that was gone over this: 1 is healthy, 0 is dead. Stochastic
-rounding adds its noise to the way, and gives more than 1.
+which rounding hides nothing. So the distances that the finest weights moved, rounded to the grid of each other weight,
+are what a file shows where nothing was lost. `kept` is the distance that was moved over this: 1 is healthy, 0 is dead.
+Stochastic rounding adds its noise to the distance, and gives more than 1.
 
 A checkpoint is opened as it lies on a disk: names, dtypes and shapes at once, numbers a few rows at a time.
 """
@@ -35,20 +35,20 @@ from hmpx.updates.stepping.step_count import STEP_KEY
 Tensor = torch.Tensor
 
 FEWEST = 256  # weights whose movement is judged
-_FINEST, _FEWEST_FINE = 0.05, 64  # the share of the weights whose ways count as not hidden, and how few these may be
-_CLEAR = 4  # ulp that such a way should have
+_FINEST, _FEWEST_FINE = 0.05, 64  # the share of the weights whose distances count as seen, and how few these may be
+_CLEAR = 4  # ulp that such a distance should have
 
 
 @dataclass(frozen=True)
 class Movement:
-    """The ways of a tensor's weights, from one checkpoint to the next.
+    """How far a tensor's weights moved, from one checkpoint to the next.
 
     Attributes:
         count: weights that are judged: none that is zero, and none in a row where nothing moved.
         still_rows: the share of the rows in which nothing moved.
         moved: the share of the judged weights that are not as they were.
-        size: the sum of their magnitudes. went: the sum of their ways. expected: what this would be if no update had
-            been lost; NaN where that is not known. fine: the median way of the finest weights; NaN likewise.
+        size: the sum of their magnitudes. went: the sum of their distances. expected: what this would be if no update
+            had been lost; NaN where that is not known. fine: the median distance of the finest weights; NaN likewise.
         unclear: why it is not known.
     """
 
@@ -68,13 +68,13 @@ class Movement:
 
 def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     """Return how far weights went. before, after: rows, in FP32. dtype: whose numbers `after` holds."""
-    ways = (after - before).abs().flatten(1)
-    rows = ways.amax(1) > 0
+    distances = (after - before).abs().flatten(1)
+    rows = distances.amax(1) > 0
     still_rows = 1 - rows.float().mean().item()
-    weights, ways = before.flatten(1)[rows], ways[rows]
-    ways, weights = ways[weights != 0], weights[weights != 0]
-    count, moved = len(ways), (ways > 0).float().mean().item()
-    found = Movement(count, still_rows, moved, weights.abs().double().sum().item(), ways.double().sum().item())
+    weights, distances = before.flatten(1)[rows], distances[rows]
+    distances, weights = distances[weights != 0], weights[weights != 0]
+    count, moved = len(distances), (distances > 0).float().mean().item()
+    found = Movement(count, still_rows, moved, weights.abs().double().sum().item(), distances.double().sum().item())
     if count < FEWEST:
         return replace(found, unclear=f"fewer than {FEWEST} weights moved")
     exponents = exponents_of(weights, dtype)
@@ -86,7 +86,7 @@ def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
     upto, share = counts.cumsum(0), _FINEST
     while True:
         fine = exponents - least <= (upto < max(share * count, _FEWEST_FINE)).sum()
-        seen = ways[fine]
+        seen = distances[fine]
         if (seen / grid[exponents[fine] - least]).median() >= _CLEAR or share * count <= _FEWEST_FINE:
             break
         share /= 2
@@ -101,10 +101,10 @@ def movement(before: Tensor, after: Tensor, dtype: torch.dtype) -> Movement:
 
 
 _PART = 2**24  # weights that are read at a time, or one row
-_SAMPLE = 2**19  # weights of a tensor whose ways are looked at
+_SAMPLE = 2**19  # weights of a tensor whose distances are looked at
 _LONG_ROW = 256  # the last dimension is a row's, and not a kernel's
 _PRUNED = 0.05  # the share of weights that have become zero
-_OTHER = 1.0  # the way that weights went, over their size: of two trainings it is 1.4
+_OTHER = 1.0  # the distance that weights moved, over their size: of two trainings it is 1.4
 
 
 class Numbers:

@@ -40,13 +40,13 @@ class _Clipped(NamedTuple):
     """What became of a gradient between its backward pass and the division by its scale.
 
     left: the share of it. scale: the GradScaler's. is_fixed: whether what is left has a size that does not know the
-    scale. way: of the step that the whole gradient would have made, as far as it goes; NaN if that is not known.
+    scale. reached: of the step that the whole gradient would have made, as far as it goes; NaN if that is not known.
     """
 
     left: float
     scale: float
     is_fixed: bool
-    way: float
+    reached: float
 
 
 class Scale(Look):
@@ -105,16 +105,17 @@ class Scale(Look):
         is_along = dot * dot > 0.99 * squares * left
         size = left**0.5 if is_along else max(float(each.abs().max()) for each in now)  # of a norm, or of a value
         is_short = share < _SHORT and size * size < scale
-        way = _way(optimizer, max(made, key=torch.Tensor.numel), share, scale) if is_short and share > 0 else 1.0
-        self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, way))
+        largest = max(made, key=torch.Tensor.numel)
+        reached = _reached(optimizer, largest, share, scale) if is_short and share > 0 else 1.0
+        self._clipped.setdefault(id(optimizer), []).append(_Clipped(share, scale, is_short, reached))
 
     def findings(self, notes: Notes, names: Names) -> Iterator[Finding]:
         yield from _of_scale(notes, names, self._off)
-        for key, (count, left, way, scale) in self._shortened():
+        for key, (count, left, reached, scale) in self._shortened():
             said = f"gradients are clipped while a GradScaler's scale of {scale:g} is still in them: {_share(left)} of "
             said += f"them is left, in {count} of {len(self._clipped[key])} steps that were looked at"
-            said += f", and a step goes {_share(way)} as far" if way == way else ""
-            do, wrong = "scaler.unscale_(optimizer) before the line that clips", way <= 0.9
+            said += f", and a step goes {_share(reached)} as far" if reached == reached else ""
+            do, wrong = "scaler.unscale_(optimizer) before the line that clips", reached <= 0.9
             yield Finding("clipping", wrong, said, do, self._where[key], weight=0.85 if wrong else 0.2)
 
     @property
@@ -127,8 +128,8 @@ class Scale(Look):
         for key, seen in self._clipped.items():
             short = [each for each in seen if each.is_fixed]
             if 2 * len(short) > len(seen):
-                left, way = (statistics.median([each[i] for each in short]) for i in (0, 3))
-                yield key, (len(short), left, way, short[-1].scale)
+                left, reached = (statistics.median([each[i] for each in short]) for i in (0, 3))
+                yield key, (len(short), left, reached, short[-1].scale)
 
     def unchecked(self, notes: Notes, names: Names) -> Iterable[str]:
         share, _ = _tiny(notes)
@@ -141,27 +142,27 @@ class Scale(Look):
         is_falling = len(late) >= _SETTLED and 2 * sum(late) >= len(late) and notes.scale > 1
         if is_falling:
             yield f"steps: the GradScaler skips them, at a scale of {notes.scale:g} that still falls"
-        for key, (_, _, way, _) in self._shortened():
-            if way != way:
+        for key, (_, _, reached, _) in self._shortened():
+            if reached != reached:
                 name = type(self._optimizers[key]).__name__
                 yield f"{name}: how far its steps go with gradients that are clipped while they are scaled"
 
 
-def _way(optimizer: Optimizer, p: torch.nn.Parameter, share: float, scale: float) -> float:
+def _reached(optimizer: Optimizer, p: torch.nn.Parameter, share: float, scale: float) -> float:
     """Return how far a step with a share of a gradient goes, as a share of one with all of it; NaN if unknown.
 
     Both begin without state. So Adam, which divides by the size of its gradients, goes as far.
     """
     try:
-        ways = []
+        moves = []
         for factor in (1 / scale, 1 / (share * scale)):
             twin = Twin(optimizer, [p], scope_of(optimizer) == "element", is_fresh=True)
             before = twin.weights()
             twin.step(factor)
-            ways.append(float((twin.weights() - before).norm()))
+            moves.append(float((twin.weights() - before).norm()))
     except NotChecked:
         return float("nan")
-    return ways[0] / ways[1] if ways[1] else float("nan")
+    return moves[0] / moves[1] if moves[1] else float("nan")
 
 
 def _share(share: float) -> str:

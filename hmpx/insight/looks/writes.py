@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hmpx.base.tensors import dtype_name
 from hmpx.insight.dispatch import OpLook, is_of_hook, sampled
 from hmpx.insight.finding import Finding, Names, percent
-from hmpx.insight.looks.updates import LIMIT
+from hmpx.insight.looks.lost_updates import LIMIT
 from hmpx.insight.notes import NORMS, NotedSite, Notes, OpCall, Place
 from hmpx.insight.report import grouped
 from hmpx.insight.tensors import LOW, Tensor, called_in_fp32, floating, memory, widened

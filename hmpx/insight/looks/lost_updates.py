@@ -3,7 +3,7 @@
 Each parameter is judged in each window. Dead and half dead parameters count by their share of the weights that a
 gradient moves, and by their number. If they counted by their updates, a head that learns fast would hide a backbone
 that stands still; if by their weights alone, matrices would hide the norms between them. A window stands for the steps
-until the next one, and counts by its share of the whole way, so that a warm-up is no harm.
+until the next one, and counts by its share of the whole distance, so that a warm-up is no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HALF, _DEAD = 0.5, 0.1  # below these, one parameter is half dead, or dead
 # weights as a whole fall behind, it loses if more are below `LIMIT` in one window. And a share of the parameters,
 # however small they are: it loses if more are half dead in all steps.
 _SHARE = 0.2
-_WAY = 0.05  # of the whole way: a window that moves the copies less harms nothing
+_FAR = 0.05  # of the whole distance: a window that moves the copies less harms nothing
 _LEAST_DECAY = 5.0  # ulp: a smaller sum of decays may be lost by accident
 _HARMLESS = 2e-5  # of a weight in a step: a smaller decay shows only after tens of thousands of steps
 _LEAST = {"bfloat16": 2e-3, "float16": 2.4e-4}  # changes by a smaller share of a number are lost by rounding to nearest
@@ -153,12 +153,13 @@ def _ways(each: SteppedOptimizer) -> list[Way]:
 class _Window:
     """How parameters move in one window of steps, or in all of them.
 
-    half_dead: those that move less than half as far as their copies. way: how far copies move until the next window.
+    half_dead: those that move less than half as far as their copies. distance: how far copies move until the next
+    window.
     """
 
     def __init__(self, rows: Mapping[Parameter, Moves], active: Mapping[Parameter, float], steps: int = 1) -> None:
         self.rows, self.whole, self._active = rows, total(rows.values()), active
-        self.way = steps * self.whole.size**0.5
+        self.distance = steps * self.whole.size**0.5
         self.half_dead = self.below(_HALF)
         self.share = self.share_of(self.half_dead)
 
@@ -176,8 +177,8 @@ class _Window:
 def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     """Return the windows of all optimizers by their first step, and all steps together by 0; {} if none was seen.
 
-    Those in which copies move by less than `_WAY` of the whole way are left out, and early ones that lose a small part
-    of it before a healthy one.
+    Those in which copies move by less than `_FAR` of the whole distance are left out, and early ones that lose a
+    small part of it before a healthy one.
     """
     windows: dict[int, dict[Parameter, Moves]] = {}
     active = {p: share for each in seen for p, share in each.active.items()}
@@ -189,18 +190,18 @@ def _windows(seen: Sequence[SteppedOptimizer]) -> dict[int, _Window]:
     found = {window: _Window(rows, active, span_of(window, steps)) for window, rows in windows.items()}
     if not found:
         return {}
-    ways: dict[Parameter, list[Moves]] = {}
+    moved: dict[Parameter, list[Moves]] = {}
     for one in found.values():
         for p, moves in one.rows.items():
-            ways.setdefault(p, []).append(moves.times(one.way / one.whole.size if one.whole.size else 0.0))
-    whole = sum(one.way for one in found.values())
-    every = _Window({p: total(several) for p, several in ways.items()}, active)
-    counted = {window: one for window, one in found.items() if one.way >= _WAY * whole}
+            moved.setdefault(p, []).append(moves.times(one.distance / one.whole.size if one.whole.size else 0.0))
+    whole = sum(one.distance for one in found.values())
+    every = _Window({p: total(several) for p, several in moved.items()}, active)
+    counted = {window: one for window, one in found.items() if one.distance >= _FAR * whole}
     healthy = max((n for n, one in counted.items() if not one.whole.is_below(LIMIT) and one.share <= _SHARE), default=0)
     return {0: every} | {
         window: one
-        for window, one in counted.items()  # what a small part of the way loses before a healthy window is made up for
-        if window >= healthy or one.way * max(1 - one.whole.kept, one.share) >= _WAY * whole
+        for window, one in counted.items()  # what a small part loses before a healthy window is made up for
+        if window >= healthy or one.distance * max(1 - one.whole.kept, one.share) >= _FAR * whole
     }
 
 
@@ -346,7 +347,7 @@ def _bytes(seen: Sequence[SteppedOptimizer], recipe: Recipe) -> str:
 
 # Whether FP32 weights pass through low precision between two steps: a checkpoint that is loaded, a sum over workers.
 # All numbers of a weight are then suddenly those of BF16 or FP16, and what the steps since the last such time have
-# moved is rounded to these. *kept* is how far the weights have come of that way, as for steps.
+# moved is rounded to these. *kept* is how far the weights have come of that distance, as for steps.
 
 _MOST, _ENOUGH = 4, 16  # parameters of an optimizer that are looked at, the largest; and how many numbers tell
 
@@ -398,8 +399,8 @@ class PassedLow(Look):
                     seen.last, seen.base = each.last, each.base
         seen.base = now if seen.base is None else seen.base
         if seen.last is not None and low_dtype(seen.last) is None and dtype is not None:
-            way, real = seen.last - seen.base, seen.last.to(dtype).float() - seen.base
-            seen.dot, seen.size = seen.dot + float(way @ real), seen.size + float(way @ way)
+            meant, real = seen.last - seen.base, seen.last.to(dtype).float() - seen.base
+            seen.dot, seen.size = seen.dot + float(meant @ real), seen.size + float(meant @ meant)
             seen.rounded.append(seen.steps + 1)
             seen.base, seen.dtype = now, dtype
 
