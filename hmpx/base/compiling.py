@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 import wrapt
@@ -16,6 +17,8 @@ import wrapt
 from hmpx.base import process_state
 from hmpx.base.changes import Changes
 from hmpx.base.torch_private import COMPILED, COMPILED_STEPS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def when_imported(name: str, function: Callable[[ModuleType], object], changes: Changes) -> None:
@@ -62,11 +65,12 @@ def never_compile_alone(*functions: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo")
 
 
-def never_compile(function: Callable) -> None:
-    """torch.compile neither traces into this function nor compiles what it calls."""
+def never_compile(function: Function) -> Function:
+    """torch.compile neither traces into this function nor compiles what it calls. A decorator, too."""
 
     vars(function)["_torchdynamo_disable"] = True
     leave_to_python(function.__code__)
+    return function
 
 
 @functools.cache  # the functions that one definition makes share their code

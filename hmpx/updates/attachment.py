@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hmpx.base.changes import Attribute, take_back
+from hmpx.base.compiling import never_compile
 from hmpx.base.process_state import new_lock
 from hmpx.base.raw import MISSING
 from hmpx.base.tensors import dtype_name
@@ -339,6 +340,7 @@ def _end(params: dict[Parameter, torch.dtype], taken: set[int]) -> None:
     taken.clear()
 
 
+@never_compile
 def _call_if_alive(reference: weakref.WeakMethod, *args: Parameter) -> None:
     method = reference()
     if method is not None:

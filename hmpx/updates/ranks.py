@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.base.changes import Attribute, Changes
+from hmpx.base.compiling import never_compile
 from hmpx.base.torch_private import FP32_SUMS, JOINS, graph_task, private
 from hmpx.errors import HmpxError
 from hmpx.updates.stepping.names import parameters
@@ -247,10 +248,13 @@ def watch_joins(changes: Changes, settings_of: Callable[[Iterable[torch.nn.Param
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
-    """Call `hook` after each accumulation of a gradient, also for a parameter that is frozen now."""
+    """Call `hook` after each accumulation of a gradient, also for a parameter that is frozen now.
+
+    Dynamo would compile it where a compiled function calls `backward()`.
+    """
     requires_grad = p.requires_grad
     try:
-        return p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+        return p.requires_grad_(True).register_post_accumulate_grad_hook(never_compile(hook))
     finally:
         p.requires_grad_(requires_grad)
 
@@ -311,6 +315,7 @@ class _Exchange:
                     _take(q)
                     q.grad = _zeros_like(q)
 
+    @never_compile
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if _ours.isdisjoint(self._params):  # torch cannot remove a communication hook: this does what its reducer does
             mean = bucket.buffer().mul_(1 / self._group.size())
@@ -386,7 +391,7 @@ def _put_back() -> None:
 def _when_backward_is_done(work: Callable[[], None]) -> None:
     """Queue `work` after DDP's own callback, which writes the buckets into the gradients."""
     queue = private("torch.autograd.Variable._execution_engine.queue_callback")
-    queue(functools.partial(queue, work))
+    queue(functools.partial(queue, never_compile(work)))
 
 
 def _zeros_like(p: Parameter) -> Tensor:

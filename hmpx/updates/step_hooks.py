@@ -157,11 +157,8 @@ def _watched(step: Callable) -> Callable:
         forget = functools.partial(_forget_casts, optimizer)
         return run_in_region.giving_back(forget, run_in_region.run_step, optimizer, how, own, (call,))
 
-    vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
-    return watched
-
-
-never_compile(_watched(lambda optimizer: None))  # one code serves every class
+    vars(watched)["__hmpx_original__"] = step
+    return never_compile(watched)
 
 
 def _is_plain(optimizer: Optimizer) -> bool:

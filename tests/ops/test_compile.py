@@ -186,6 +186,32 @@ def test_a_step_that_dynamo_could_trace_is_kept_out_of_the_graph():
     assert torch.equal(p, expected) and len(p.unique()) == 2
 
 
+@recent
+@pytest.mark.parametrize("recipe", ["lean8", "bf16-sr"])
+def test_a_compiled_function_may_hold_the_backward_and_the_step(recipe, caplog):
+    """Dynamo leaves the graph for `backward()`, and would compile the hooks that this calls, once a parameter."""
+    results = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        hmpx.prepare(model, optimizer, recipe)
+
+        def train(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        train = torch.compile(train, backend="aot_eager") if compile_it else train
+        for _ in range(3):
+            train(torch.ones(2, 8))
+        hmpx.restore(optimizer)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert same(*results)
+    assert "recompile_limit" not in caplog.text
+
+
 @pytest.mark.slow
 def test_dynamo_may_be_loaded_before_or_after():
     for first in ("import torch._dynamo; hmpx.convert()", "hmpx.convert(); import torch._dynamo"):
