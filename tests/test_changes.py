@@ -5,7 +5,6 @@ import types
 import pytest
 import torch
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.base.changes import MISSING, Attribute, Cell, Changes, Flag, Item
@@ -84,35 +83,26 @@ def test_changes_of_one_place_are_undone_in_reverse_and_all_of_them_although_one
     assert mapping == {"key": 0}
 
 
+WATCHED = ("add_param_group", "_process_value_according_to_param_policy", "profile_hook_step")
+
+
 @pytest.fixture
 def theirs():
-    """Patch an attribute as another library would: a function of theirs around what is there; taken back at the end."""
-    undo = Changes()
+    """Patch a method of optimizers as another library would: a function of theirs around what is there."""
+    undo, original = Changes(), {name: vars(optim.Optimizer)[name] for name in WATCHED}
 
-    def patch(owner, name):
-        inner = getattr(owner, name)
-        descriptor = vars(owner)[name]
+    def patch(name):
+        inner = getattr(optim.Optimizer, name)
 
         def outer(*args, **kwargs):
             outer.calls += 1
             return inner(*args, **kwargs)
 
-        outer.calls, outer.before = 0, descriptor
-        value = staticmethod(outer) if isinstance(descriptor, staticmethod) else outer
-        setattr(owner, name, value)
-        undo.callback(setattr, owner, name, original[owner, name])
+        outer.calls = 0
+        setattr(optim.Optimizer, name, staticmethod(outer) if isinstance(original[name], staticmethod) else outer)
+        undo.callback(setattr, optim.Optimizer, name, original[name])
         return outer
 
-    original = {
-        (owner, name): vars(owner)[name]
-        for owner, name in (
-            (optim.Optimizer, "add_param_group"),
-            (optim.Optimizer, "_process_value_according_to_param_policy"),
-            (optim.Optimizer, "profile_hook_step"),
-            (optim.SGD, "__init__"),
-            (DistributedDataParallel, "__init__"),
-        )
-    }
     yield patch
     hmpx.restore()
     undo.close()
@@ -124,10 +114,10 @@ def sgd(momentum=0.0):
     return p, optim.SGD([p], lr=1e-3, momentum=momentum)
 
 
-@pytest.mark.parametrize("name", ["add_param_group", "_process_value_according_to_param_policy", "profile_hook_step"])
+@pytest.mark.parametrize("name", WATCHED)
 def test_a_patch_on_top_of_what_watches_steps_stays_and_is_called(name, theirs, caplog):
     hmpx.convert()
-    outer = theirs(optim.Optimizer, name)
+    outer = theirs(name)
     hmpx.restore()
     assert getattr(optim.Optimizer, name) is outer
     assert f"torch.optim.Optimizer.{name} was patched again" in caplog.text
@@ -152,7 +142,7 @@ def test_a_patch_on_top_of_what_watches_steps_stays_and_is_called(name, theirs, 
 
 
 def test_a_patch_that_was_there_before_is_called_below_ours(theirs):
-    outer = theirs(optim.Optimizer, "add_param_group")
+    outer = theirs("add_param_group")
     with hmpx.convert():
         sgd()
         assert outer.calls == 1

@@ -5,8 +5,6 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx import conversion
-from hmpx.base import process_state
 from hmpx.ops.casts import PatchTable
 
 X = torch.randn(4, 4, requires_grad=True)  # a model's: a recipe casts no other op
@@ -157,10 +155,3 @@ def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(untouched
     with hmpx.convert(**OF_MATMUL), hmpx.activate("neuron-bf16-sr"):
         hmpx.restore()
     assert found() == NONE and made() == (FP32, None) and not untouched.changed()
-
-
-def test_nothing_is_remembered_after_the_end():
-    with hmpx.convert(**OF_MATMUL):
-        pass
-    assert conversion.installed() is None
-    assert not process_state.in_use()

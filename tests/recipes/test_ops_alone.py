@@ -81,12 +81,6 @@ def test_which_recipes_are_about_ops_alone(recipe, dtype):
     assert as_recipe(recipe).parameter_dtype == dtype
 
 
-def test_a_key_about_weights_beside_extended_lists_means_bf16(tmp_path):
-    base = stated("file", tmp_path)
-    assert as_recipe({"extends": base, "weights": "split"}).parameter_dtype == "bfloat16"
-    assert as_recipe({"extends": base, "weights": "split", "parameter_dtype": None}).parameter_dtype is None
-
-
 def test_it_prints_as_a_file_that_reads_back(tmp_path):
     recipe = as_recipe(LISTS).inlined()
     path = tmp_path / "printed.yaml"

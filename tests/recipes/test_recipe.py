@@ -132,15 +132,6 @@ def test_a_recipe_prints_as_a_file_that_is_complete_in_itself(tmp_path):
     assert said.startswith("# Under ZeRO-1 NxD's defaults were others") and said.endswith("{weights: master}")
 
 
-def test_fp32_parameters_are_not_attached(caplog):
-    model = nn.Linear(4, 4)
-    optimizer = optim.SGD(model.parameters(), lr=1e-2)
-    hmpx.prepare(model, optimizer, {"parameter_dtype": "float32", "opt_level": "O2"})
-    assert model.weight.dtype is torch.float32 and not hasattr(optimizer, "_hmpx_attachment") and not caplog.text
-    assert model(torch.ones(1, 4)).dtype is BF16
-    hmpx.restore()
-
-
 def test_several_optimizers_are_all_as_they_were_after_a_refusal():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = optim.SGD(model[0].parameters(), lr=1e-2), optim.LBFGS(model[1].parameters())
