@@ -53,6 +53,26 @@ def test_what_one_scale_ruins_stays_in_bf16(tmp_path):
     assert "float8" in str(tuned) and (tmp_path / "recipe.yaml").exists()
 
 
+class Beside(nn.Module):
+    """A convolution and attention, which have no product in FP8, beside a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv(x.view(-1, 16, 2)).transpose(1, 2)
+        return self.linear(F.scaled_dot_product_attention(h, h, h)).flatten(1)[:, :10]
+
+
+def test_the_share_in_fp8_is_of_the_flops_of_all_products():
+    batches = [(torch.randn(64, 32), torch.randint(10, (64,))) for _ in range(6)]
+    tuned = planted.tuned(Beside(), batches, loss_of, low="fp8", tolerance=1.0)
+    linear, conv, attention = 16 * 16, 16 * 16 * 3, 2 * 16 * 2  # of one of two positions, in multiplications
+    assert tuned.share == pytest.approx(linear / (linear + conv + attention)), str(tuned)
+
+
 def test_where_nothing_may_be_in_fp8_the_recipe_takes_it_from_the_lists_that_it_began_with():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     batches = [(torch.randn(64, 32), torch.randint(16, (64,))) for _ in range(6)]

@@ -306,15 +306,19 @@ class Worths:
         self.words = words or low.upper()
         self._modules = frozenset(modules)
         self.of_place: dict[NameInModule, Worth] = {}
+        self._beside = 0.0  # FLOPs of products that are not decided about, as of a convolution that cannot be in FP8
         self.batch_of: dict[RunSite, int] = {}  # the batch in which a site is counted: the first that met it
 
     def weighing(self, batch: int) -> Compute:
         """Return what computes the calls of a batch in FP32, and counts what each is worth."""
 
         def compute(asked: Asked) -> Seen:
-            if asked.point.op in self.names and not asked.point.in_place and not is_recomputing():
+            if not asked.point.in_place and not is_recomputing():
                 with unobserved():
-                    self._count(asked, batch)
+                    if asked.point.op in self.names:
+                        self._count(asked, batch)
+                    elif self.batch_of.setdefault(asked.site, batch) == batch:
+                        self._beside += _flops(asked)
             return compute_in_fp32(asked)
 
         return compute
@@ -353,7 +357,7 @@ class Worths:
 
     def share(self, chosen: Chosen) -> float:
         """Return the share of all FLOPs of matrix products that is in low precision."""
-        return self.gain(chosen) / (self.gain(self.of_place) or 1.0)
+        return self.gain(chosen) / (self.gain(self.of_place) + self._beside or 1.0)
 
     def wished(self, units: Sequence[Unit]) -> Chosen:
         """Return the places of all units that save something, less those that together save next to nothing."""

@@ -203,7 +203,7 @@ class Tuned(Report):
         part: the parameter whose gradient is off most. part_error: by how much, beside its own size; it may be 2.5
             times the tolerance.
         predicted: the gradient error of the same choice on the batches that it was found with.
-        share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
+        share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16 or FP8, from 0 to 1.
         tolerance: as asked for.
         choices: a `Choice` for each name, the worst first.
         steps: forward and backward passes that it took; those that were timed are not counted.
