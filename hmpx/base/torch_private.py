@@ -281,9 +281,9 @@ JOINS = Feature(
     Name("torch.distributed.algorithms.join.Join().[_enable|_joinables]", "whether ranks may step less often"),
 )
 ZERO = Feature(
-    "a refusal of ZeroRedundancyOptimizer(overlap_with_ddp=True)",
-    "leave overlap_with_ddp out",
-    Name(f"{_ZERO}.ZeroRedundancyOptimizer()._overlap_with_ddp", "its steps cannot be seen"),
+    "a refusal of ZeroRedundancyOptimizer(overlap_with_ddp=True), and of one whose model was cast after it was made",
+    "leave overlap_with_ddp and parameters_as_bucket_view out",
+    Name(f"{_ZERO}.ZeroRedundancyOptimizer().[_overlap_with_ddp|_buckets]", "its steps or parameters cannot be seen"),
 )
 TRIAL_STEPS = Feature(
     "distributed checkpoints of attached optimizers",

@@ -28,6 +28,7 @@ from hmpx.updates.stepping.names import (
     inside_zero,
     named,
     own_attachment,
+    refuse_left_buckets,
     share_names,
 )
 from hmpx.updates.stepping.names import parameters as parameters_of
@@ -156,6 +157,7 @@ def attach(
                 return before
             raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
         if target is not optimizer:
+            refuse_left_buckets(optimizer)
             share_names(optimizer, target)
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})

@@ -470,11 +470,23 @@ def _overlap(rank):
     optimizer = ZeroRedundancyOptimizer(replica.parameters(), optim.SGD, lr=1e-2, overlap_with_ddp=True)
     with pytest.raises(hmpx.HmpxError) as error:
         hmpx.attach(optimizer)
-    return str(error.value)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=1e-2, parameters_as_bucket_view=True)
+    with pytest.raises(hmpx.HmpxError, match="cast the model") as late:
+        hmpx.prepare(model, optimizer, "bf16-sr")
+    assert model[0].weight.dtype is torch.float32, late
+    optimizer = ZeroRedundancyOptimizer(
+        model.bfloat16().parameters(), optim.SGD, lr=1e-2, parameters_as_bucket_view=True
+    )
+    hmpx.prepare(model, optimizer, "bf16-sr")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return str(error.value), digest(dict(model.named_parameters()))
 
 
-def test_overlapping_zero_is_refused():
-    assert all("overlap_with_ddp" in message for message in ranks.run(2, _overlap))
+def test_zero_that_overlaps_or_whose_buckets_were_left_is_refused():
+    one, other = ranks.run(2, _overlap)
+    assert "overlap_with_ddp" in one[0] and one == other
 
 
 def _failed_backward(rank):

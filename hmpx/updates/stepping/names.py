@@ -133,6 +133,16 @@ def inside_zero(optimizer: Optimizer) -> Optimizer | None:
     return optimizer.optim
 
 
+def refuse_left_buckets(zero: Any) -> None:
+    """Raise if a ZeroRedundancyOptimizer sends buckets to the other ranks that its parameters are not in any more."""
+    dtypes = {bucket.dtype for of_device in zero._buckets for bucket in of_device} if ZERO.is_on() else set()
+    if dtypes and any(p.requires_grad and p.dtype not in dtypes for p in parameters(zero)):
+        raise HmpxError(
+            "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) sends buckets that its parameters have left, so "
+            "ranks would drift apart: cast the model (model.bfloat16()) before this optimizer is made"
+        )
+
+
 def share_names(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = shared_names(inner)
