@@ -105,6 +105,15 @@ def test_nothing_is_found_where_every_op_runs_as_listed(train):
         assert not found(Everything().train(train), torch.randn(2, 4, 4))
 
 
+def test_an_op_in_no_list_is_not_taken_for_a_listed_one_that_is_made_of_it(lists):
+    """Called by itself it is in no list; called as `torch.ops.aten`, it may be any of them."""
+    with hmpx.convert(**lists(fp32="quantile renorm dist")):
+        for call in (lambda x: x.sort(), lambda x: torch.msort(x), lambda x: x.norm(), lambda x: torch.linalg.norm(x)):
+            assert found(call, X.bfloat16()) == set()
+        sorts = {("quantile", "bfloat16", "aten.sort.default")}
+        assert found(lambda x: torch.ops.aten.sort(x), X.bfloat16()) == sorts
+
+
 def test_decisions_of_the_user_are_not_found():
     def model(x):
         with hmpx.disable_casts():

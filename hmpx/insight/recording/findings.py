@@ -24,6 +24,7 @@ from hmpx.ops.policies.composition import callers
 from hmpx.ops.policies.lists import SIDES, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, rule_of, users_line
+from hmpx.ops.wrapping.observing import observed_op
 from hmpx.ops.wrapping.overriding import is_computing
 from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
@@ -195,8 +196,8 @@ class Escaped(Look):
         writes_statistics = any(entry.signature.statistics for op in ops for entry in op.entries)
         dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if writes_statistics else values)))
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
-        if len(wrong) < len(rules):
-            return  # right for at least one of the ops that may have called it
+        if len(wrong) < len(rules) or observed_op() in {op.name for op in ops} - rules.keys():
+            return  # right for at least one of the ops that may have called it, or for the one that has: in no list
         caller = sys._getframe(3)
         if any(map(is_computing, frames(caller))):
             return  # FP32 kernels compute an op whose inputs and results are in low precision

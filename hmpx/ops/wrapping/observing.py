@@ -114,6 +114,7 @@ def _around(
 
 class _Observing(threading.local):
     inside = False  # of a call that is observed
+    op = ""  # whose call that is
 
 
 _thread = _Observing()
@@ -125,11 +126,16 @@ def observed(
     """Give one call to the observer; a call inside an observed call goes to `plain`."""
     if _thread.inside or is_dynamo_compiling():
         return plain(*args, **kwargs)
-    _thread.inside = True
+    _thread.inside, _thread.op = True, point.op
     try:
         return observer(point, run, caller, args, kwargs).result
     finally:
-        _thread.inside = False
+        _thread.inside, _thread.op = False, ""
+
+
+def observed_op() -> str:
+    """Return the op whose call is observed in this thread, "" for none."""
+    return _thread.op
 
 
 @contextlib.contextmanager
