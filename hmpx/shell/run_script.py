@@ -10,6 +10,7 @@ import argparse
 import atexit
 import builtins
 import functools
+import gc
 import importlib.machinery
 import importlib.util
 import json
@@ -27,7 +28,10 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from hmpx import conversion
+from hmpx.base.compiling import never_compile
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes.activate import VARIABLE, activate
@@ -257,9 +261,30 @@ def _run(options: argparse.Namespace) -> int:
         if words:
             tell(f"the recipe ends here, since the script goes on as another program: {words}")
 
+    if recipe.parameter_dtype == "bfloat16" and is_first_rank():
+        _tell_without_optimizer(tell)
     with started_processes(running(options), started, replaced):
         run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
+
+
+def _tell_without_optimizer(tell: Callable[[str], object]) -> None:
+    """Say in the first backward pass that there is no optimizer of torch: with Keras, or where weights move by hand."""
+    backward = torch.autograd.backward
+
+    @never_compile
+    @functools.wraps(backward)
+    def first(*args: Any, **kwargs: Any) -> None:
+        if torch.autograd.backward is first:
+            torch.autograd.backward = backward
+            if not any(issubclass(type(each), torch.optim.Optimizer) for each in gc.get_objects()):
+                tell(
+                    "the recipe holds for ops alone: its weights and steps are those of a torch.optim.Optimizer, and "
+                    "there is none in the first backward pass"
+                )
+        backward(*args, **kwargs)
+
+    torch.autograd.backward = first
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Action:

@@ -140,6 +140,31 @@ def test_the_exit_status_is_that_of_the_script_and_an_error_is_shown(tmp_path):
     assert done.returncode == 1 and done.stderr.endswith("KeyError: 'mine'\n") and 'train.py", line 4' in done.stderr
 
 
+BY_HAND = """
+import torch
+
+weights, before = torch.nn.Parameter(torch.ones(2)), torch.autograd.backward
+
+def step():
+    weights.square().sum().backward()
+    with torch.no_grad():
+        weights.sub_(weights.grad, alpha=0.1)
+
+for run in (step, torch.compile(step, backend="eager")):
+    run()
+    torch.autograd.backward, now = before, torch.autograd.backward
+print(weights.dtype, now.__code__.co_filename == torch.autograd.__file__)
+"""
+
+
+@pytest.mark.parametrize("recipe, told", [("bf16-sr", 1), ("autocast-cpu", 0)])
+def test_weights_that_a_script_moves_by_hand_are_told_to_be_out_of_the_recipes_reach(tmp_path, recipe, told):
+    (tmp_path / "by_hand.py").write_text(BY_HAND)
+    out, err = call("--recipe", recipe, "by_hand.py", cwd=tmp_path)
+    assert out == "torch.float32 True\n"
+    assert err.count("there is none in the first backward pass") == told
+
+
 LISTED = """
 import sys, torch
 x = torch.ones(2, 2, requires_grad=True)
