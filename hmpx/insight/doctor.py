@@ -190,6 +190,10 @@ class Examination(Capture):
 
     def finish(self, alone: bool = False) -> None:
         """Fill `found` with what was found. alone: leave the other ranks out."""
+        with self._cells.as_stepped():
+            self._finish(alone)
+
+    def _finish(self, alone: bool) -> None:
         if not alone:
             self.close()
         found, trained = self.found, dict.fromkeys([*self.trained, *self._updates.stepped])

@@ -551,3 +551,24 @@ def test_what_is_noted_of_a_weight_ends_with_it():
         identities.add(id(weight))
         del weight
     assert len(identities) < 100  # so that a later one had the identity of an earlier one
+
+
+@pytest.mark.parametrize("cast", [BF16, torch.float16])
+def test_weights_that_are_cast_after_the_last_step_are_judged_in_the_dtype_of_the_steps(cast):
+    """An evaluation or a checkpoint in FP32 behind the loop changes nothing of what was found."""
+    found, rows = [], []
+    for after in (lambda model: None, lambda model: model.float()):
+        model = mlp(cast)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-5, eps=1e-4, weight_decay=0.1)
+        with hmpx.doctor() as one:
+            for _ in range(12):
+                model.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+            after(model)
+            left = {name: p.detach().clone() for name, p in model.named_parameters()}
+        all_looks_were_made(one)
+        found.append([each.as_json() for each in one.findings])
+        rows.append([vars(row) for row in one.precision.rows])
+        assert all(p.dtype is left[name].dtype and p.equal(left[name]) for name, p in model.named_parameters())
+    assert found[0] == found[1] and rows[0] == rows[1] and found[0]

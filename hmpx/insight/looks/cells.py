@@ -7,6 +7,7 @@ followed in the same way, back to the collective that has reduced it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from hmpx.insight.notes import Notes, OpCall
 from hmpx.insight.tensors import LOW, has_numbers, is_finite, sample
 from hmpx.ops.computing.kernels import asked_of
 from hmpx.ops.wrapping.callers import modules
+from hmpx.rounding.native import PLAIN
 from hmpx.updates.holding.sharding import local, whole_copies
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.released import Released
@@ -46,6 +48,7 @@ class SeenParameter:
         pass without, which a custom autograd function is, and of what a backward pass computes again.
     gradient: of its gradient; "freed" where that was freed before the step. summed: by what adds up, the dtypes.
     master: the dtype of what a line of the program fills it from. first: numbers of it before its first step.
+    dtype: as its last step began.
     """
 
     computed: Dtypes = field(default_factory=dict)
@@ -54,6 +57,7 @@ class SeenParameter:
     summed: dict[str, Dtypes] = field(default_factory=lambda: defaultdict(dict))
     master: str = ""
     first: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 class Cells(Look):
@@ -254,6 +258,7 @@ class Cells(Look):
         own = {*parameters(optimizer)}
         for p in (*own, *(p for p, master in self.masters.items() if master in own)):
             seen, grad = self.seen[p], p.grad
+            seen.dtype = p.dtype
             if seen.first is None and p.is_floating_point() and p.layout is torch.strided:
                 seen.first = sample(p, _WATCHED).clone()
             if grad is None or (seen.gradient and not self._is_looking):
@@ -276,6 +281,19 @@ class Cells(Look):
                 said += "weights are finite: no step was taken on the batch that did it"
                 do = "leave such a batch out before the model takes it; and norm.reset_running_stats()"
                 yield Finding("running statistics", True, said, do, names=broken, weight=0.9)
+
+    @contextlib.contextmanager
+    def as_stepped(self) -> Iterator[None]:
+        """Put weights into the dtype of their last step for a while, if something has cast them since, to save them."""
+        cast = {p: seen.dtype for p, seen in self.seen.items() if seen.dtype and type(p) in PLAIN}
+        later = {p: p.data for p, dtype in cast.items() if dtype is not p.dtype}
+        try:
+            for p, data in later.items():
+                p.data = data.to(cast[p])
+            yield
+        finally:
+            for p, data in later.items():
+                p.data = data
 
     def has_moved(self, p: Parameter) -> bool | None:
         """Return whether a parameter has moved since its first step; None where that is not known."""
