@@ -73,6 +73,19 @@ def test_rows_of_a_table_that_a_gradient_touches_are_judged(sparse):
         assert of_rows.wrong == wrong and not of_rows.not_checked, str(of_rows)
 
 
+def test_tables_with_sparse_gradients_that_share_an_optimizer_are_judged():
+    torch.manual_seed(0)
+    tables = nn.ModuleList(nn.Embedding(200, 16, sparse=True) for _ in range(2)).to(BF16)
+    for lr, wrong in ((1e-4, True), (0.5, False)):
+        optimizer = torch.optim.SparseAdam([*tables.parameters()], lr=lr)
+        found = trained(
+            None,
+            optimizer,
+            loss_of=lambda *_: sum(t(torch.randint(0, 200, (64,))) for t in tables).float().square().mean(),
+        )
+        assert found.wrong == wrong and not found.not_checked, str(found)
+
+
 def _log(p, x, step):
     return -torch.log(p.sigmoid() * (step != 3)).mean()
 
@@ -168,6 +181,7 @@ def test_weights_that_a_step_makes_nan_are_not_blamed_on_the_forward_pass(dtype,
     assert len(told) == bool(advice) and all(each.do.startswith(advice) for each in told), str(found)
     assert all("made by AdamW" in each.said for each in told)
     assert ("eps" in "".join(each.said for each in told)) == (dtype is torch.float16)
+    assert ("copies became inf or NaN" in "".join(found.not_checked)) == (dtype is torch.float16)
 
 
 def test_a_nan_that_reaches_no_gradient_is_a_note():

@@ -306,7 +306,9 @@ def _unchecked(seen: Sequence[SteppedOptimizer]) -> list[str]:
             attachment = own_attachment(each.optimizer)
             if attachment is not None and attachment.settings.release_gradients:
                 why = "each gradient is freed in backward, before its step ends: set release_gradients to false"
-        if not why and not known.is_known:
+        if not why and not windows:
+            why = "the weights or their float32 copies became inf or NaN"
+        elif not why and not known.is_known:
             why = "the float32 copies moved too little to measure it"
         elif not why and windows[0].share_of(still) > _SHARE:
             why = f"the float32 copies of {percent(windows[0].share_of(still))} of them did not move"

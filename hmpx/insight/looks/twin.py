@@ -152,11 +152,8 @@ class Twin:
             group.update({key: v for key, v in {**own, **plain, **self._changed}.items() if key in real})
         for p, q in self._copies.items():
             grads = [each.grad for each in self.params] if self.is_sampled else [p.grad]
-            if not factor:
-                q.grad = torch.zeros_like(q)
-                continue
-            if grads[0] is None:
-                q.grad = None
+            if grads[0] is None or (not factor and not grads[0].is_sparse):
+                q.grad = None if factor else torch.zeros_like(q)
                 continue
             grad = self._samples("its gradient", grads) if self.is_sampled else grads[0].detach()
             q.grad = grad.to(q.dtype, copy=True)  # some optimizers compute in their gradients
