@@ -45,7 +45,7 @@ ADVICE = {  # a kind of fault, or one of them: words of what is advised, as its 
     "upcast": "module.float() after all other casts and before the optimizer is made",
     "upcast: head_in_fp32_under_autocast": 'leave autocast there: with torch.autocast("cpu", enabled=False)',
     "upcast: logits_in_fp32_without_an_assignment": "x = x.float()",
-    "variance by difference": "x.float().var()",
+    "variance by difference": "x.float().var(correction=0)",
 }
 
 

@@ -1,5 +1,7 @@
 """`doctor` says of numbers what it says: WRONG begins at an error that was measured, and a cure was tried."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -306,3 +308,39 @@ def test_what_fp16_costs_gradients_that_no_backward_pass_leaves_to_an_optimizer_
     (said,) = [each for each in found.findings if each.kind == "loss scaling"]
     assert not said.wrong and "off by" not in said.said
     assert any("FP16 without a GradScaler" in each for each in found.not_checked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_scaler_is_advised_with_weights_that_it_takes(dtype):
+    """torch's GradScaler refuses to unscale gradients in FP16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hmpx.doctor() as found:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float32):
+                out = model(torch.randn(32, 16).to(dtype))
+            (F.cross_entropy(out.float(), torch.arange(32) % 4) * 2e-5).backward()
+            optimizer.step()
+    (advice,) = [each.do for each in found.findings if each.kind == "loss scaling"]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with contextlib.nullcontext() if dtype is torch.float32 else pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)
+    assert advice.startswith("keep the weights in float32") == (dtype is torch.float16)
+
+
+def test_another_loss_is_advised_alone_where_autocast_has_rounded_probabilities():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 1), nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hmpx.doctor() as found:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                p = model(torch.randn(32, 16)).float()
+            F.binary_cross_entropy(p, torch.ones_like(p)).backward()
+            optimizer.step()
+    (bce,) = [each for each in found.findings if each.kind == "BCE"]
+    assert "what sigmoid has rounded" in bce.said and bce.do == "binary_cross_entropy_with_logits"

@@ -241,7 +241,7 @@ CHECKS = [
     Check(
         "variance by difference", True,
         "a variance is the difference of a mean of squares and a squared mean in low precision",
-        "x.float().var()", 0.55, ("sub",), difference, "module", _MOMENTS,
+        "x.float().var(correction=0)", 0.55, ("sub",), difference, "module", _MOMENTS,
     ),
     Check(
         "distances", True, "distances are differences of large numbers, and the product was in low precision",
@@ -386,7 +386,7 @@ def _finding(check: Check, sites: Sequence[NotedSite]) -> Finding:
     said = f"{check.said} ({told})" if told else check.said
     modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
     recipe, edit = _keys(check, named)
-    too = f", and the {' and '.join(makers)} that it is of" if makers else ""
+    too = f", and the {' and '.join(makers)} that it is of" if makers and check.do is _IN_FP32 else ""
     do = sites[0].advice(check.do + too)
     wrong, weight = check.wrong and bool(harmful), check.weight if harmful or not check.wrong else check.weight / 4
     return Finding(check.kind, wrong, said, do, sites[0].where, modules, ops, weight, recipe, edit)

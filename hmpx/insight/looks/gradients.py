@@ -219,6 +219,8 @@ def _of_scale(notes: Notes, names: Names, off: float) -> Iterator[Finding]:
             said += f", and those of weights are off by about {percent(off)} for it" if off == off else ""
         device = next((p.device.type for p in names), "cuda")
         do, weight = f'torch.amp.GradScaler("{device}"), or BF16, which needs none', 0.3 + 0.5 * cost
+        if recipe:
+            do = f"keep the weights in float32, as a GradScaler asks for, under torch.autocast in FP16 with {do}"
         wrong = off >= LIMIT or not nonzero
         said, weight = f"FP16 without a GradScaler: {said}", weight if nonzero else 0.9
         yield Finding("loss scaling", wrong, said, do, weight=weight, recipe=recipe)
