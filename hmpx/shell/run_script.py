@@ -31,6 +31,7 @@ from typing import Any, cast
 import torch
 
 from hmpx import conversion
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.compiling import never_compile
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import choose
@@ -261,14 +262,14 @@ def _run(options: argparse.Namespace) -> int:
         if words:
             tell(f"the recipe ends here, since the script goes on as another program: {words}")
 
-    if recipe.parameter_dtype == "bfloat16" and is_first_rank():
-        _tell_without_optimizer(tell)
-    with started_processes(running(options), started, replaced):
+    with started_processes(running(options), started, replaced), Changes() as changes:
+        if recipe.parameter_dtype == "bfloat16" and is_first_rank():
+            _tell_without_optimizer(tell, changes)
         run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 
 
-def _tell_without_optimizer(tell: Callable[[str], object]) -> None:
+def _tell_without_optimizer(tell: Callable[[str], object], changes: Changes) -> None:
     """Say in the first backward pass that there is no optimizer of torch: with Keras, or where weights move by hand."""
     backward = torch.autograd.backward
 
@@ -276,7 +277,7 @@ def _tell_without_optimizer(tell: Callable[[str], object]) -> None:
     @functools.wraps(backward)
     def first(*args: Any, **kwargs: Any) -> None:
         if torch.autograd.backward is first:
-            torch.autograd.backward = backward
+            changes.close()
             if not any(issubclass(type(each), torch.optim.Optimizer) for each in gc.get_objects()):
                 tell(
                     "the recipe holds for ops alone: its weights and steps are those of a torch.optim.Optimizer, and "
@@ -284,7 +285,7 @@ def _tell_without_optimizer(tell: Callable[[str], object]) -> None:
                 )
         backward(*args, **kwargs)
 
-    torch.autograd.backward = first
+    changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), first)
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> argparse.Action:
