@@ -217,8 +217,7 @@ class Capture:
                 if hides:
                     self._watch.resume()
 
-        never_compile(begins)
-        return begins
+        return never_compile(begins)
 
     def _scaled(self, step: Callable) -> Callable:
         @functools.wraps(step)
@@ -245,6 +244,7 @@ class Capture:
 
         return divided
 
+    @never_compile  # as torch.compile(optimizer.step) calls it, too
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
         """Note that a step begins. If it has a closure, return arguments with a closure that reports here."""
         is_here, caller = self._is_here("steps, such as those of a backward pass on a GPU"), sys._getframe(1)
@@ -280,6 +280,7 @@ class Capture:
             self.notes.learn(model)
         self._tell("met", optimizer, self.notes.place(caller).script or "?")
 
+    @never_compile
     def _begin(self, optimizer: Optimizer, hides_step: bool = False) -> None:
         """Tell looks that a step begins and has its gradients. hides_step: close the dispatch mode while it runs."""
         if hides_step:
@@ -310,6 +311,7 @@ class Capture:
 
         return evaluated
 
+    @never_compile  # as torch.compile(optimizer.step) calls it, too
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self._running is not sys._getframe(1):
             return
@@ -337,10 +339,6 @@ class Capture:
         if self._watch.is_looking:
             self._watch.close()
         self._open_or_close()
-
-
-for _hook in (Capture._before, Capture._after, Capture._begin):
-    never_compile(_hook)  # as torch.compile(optimizer.step) calls them, too
 
 
 def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
